@@ -1,0 +1,51 @@
+# Everything a person needs: `make demo`, `make test`. Both set up .venv first if need be.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PY = $(VENV)/bin/python
+NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
+STAMP = $(VENV)/.toprope-installed
+
+.PHONY: help setup demo test tools-node lint clean
+
+help:
+	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
+	@echo "make test    set up if need be and run the tests"
+	@echo "make setup   only make $(VENV) and install the pinned dependencies"
+	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
+	@echo "make lint    formatting, imports between rooms, likely mistakes"
+	@echo "make bench-NAME   one of: $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_%,$(wildcard benchmarks/[a-z]*.py)))"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Toprope needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing pinned dependencies (PyTorch is the largest; several minutes the first time)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(PY) -P -m server.demo
+
+test: $(STAMP)
+	@$(PY) -P -m pytest
+
+# The tools ask for a newer Node than many systems have, so one is installed beside them.
+tools-node:
+	@command -v npm >/dev/null || { echo "npm is missing: install Node.js, then run this again"; exit 1; }
+	@mkdir -p "$(NODE_TOOLS)"
+	@npm install --silent --no-audit --no-fund --prefix "$(NODE_TOOLS)" \
+		node@24 @modelcontextprotocol/inspector@2.12.0 @modelcontextprotocol/conformance@0.2.0-alpha.12
+	@echo "installed in $(NODE_TOOLS)"
+
+lint: $(STAMP)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports
+
+bench-%: $(STAMP)
+	@$(PY) -P -m benchmarks.$(subst -,_,$*)
+
+clean:
+	rm -rf $(VENV)

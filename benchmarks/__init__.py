@@ -1,0 +1,1 @@
+"""One module a subject: a table for people, and as its last line one JSON object."""

@@ -1,0 +1,103 @@
+"""Strict arguments: a misspelt name is an error with the right one, never silently dropped.
+
+The SDK ignores arguments that a tool does not have, so that a misspelt optional is lost, and words a wrong type as
+pydantic does, with URLs and class names. Here every problem of a call is found at once and said as a person would.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from mcp.server.mcpserver.tools import Tool
+from pydantic import ValidationError
+
+__all__ = ["check", "strict"]
+
+_EXPECTED = {
+    "string": "a text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "object": "an object of names and values",
+    "array": "a list of texts",
+}
+
+
+def strict(tool: Tool) -> Tool:
+    """The tool with a schema that refuses other arguments and spends no tokens on titles and nulls."""
+    schema = tool.parameters
+    properties = {name: _plain(entry) for name, entry in schema.get("properties", {}).items()}
+    tool.parameters = {
+        "type": "object",
+        "properties": properties,
+        **({"required": schema["required"]} if schema.get("required") else {}),
+        "additionalProperties": False,
+    }
+    return tool
+
+
+def _plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """A property's schema without its title, and `X or null` written as X: leaving it out says the same."""
+    entry = {key: one for key, one in schema.items() if key != "title"}
+    options = [option for option in entry.pop("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        entry = {**{key: one for key, one in options[0].items() if key != "title"}, **entry}
+    elif options:
+        entry["anyOf"] = options
+    if "default" in entry and entry["default"] is None:
+        del entry["default"]
+    if entry.get("additionalProperties") is True:
+        del entry["additionalProperties"]
+    return entry
+
+
+def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
+    """Every problem of a call's arguments, in sentences; empty where they are fine."""
+    properties = tool.parameters["properties"]
+    problems = []
+    for name in arguments:
+        if name not in properties:
+            near = difflib.get_close_matches(name, properties, n=1, cutoff=0.5)
+            free = [known for known in properties if known not in arguments]
+            says = f"Did you mean {near[0]!r}?" if near else f"Others: {', '.join(free)}." if free else ""
+            if not properties:
+                says = "It takes none."
+            problems.append(f"there is no argument {_short(name)}. {says}".strip())
+    for name in tool.parameters.get("required", []):
+        if name not in arguments:
+            problems.append(f"{name} is missing: {properties[name].get('description', '')}".strip())
+    known = {name: given for name, given in arguments.items() if name in properties}
+    try:
+        tool.fn_metadata.validate_arguments(known)
+    except ValidationError as error:
+        seen = set()
+        for entry in error.errors(include_url=False, include_context=False):
+            name = str(entry["loc"][0]) if entry["loc"] else ""
+            if entry["type"] != "missing" and name in properties and name not in seen:
+                seen.add(name)
+                problems.append(f"{name}: {_short(arguments.get(name))} is not {expected(properties[name])}.")
+    return problems
+
+
+def expected(schema: dict[str, Any]) -> str:
+    """What a property takes, in words: `a whole number from 1 to 200`."""
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    text = _EXPECTED.get(str(schema.get("type")), "a valid value")
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        text += f" from {low:g} to {high:g}"
+    elif low is not None:
+        text += f" of at least {low:g}"
+    elif high is not None:
+        text += f" of at most {high:g}"
+    if "maxLength" in schema:
+        text += f" of at most {schema['maxLength']} characters"
+    return text
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

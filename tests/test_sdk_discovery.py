@@ -1,0 +1,87 @@
+"""Finding environments in files without running them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toprope.sdk.discovery import DeclaredKnob, Found, discover_file, environment_files
+
+
+def found_in(folder: Path, text: str, name: str = "mine.py") -> list[Found]:
+    file = folder / name
+    file.write_text(text)
+    return discover_file(file)
+
+
+def test_a_class_is_read_and_never_run(tmp_path: Path) -> None:
+    [found] = found_in(
+        tmp_path,
+        """
+import nothing_of_that_name
+raise SystemExit
+from toprope.sdk import Environment, knob
+class Mine(Environment):
+    \"\"\"Do it.
+
+    And more.\"\"\"
+    max_turns = 4
+    tags = ("a", "b")
+    class Knobs:
+        size: int = knob(3, ge=1, help="how many")
+        name: str = "x"
+        other: list[int] = knob(default=compute())
+""",
+    )
+    assert (found.name, found.attribute, found.description) == ("mine", "Mine", "Do it.")
+    assert (found.max_turns, found.tags, found.problem, found.line) == (4, ("a", "b"), "", 5)
+    assert found.knobs == (
+        DeclaredKnob("size", "int", 3, "how many"),
+        DeclaredKnob("name", "str", "x"),
+        DeclaredKnob("other", "list[int]", None),
+    )
+
+
+def test_every_way_to_name_the_base_is_understood(tmp_path: Path) -> None:
+    found = found_in(
+        tmp_path,
+        """
+import toprope.sdk as t
+from toprope.sdk import Environment as E
+class A(E): name = "first"
+class B(t.Environment): max_turns = compute()
+class _Base(E): pass
+class C(_Base): pass
+class Other: pass
+""",
+    )
+    assert [(each.name, each.max_turns) for each in found] == [("first", 1), ("mine_b", None), ("mine_c", 1)]
+
+
+def test_an_environment_of_another_library_is_not_ours(tmp_path: Path) -> None:
+    assert found_in(tmp_path, "from gym import Environment\nclass A(Environment): pass\n") == []
+    assert found_in(tmp_path, "def helper(): pass\n") == []
+
+
+def test_a_file_that_does_not_parse_is_listed_with_its_line(tmp_path: Path) -> None:
+    [found] = found_in(tmp_path, "x = 1\ndef f(:\n  pass\n")
+    assert found.name == "mine" and found.attribute == ""
+    assert found.problem and f"{tmp_path / 'mine.py'}:2" in found.problem
+    (tmp_path / "bytes.py").write_bytes(b"\x00\xff")
+    assert discover_file(tmp_path / "bytes.py")[0].problem
+
+
+def test_a_file_that_makes_the_parser_warn_does_not(tmp_path: Path) -> None:
+    assert found_in(tmp_path, 'class A:\n  x = "\\d"\n') == []
+
+
+def test_a_name_that_cannot_be_said_is_a_problem(tmp_path: Path) -> None:
+    text = "from toprope.sdk import Environment\nclass A(Environment): name = 'My Env/1'\n"
+    [found] = found_in(tmp_path, text)
+    assert "My Env/1" in found.problem and ":2" in found.problem
+
+
+def test_helpers_are_passed_over(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "_helper.py", "__init__.py", "notes.txt"):
+        (tmp_path / name).write_text("")
+    assert [file.name for file in environment_files(tmp_path)] == ["a.py", "b.py"]
+    assert environment_files(tmp_path / "nowhere") == []

@@ -1,0 +1,210 @@
+import pytest
+
+from toprope.errors import InvalidValue, LockedField, NotFound
+from toprope.settings.fields import all_fields, apply, find_field, get_value, knob_fields
+from toprope.settings.schema import SECTIONS, Config
+
+KNOBS = [
+    {
+        "name": "min_word_len",
+        "type": "int",
+        "default": 3,
+        "description": "shortest",
+        "ge": 1,
+        "le": 20,
+        "choices": None,
+    },
+    {"name": "mode", "type": "choice", "default": "easy", "choices": ["easy", "hard"]},
+    {"name": "seed", "type": "int | null", "default": None},
+    {"name": "ratio", "type": "int | float", "default": 0.5, "le": 1},
+    {"name": "names", "type": "list[str]", "default": ["a"]},
+    {"name": "odd", "type": "any", "default": None},
+]
+
+
+class FixedLock:
+    def refusal(self, field, value):
+        return f"{field} is kept" if field == "policy.model" and value != "embedded" else None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("optimizer.learning_rate", "1e-5", 1e-5),
+        ("optimizer.learning_rate", 1e-5, 1e-5),
+        ("optimizer.max_grad_norm", 2, 2.0),
+        ("rollout.group_size", "16", 16),
+        ("rollout.group_size", 16.0, 16),
+        ("rollout.group_size", " 16 ", 16),
+        ("rollout.group_size", "1e2", 100),
+        ("policy.lora", "true", True),
+        ("policy.lora", "False", False),
+        ("policy.lora", True, True),
+        ("budget.max_train_seconds", "null", None),
+        ("budget.max_train_seconds", None, None),
+        ("budget.max_train_seconds", "12.5", 12.5),
+        ("policy.revision", "None", None),
+        ("policy.revision", "main", "main"),
+        ("policy.dtype", "BFLOAT16", "bfloat16"),
+        ("rollout.stop", '["a", "b"]', ["a", "b"]),
+        ("rollout.stop", [], []),
+        ("environment.reward_weights", '{"exact": "0.5"}', {"exact": 0.5}),
+        ("environment.reward_weights", {"exact": 1}, {"exact": 1.0}),
+        ("environment.knobs.min_word_len", "5", 5),
+        ("environment.knobs.mode", "hard", "hard"),
+        ("environment.knobs.seed", "null", None),
+        ("environment.knobs.seed", "7", 7),
+        ("environment.knobs.ratio", "0.25", 0.25),
+        ("environment.knobs.names", '["x"]', ["x"]),
+        ("environment.knobs.odd", '{"a": 1}', {"a": 1}),
+        ("environment.knobs.odd", "plain", "plain"),
+    ],
+)
+def test_a_value_is_read_by_its_fields_own_type(name, given, expected):
+    result = find_field(name, all_fields(KNOBS)).coerce(given)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("rollout.group_size", 8.5, "a whole number"),
+        ("rollout.group_size", "8.5", ">= 2, <= 1024"),
+        ("rollout.group_size", True, "a whole number"),
+        ("rollout.group_size", 1, ">= 2"),
+        ("rollout.group_size", 1025, "<= 1024"),
+        ("rollout.group_size", "1_0", "a whole number"),
+        ("rollout.group_size", None, "a whole number"),
+        ("rollout.group_size", "eight", '"eight"'),
+        ("rollout.group_size", [8], "a whole number"),
+        ("optimizer.learning_rate", 0, "> 0"),
+        ("optimizer.learning_rate", "nan", "a number"),
+        ("optimizer.learning_rate", "inf", "a number"),
+        ("optimizer.learning_rate", True, "a number"),
+        ("policy.lora", 1, "true or false"),
+        ("policy.lora", "yes", "true or false"),
+        ("policy.model", "", "not empty"),
+        ("policy.model", 5, "a text"),
+        ("policy.dtype", "fp8", "auto, float32, bfloat16, float16"),
+        ("policy.lora_dropout", 1, "< 1"),
+        ("budget.max_train_seconds", 0, "or null"),
+        ("rollout.stop", "abc", "a list"),
+        ("rollout.stop", '["a", 1]', "a list"),
+        ("rollout.stop", ["a"] * 9, "at most 8"),
+        ("environment.reward_weights", "[1]", "an object"),
+        ("environment.reward_weights", {"a": "b"}, "an object"),
+        ("environment.knobs.min_word_len", 0, ">= 1"),
+        ("environment.knobs.mode", "middle", "easy, hard"),
+        ("environment.knobs.ratio", 1.5, "<= 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_can(name, given, says):
+    with pytest.raises(InvalidValue) as refused:
+        find_field(name, all_fields(KNOBS)).coerce(given)
+    assert name in str(refused.value)
+    assert says in str(refused.value)
+
+
+def test_every_field_of_the_schema_is_a_field_that_accepts_its_own_default():
+    fields = all_fields()
+    count = sum(len(info.annotation.model_fields) for info in Config.model_fields.values())
+    assert len(fields) == count - 1  # environment.knobs stands for the environment's own
+    for name, field in fields.items():
+        assert field.description, name
+        assert field.type_text
+        assert name.partition(".")[0] in SECTIONS
+        if field.default != "":
+            assert field.coerce(field.default) == field.default, name
+        assert get_value(Config(), field) == field.default
+
+
+def test_a_default_that_an_environment_itself_has_is_not_judged():
+    field = knob_fields([{"name": "size", "type": "int", "default": 0.5, "ge": 1}])["environment.knobs.size"]
+    assert field.coerce(0.5) == 0.5
+    with pytest.raises(InvalidValue):
+        field.coerce(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("optimizer.learning_rat", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("algorithm.learning_rate", "optimizer.learning_rate"),
+        ("rollout.groupsize", "rollout.group_size"),
+        ("rollout", "rollout.temperature"),
+        ("environment.knobs.min_wordlen", "environment.knobs.min_word_len"),
+        ("environment.knobs", "environment.knobs.mode"),
+        ("", "get_config"),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_nearest(name, near):
+    with pytest.raises(NotFound, match=near.replace(".", r"\.")):
+        find_field(name, all_fields(KNOBS))
+
+
+def test_an_edit_applies_all_changes_to_a_copy():
+    config = Config()
+    result, changed = apply(
+        config,
+        {"optimizer.learning_rate": "1e-3", "rollout.group_size": 8, "environment.knobs.min_word_len": "4"},
+        KNOBS,
+    )
+    assert (result.optimizer.learning_rate, result.environment.knobs) == (1e-3, {"min_word_len": 4})
+    assert [(one.field, one.before, one.after) for one in changed] == [
+        ("optimizer.learning_rate", 1e-6, 1e-3),
+        ("environment.knobs.min_word_len", 3, 4),
+    ]
+    assert config == Config()
+
+
+def test_an_edit_with_one_problem_changes_nothing_and_names_every_problem():
+    config = Config()
+    with pytest.raises(InvalidValue) as refused:
+        apply(
+            config,
+            {
+                "optimizer.learning_rate": 1e-3,
+                "rollout.group_size": "8.5",
+                "policy.model": "other",
+                "nonsense.field": 1,
+                "environment.name": "x",
+            },
+            KNOBS,
+            FixedLock(),
+        )
+    text = str(refused.value)
+    assert "4 problems" in text
+    for part in ("rollout.group_size", "policy.model is kept", "nonsense.field", "select_environment"):
+        assert part in text
+    assert config == Config()
+
+
+def test_the_class_of_an_error_tells_its_kind():
+    with pytest.raises(LockedField, match="is kept"):
+        apply(Config(), {"policy.model": "other"}, locks=FixedLock())
+    with pytest.raises(NotFound):
+        apply(Config(), {"a.b": 1, "c.d": 2})
+
+
+def test_a_locked_field_tells_the_owners_reason_before_its_type():
+    with pytest.raises(LockedField, match="is kept"):
+        apply(Config(), {"policy.model": 5}, locks=FixedLock())
+
+
+def test_fields_that_do_not_fit_each_other_are_judged_by_the_result():
+    with pytest.raises(InvalidValue, match="leaves no room"):
+        apply(Config(), {"rollout.max_new_tokens": 512})
+    result, _ = apply(Config(), {"rollout.max_new_tokens": 512, "policy.max_context": 1024})
+    assert result.policy.max_context == 1024
+    with pytest.raises(InvalidValue, match="does not divide"):
+        apply(Config(), {"optimizer.micro_batch_size": 7})
+
+
+def test_a_conflict_from_before_does_not_block_an_edit_elsewhere():
+    config = Config()
+    config.rollout.max_new_tokens = 4096
+    result, changed = apply(config, {"rollout.temperature": 0.5})
+    assert result.rollout.temperature == 0.5
+    assert len(changed) == 1

@@ -1,0 +1,52 @@
+"""The run's lock: one holder, handed over, free only when every copy is closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from toprope.supervisor.lock import RunLock, held
+
+
+def test_one_holder_at_a_time(tmp_path):
+    path = tmp_path / "keeper.lock"
+    assert not held(path)
+    lock = RunLock.acquire(path)
+    assert held(path) and RunLock.acquire(path, wait_s=0.01) is None
+    lock.release()
+    assert not held(path)
+    RunLock.acquire(path).release()
+
+
+def test_looking_does_not_take_it(tmp_path):
+    path = tmp_path / "keeper.lock"
+    RunLock.acquire(path).release()
+    assert not held(path) and RunLock.acquire(path, wait_s=0.0) is not None
+
+
+def test_a_lock_that_was_handed_over_outlives_the_giver(tmp_path):
+    path = tmp_path / "keeper.lock"
+    lock = RunLock.acquire(path)
+    code = """
+import sys, pathlib
+from toprope.supervisor.lock import RunLock
+lock = RunLock.inherited(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
+lock.note(pid=1)
+print(lock is not None, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-P", "-c", code, str(lock.fileno()), str(path)]
+    child = subprocess.Popen(command, pass_fds=(lock.fileno(),), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"True\n"
+    lock.release()
+    assert held(path) and path.read_text() == '{"pid": 1}\n'
+    child.communicate()
+    assert not held(path)
+
+
+def test_a_descriptor_of_another_file_is_not_the_lock(tmp_path):
+    path, other = tmp_path / "keeper.lock", os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    RunLock.acquire(path).release()
+    assert RunLock.inherited(other, path) is None
+    os.close(other)

@@ -1,0 +1,163 @@
+"""The rollout driver's own part: what it gives its worker, what it looks at first, and how it waits for room."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toprope.errors import ComponentFailed
+from toprope.records.crew import Checked
+from toprope.records.groups import Group, Outcome
+from toprope.records.specification import EnvironmentSource
+from toprope.settings.schema import Config
+from toprope.training.driver import Driver
+from toprope.training.inference.client import PromptTooLong
+from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts import Made
+
+ECHO = '''
+"""Say the number."""
+import os
+from toprope.sdk import Environment, Part, Task
+
+
+class Echo(Environment):
+    """Says the number."""
+
+    parts = {"exact": Part()}
+
+    def setup(self):
+        assert "JUDGE_KEY" in os.environ, "no key"
+        assert "TOPROPE_RUN_SECRET" not in os.environ
+
+    def tasks(self):
+        for number in range(300):
+            yield Task(f"Say {number}", reference=number)
+
+    def score(self):
+        return {"exact": float(self.answer == str(self.task.reference))}
+'''
+
+
+class Member:
+    """What a driver needs of its membership; remembers the reports."""
+
+    attempt = 1
+
+    def __init__(self, source: EnvironmentSource, config: Config) -> None:
+        self.spec = SimpleNamespace(environment=source, config=config, kind="train", test=None, run_id="run")
+        self.reports: list[Any] = []
+
+    def report(self, report: Any) -> None:
+        self.reports.append(report)
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Member:
+    file = tmp_path / "echo.py"
+    file.write_text(ECHO)
+    config = Config()
+    config.evaluation.heldout_tasks, config.evaluation.examples = 3, 2
+    config.rollout.queue_groups, config.rollout.concurrency = 1, 2
+    return Member(EnvironmentSource(name="echo", file=str(file), attribute="Echo"), config)
+
+
+def test_the_worker_gets_the_keys_that_the_owner_named_for_it_and_the_first_task_scores(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "j")
+    monkeypatch.setenv("TOPROPE_RUN_SECRET", "s")
+    driver = Driver(member)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        link = await driver._open()
+        try:
+            await driver._check(link)
+        finally:
+            await link.close()
+
+    asyncio.run(run())
+    [checked] = [report for report in member.reports if isinstance(report, Checked)]
+    assert checked.detail["tasks"] == {"train": 1, "validation": 2, "heldout": 3}
+    assert checked.detail["reference_outcome"]["success"] is True
+
+
+class FullApi:
+    """Has no room; says so when asked, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked, self.given_up = error, asyncio.Event(), False
+
+    async def post_group(self, group: Group) -> int:
+        return 1
+
+    async def wait_for_room(self, below: int, wait_s: float) -> bool:
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+        return True
+
+
+def test_prompts_that_are_too_long_are_failed_groups_and_end_the_run_only_when_nothing_else_comes(
+    member: Member,
+) -> None:
+    class Maker:
+        made = 0
+
+        async def make(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            Maker.made += 1
+            raise PromptTooLong("no room for an answer")
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await Driver(member)._produce(Maker(), FullApi(), None, None)  # type: ignore[arg-type]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "one after the other; the last: no room" in str(caught.value.exceptions[0])
+    assert Maker.made >= 32
+
+
+class Maker:
+    async def make(self, *arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        turn = Turn([], [1], [-0.1], [(0, 1)], "stop")
+        return Made("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
+
+
+def produce(member: Member, api: FullApi) -> Any:
+    return Driver(member)._produce(Maker(), api, None, None)  # type: ignore[arg-type]
+
+
+def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await produce(member, FullApi(ComponentFailed("the api is gone")))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "the api is gone" in str(caught.value.exceptions[0])
+
+
+def test_nobody_waits_for_room_once_production_has_ended(member: Member) -> None:
+    async def run() -> FullApi:
+        api = FullApi()
+        task = asyncio.create_task(produce(member, api))
+        async with asyncio.timeout(10):
+            await api.asked.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert api.given_up
+        return api
+
+    asyncio.run(run())

@@ -1,0 +1,85 @@
+"""A workshop over real folders, a real index and real runs, whose keepers are stood in for by the test itself."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from tools.workshop import Workshop, machine_of
+from toprope.records.folder import RunFolder
+from toprope.records.index import Index
+from toprope.records.status import EventLog, Status
+from toprope.settings.owner import Home
+from toprope.supervisor.runs import Runs
+from toprope.workbench.catalog import Catalog
+from toprope.workbench.drafts import Drafts
+
+
+class StandInLauncher:
+    """Holds the lock of each run as its keeper would; the test writes what a keeper would write."""
+
+    def __init__(self):
+        self.held = {}
+        self.variables = {}
+
+    def submit(self, folder, variables, lock=None):
+        self.held[folder.run_id] = os.dup(lock.fileno())
+        self.variables[folder.run_id] = variables
+
+    def status(self, folder):
+        return "alive" if folder.run_id in self.held else "gone"
+
+    def stop(self, folder, grace_s):
+        become(folder, "stopping")
+        become(folder, "stopped", ended_at=time.time())
+        self.leave(folder.run_id)
+
+    def leave(self, run_id):
+        os.close(self.held.pop(run_id))
+
+    def close(self):
+        for run_id in list(self.held):
+            self.leave(run_id)
+
+
+def make_workshop(path):
+    """A workshop in `path`, and its launcher."""
+    home = Home(path / "home", path / "config")
+    launcher = StandInLauncher()
+    index = Index(home.index)
+    shop = Workshop(
+        home=home,
+        catalog=Catalog(home.environment_folders(home.settings()), datasets=home.dataset_folders(home.settings())),
+        drafts=Drafts(index),
+        runs=Runs(home.runs, launcher, lambda: machine_of(home.settings())),
+        index=index,
+    )
+    return shop, launcher
+
+
+def become(folder: RunFolder, state: str, **fields):
+    """Writes a run's new state and its event, as the keeper does."""
+    status = Status.read(folder)
+    now = time.time()
+    status.model_copy(update={"state": state, "since": now, "updated_at": now, **fields}).write(folder)
+    if state != status.state:
+        EventLog(folder).append("state", **{"from": status.state, "to": state, "reason": ""})
+
+
+def step(folder: RunFolder, number: int, total: int = 100, **values):
+    """Writes the numbers of an optimizer step."""
+    progress = {
+        "step": number,
+        "total_steps": total,
+        "reward": number / total,
+        "eta_s": float(total - number),
+        **values,
+    }
+    become(folder, "training", progress=progress, started_at=time.time() - 10, training_at=time.time() - 5)
+
+
+def age_stamp(shop, run_id, seconds):
+    """Makes the last fresh numbers of a run older."""
+    stamp = shop.index.stamp(run_id)
+    with shop.index._write() as db:
+        db.execute("UPDATE stamps SET at = ? WHERE run_id = ?", (stamp.at - seconds, run_id))

@@ -1,0 +1,264 @@
+"""Finding environments, learning what one is, and making a draft of it.
+
+What an environment says of itself comes out of somebody's code: it is cut, cleaned and told as untrusted text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from tools import answers
+from tools.answers import Answer, call, clip, number, value
+from tools.config import said_changes
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.settings.fields import knob_fields
+from toprope.settings.presets import Preset, list_presets, load_preset
+from toprope.supervisor.variables import for_worker
+from toprope.workbench.catalog import Card, Description, Entry, Example
+
+if TYPE_CHECKING:
+    from tools.workshop import Workshop
+
+__all__ = ["describe_environment", "list_environments", "select_environment"]
+
+_PAGE = 20
+_LONGEST_S = 45.0
+"""Clients drop a call at about 60 s."""
+_LOAD_S = 30.0
+_MOST_SUMMARY = 120
+
+
+async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:
+    """Environments of every source, 20 a page.
+
+    Args:
+        workshop: The server's.
+        query: Words that name, summary or tags must contain.
+        cursor: `next_cursor` of the page before: how many were shown.
+
+    Raises:
+        InvalidValue: The cursor is none.
+    """
+    if cursor is not None and not re.fullmatch(r"[0-9]{1,6}", cursor):
+        raise InvalidValue(f"{clip(cursor, 80)!r} is no cursor of this list.", hint="Omit it for the first page.")
+    start = int(cursor or 0)
+    entries = await to_thread.run_sync(workshop.catalog.search, query or "")
+    page = entries[start : start + _PAGE]
+    more = str(start + _PAGE) if start + _PAGE < len(entries) else None
+    items = [answers.EnvironmentItem(name=one.name, summary=_summary(one), state=_state(one)) for one in page]
+    if not items and not start:
+        text = f"No environment matches {query!r}. Next: list_environments() for all."
+    elif not items:
+        text = f"There are {len(entries)} environments; this page is past the end."
+    else:
+        which = f" that match {query!r}" if query else ""
+        lines = [f"{len(entries)} environments{which}, {start + 1} to {start + len(items)}:"]
+        lines += [f"{item.name} [{item.state}] {item.summary}" for item in items]
+        if more:
+            arguments = {"query": query, "cursor": more} if query else {"cursor": more}
+            lines.append(f"More: {call('list_environments', **arguments)}")
+        ready = next((item.name for item in items if item.state == "ready"), None)
+        if ready:
+            lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
+        text = "\n".join(lines)
+    return Answer(text, answers.Environments(environments=items, total=len(entries), next_cursor=more))
+
+
+async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str, Any] | None = None) -> Answer:
+    """What an environment is like, from a worker that loads it.
+
+    Args:
+        workshop: The server's.
+        name: The environment's.
+        knobs: Its own settings to load it with; the defaults for the rest.
+
+    Raises:
+        NotFound: There is none of that name.
+        InvalidValue: A knob is wrong.
+        EnvironmentFailed: It does not load, raises or hangs.
+    """
+    entry = await to_thread.run_sync(workshop.catalog.find, name)
+    described = await _describe(workshop, entry, knobs or {}, examples=2)
+    card = described.card
+    presets = _presets(workshop, entry.name)
+    turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
+    lines = [f"{entry.name}: {turns}. {clip(card.description, 300)}", *_knob_lines(card)]
+    lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
+    sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
+    if sizes:
+        lines.append(f"Distinct tasks: {', '.join(sizes)}.")
+    lines += _example_lines(described.examples)
+    lines += [f"Remark: {clip(remark, 300)}" for remark in described.remarks]
+    lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=workshop.settings().preset)}")
+    data = answers.Description(
+        name=entry.name,
+        summary=clip(card.description, 300),
+        max_turns=card.max_turns,
+        tags=card.tags[:20],
+        knobs=[_knob(knob.model_dump(mode="json", exclude_none=True)) for knob in card.knobs],
+        reward_parts={part: one.model_dump(mode="json") for part, one in card.parts.items()},
+        max_reward=card.max_reward,
+        splits={split: size.model_dump(mode="json") for split, size in described.splits.items()},
+        examples=[_example(example) for example in described.examples],
+        remarks=[clip(remark, 300) for remark in described.remarks],
+        presets=presets,
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def select_environment(workshop: Workshop, *, name: str, preset: str | None = None) -> Answer:
+    """Makes a draft of an environment from a preset.
+
+    Args:
+        workshop: The server's.
+        name: The environment's.
+        preset: The preset's; the owner's default when None.
+
+    Raises:
+        NotFound: There is no such environment or preset.
+        EnvironmentFailed: The environment does not load.
+        InvalidValue: The preset does not fit it, or the owner's files cannot be read; no draft was made.
+    """
+    entry = await to_thread.run_sync(workshop.catalog.find, name)
+    chosen = _chosen(workshop, preset)
+    locks = workshop.home.locks()
+    described = await _describe(workshop, entry, chosen.knobs(entry.name), examples=0)
+    knobs = [knob.model_dump(mode="json", exclude={"value"}) for knob in described.card.knobs]
+    workshop.home.ensure()
+    draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, knobs, locks)
+    fields = draft.fields
+    locked = {lock.field: f"{lock.says}: {lock.reason}" for lock in locks if lock.field in fields}
+    config = draft.config
+    lines = [
+        f"Made {draft.id}: {entry.name} with preset {chosen.name}. {chosen.description}".strip(),
+        f"Policy {config.policy.model}, at most {config.budget.steps} steps, {config.rollout.groups_per_step} groups "
+        f"of {config.rollout.group_size} answers a step, learning rate {value(config.optimizer.learning_rate)}.",
+    ]
+    if config.environment.knobs:
+        lines.append("Knobs: " + ", ".join(f"{knob}={value(one)}" for knob, one in config.environment.knobs.items()))
+    if moved:
+        lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
+    if locked:
+        lines.append("Locked by the owner: " + "; ".join(f"{field} ({says})" for field, says in locked.items()))
+    lines.append(
+        f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
+        f"{call('start_training', draft_id=draft.id)}"
+    )
+    data = answers.DraftAnswer(
+        draft_id=draft.id,
+        environment=entry.name,
+        preset=chosen.name,
+        revision=draft.revision,
+        moved_by_locks=[answers.FieldChange(field=one.field, before=one.before, after=one.after) for one in moved],
+        locked=locked,
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, examples: int) -> Description:
+    try:
+        with anyio.fail_after(_LONGEST_S):
+            return await workshop.catalog.describe(
+                entry,
+                knobs,
+                examples=examples,
+                load_timeout_s=_LOAD_S,
+                variables=for_worker(workshop.settings().variables),
+            )
+    except TimeoutError:
+        raise EnvironmentFailed(
+            f"{entry.name} did not answer within {_LONGEST_S:.0f} s.",
+            hint="Look for a download or slow tasks in it; it must load and score quickly.",
+        ) from None
+
+
+def _chosen(workshop: Workshop, preset: str | None) -> Preset:
+    """The preset that a call names, else the one that the owner's settings name."""
+    if preset is not None:
+        return load_preset(preset, workshop.home.preset_folders)
+    own = workshop.settings().preset
+    try:
+        return load_preset(own, workshop.home.preset_folders)
+    except NotFound as problem:
+        raise InvalidValue(
+            f"{workshop.home.settings_file} names a preset that is not there: {problem.message}",
+            hint=f"{problem.hint} Give preset in the call, or mend the file.",
+        ) from None
+
+
+def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
+    """Presets that can be read, with what they are; those tuned for this environment say so."""
+    found = {}
+    for name in list_presets(workshop.home.preset_folders):
+        try:
+            preset = load_preset(name, workshop.home.preset_folders)
+        except InvalidValue as problem:
+            found[name] = f"cannot be used: {problem.message}"
+            continue
+        if preset.models and not preset.values:
+            continue  # names of models for test_inference, and no start for a draft
+        tuned = " Has values for this environment." if environment in preset.environments else ""
+        found[name] = f"{preset.description}{tuned}".strip()
+    return found
+
+
+def _state(entry: Entry) -> str:
+    return entry.status if entry.status == "ready" else f"{entry.status}: {clip(entry.problem, 400)}"
+
+
+def _summary(entry: Entry) -> str:
+    turns = "" if entry.turns == 1 else " (multi-turn)" if entry.turns else " (turns vary)"
+    return clip(entry.description, _MOST_SUMMARY) + turns
+
+
+def _knob(knob: dict[str, Any]) -> dict[str, Any]:
+    """A knob for the structure: without the value, which is a draft's affair, and with long texts cut."""
+    return {key: clip(one, 200) if isinstance(one, str) else one for key, one in knob.items() if key != "value"}
+
+
+def _knob_lines(card: Card) -> list[str]:
+    fields = knob_fields(knob.model_dump() for knob in card.knobs)
+    if not fields:
+        return ["It has no knobs."]
+    lines = ["Knobs (edit_config as environment.knobs.<name>):"]
+    for name, field in list(fields.items())[:40]:
+        says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
+        says = f"one of {field.bounds}" if field.choices is not None else says
+        said = f": {clip(field.description, 120)}" if field.description else ""
+        lines.append(f"  {name.rpartition('.')[2]} = {value(field.default)} ({says}){said}")
+    return lines
+
+
+def _part_lines(card: Card) -> list[str]:
+    return [
+        f"{name} (weight {number(part.weight)}, {number(part.low)} to {number(part.high)})"
+        + (f" {clip(part.description, 100)}" if part.description else "")
+        for name, part in card.parts.items()
+    ] or ["no parts"]
+
+
+def _example_lines(examples: tuple[Example, ...]) -> list[str]:
+    lines = []
+    for example in examples:
+        shown = _example(example)
+        scores = ", ".join(f"{label} {number(score)}" for label, score in shown["rewards"].items())
+        lines.append(
+            f"Example (untrusted text): {json.dumps(shown['prompt'], ensure_ascii=False)} reference "
+            f"{json.dumps(shown['reference'], ensure_ascii=False)}; rewards: {scores}"
+        )
+    return lines
+
+
+def _example(example: Example) -> dict[str, Any]:
+    prompt = " | ".join(str(message.get("content", "")) for message in example.messages)
+    return {
+        "prompt": clip(prompt, 600),
+        "reference": None if example.reference is None else clip(str(example.reference), 200),
+        "rewards": {label: outcome.reward for label, outcome in example.scores.items()},
+    }

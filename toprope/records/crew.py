@@ -1,0 +1,164 @@
+"""What a keeper and the members of its crew say to each other: JSON lines, one tagged object a line.
+
+A member reads orders on its standard input and writes reports to the descriptor named by TOPROPE_REPORT_FD. End of
+file on standard input means that the keeper is gone: the member ends. Unknown tags are ignored by both sides, so that
+an older keeper and a newer member understand each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "Checked",
+    "Checkpointed",
+    "CountsReport",
+    "Evaluate",
+    "Evaluated",
+    "Failed",
+    "Finished",
+    "Order",
+    "Peers",
+    "Progress",
+    "Ready",
+    "Report",
+    "Stop",
+    "Stepped",
+    "Without",
+    "decode_order",
+    "decode_report",
+    "encode_line",
+]
+
+COMPONENTS = ("policy", "api", "inference", "trainer", "environment")
+"""The members a crew can have. `policy` is a program that ends: it puts the policy's folder in place."""
+
+ENV_FOLDER = "TOPROPE_RUN_FOLDER"
+ENV_COMPONENT = "TOPROPE_COMPONENT"
+ENV_ATTEMPT = "TOPROPE_ATTEMPT"
+ENV_SECRET = "TOPROPE_RUN_SECRET"
+ENV_REPORT_FD = "TOPROPE_REPORT_FD"
+ENV_CHECKPOINT = "TOPROPE_CHECKPOINT"
+"""Path of the checkpoint that this attempt goes on from; not set where it starts at step 0."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The member serves. `address` is its URL, or the policy's folder for `policy`; empty for those without one."""
+
+    address: str = ""
+    detail: dict[str, Any] = {}
+
+
+class Checked(msgspec.Struct, tag="checked"):
+    """The environment loaded and scored the reference answer to its first task: {"tasks": {split: n that were found},
+    "reference_outcome": {...}, "versions": {package: version}}."""
+
+    detail: dict[str, Any] = {}
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """Work that has no steps of training: making the policy, evaluating, testing. Shown, not kept."""
+
+    what: str
+    done: int
+    total: int
+    values: dict[str, float] = {}
+
+
+class Stepped(msgspec.Struct, tag="stepped"):
+    """The trainer finished an optimizer step; `values` is the row that it appended to metrics.jsonl."""
+
+    step: int
+    total: int
+    values: dict[str, float | None] = {}
+
+
+class Evaluated(msgspec.Struct, tag="evaluated"):
+    """An evaluation is complete and lies in evaluations/<label>.json of the run folder."""
+
+    label: str
+    summary: dict[str, Any] = {}
+
+
+class Checkpointed(msgspec.Struct, tag="checkpointed"):
+    """A checkpoint is complete on disk; `path` is relative to the run folder."""
+
+    step: int
+    path: str
+    cursor: int
+
+
+class CountsReport(msgspec.Struct, tag="counts"):
+    """The API's account (records.groups.Counts as a dict), sent when it changed, at most once a second."""
+
+    counts: dict[str, Any]
+
+
+class Finished(msgspec.Struct, tag="finished"):
+    """The member's work is done as planned; it exits 0 next."""
+
+    detail: dict[str, Any] = {}
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The member knows why it cannot go on; it exits non-zero next."""
+
+    reason: str
+    hint: str = ""
+
+
+Report = Ready | Checked | Progress | Stepped | Evaluated | Checkpointed | CountsReport | Finished | Failed
+
+
+class Peers(msgspec.Struct, tag="peers"):
+    """Addresses of the members that are ready, complete at every change."""
+
+    addresses: dict[str, str]
+
+
+class Evaluate(msgspec.Struct, tag="evaluate"):
+    """To the environment: evaluate the policy as it is now, under this label (`after`, `step-100`)."""
+
+    label: str
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """End in order: the trainer writes a checkpoint if it has steps that are in none."""
+
+    grace_s: float = 5.0
+
+
+class Without(msgspec.Struct, tag="without"):
+    """To the environment: this member failed and will not come; the run goes on with what needs it not."""
+
+    component: str
+    reason: str
+
+
+Order = Peers | Evaluate | Stop | Without
+
+_reports = msgspec.json.Decoder(Report)
+_orders = msgspec.json.Decoder(Order)
+
+
+def encode_line(message: Report | Order) -> bytes:
+    """One line of JSON with its newline."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_report(line: bytes) -> Report | None:
+    """The report in a line, or None where this version does not know its tag or it is not one."""
+    try:
+        return _reports.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def decode_order(line: bytes) -> Order | None:
+    """The order in a line, or None where this version does not know its tag or it is not one."""
+    try:
+        return _orders.decode(line)
+    except msgspec.DecodeError:
+        return None

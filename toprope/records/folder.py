@@ -1,0 +1,209 @@
+"""The run folder, the truth about a run: where everything lies, and how it is written so that a reader never sees half.
+
+    <run_id>/
+      spec.json          the frozen specification            (written once, before the keeper starts)
+      status.json        state with its data                 (keeper only, replaced atomically)
+      events.jsonl       what happened, numbered             (keeper only, appended)
+      orders/            what front ends ask of the keeper   (renamed into place, removed when carried out)
+      keeper.lock        held by the keeper for life         (flock; whoever can take it knows the keeper is gone)
+      metrics.jsonl      one row a step                      (trainer only, appended)
+      evaluations/       <label>.json                        (environment's driver)
+      journal/           accepted groups                     (API only)
+      checkpoints/       step-N/                             (trainer only, renamed into place)
+      logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
+      results.json       the report                          (keeper, at the end)
+      plot.png           reward and accuracy over steps      (keeper's plot program, at the end)
+      crew/              weights in flight, temporary files of the members; gone at the end
+
+Folders are 0700 and files 0600: a run holds prompts, answers and sometimes paths that are nobody else's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from toprope.errors import Corrupt, NotFound, NotPossibleNow, shown
+
+__all__ = ["LEFT", "RUN_ID", "RunFolder", "checkpoints_in", "misfits", "read_json", "write_json"]
+
+RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
+_CHECKPOINT = re.compile(r"^step-(\d{6,})$")
+
+
+LEFT = "It was left as it is. The owner mends it, or removes the run's folder; list_runs names the other runs."
+"""What to do about a file of a run that is not what we wrote."""
+
+
+def misfits(error: ValidationError) -> str:
+    """What does not fit, in words without the library's noise: `reason (a string), step (an integer)`."""
+    entries = error.errors(include_url=False, include_input=False, include_context=False)
+    places = [f"{'.'.join(map(str, entry['loc'])) or 'the whole'} ({entry['msg']})" for entry in entries[:4]]
+    return ", ".join(places)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces `path` by the JSON of `value` in one step: a reader sees the old file or the new one."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        NotFound: There is no such file.
+        Corrupt: It is no JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{path} does not exist.") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise Corrupt(f"{path} is not valid JSON: {error}.", hint=LEFT) from None
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Complete checkpoints by step, the oldest first. What is still being written has another name."""
+    found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's folder. Nothing is created or read until asked."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def orders(self) -> Path:
+        return self.path / "orders"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "keeper.lock"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "plot.png"
+
+    @property
+    def crew(self) -> Path:
+        return self.path / "crew"
+
+    def evaluation(self, label: str) -> Path:
+        """Where the evaluation `label` (before, after, test, step-N) lies."""
+        return self.evaluations / f"{label}.json"
+
+    def log(self, component: str) -> Path:
+        """Where the newest log of a component lies; older parts end in .1, .2, ..."""
+        return self.logs / f"{component}.log"
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, None where there is none."""
+        found = checkpoints_in(self.checkpoints)
+        return found[-1] if found else None
+
+    def tidy(self) -> None:
+        """Removes what is of no use once the crew is gone: weights in flight, and what somebody who was killed left
+        half written. Orders are their writers' own affair."""
+        shutil.rmtree(self.crew, ignore_errors=True)
+        for place in (self.path, self.evaluations, self.checkpoints):
+            for path in place.glob(".*"):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    @classmethod
+    def create(cls, runs: Path, run_id: str) -> RunFolder:
+        """Makes the folder and those within it, readable by its owner only.
+
+        Raises:
+            FileExistsError: A run of that id exists.
+            NotPossibleNow: The folder of runs cannot be made.
+            ValueError: The id is not one.
+        """
+        if not RUN_ID.fullmatch(run_id):
+            raise ValueError(f"{run_id!r} is not a run id")
+        try:
+            runs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise NotPossibleNow(
+                f"The folder of runs {runs} cannot be made: {error.strerror or error}.",
+                hint="Move away what lies in its place, make room, or set TOPROPE_HOME to another folder.",
+            ) from None
+        folder = cls(runs / run_id)
+        folder.path.mkdir(mode=0o700)
+        for path in (folder.orders, folder.evaluations, folder.journal, folder.checkpoints, folder.logs, folder.crew):
+            path.mkdir(mode=0o700)
+        return folder
+
+    @classmethod
+    def open(cls, runs: Path, run_id: str) -> RunFolder:
+        """The folder of an existing run.
+
+        Raises:
+            NotFound: There is none, or the id is not one (a path, say).
+        """
+        folder = cls(runs / run_id)
+        if not RUN_ID.fullmatch(run_id) or not folder.path.is_dir():
+            raise NotFound(f"There is no run {shown(run_id)}.", hint="list_runs names the runs there are.")
+        return folder

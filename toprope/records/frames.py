@@ -1,0 +1,79 @@
+"""The frames of a journal's segments: how a record lies in a file, and how whole ones are found again after a crash."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FRAME", "GROUP", "MARK", "Frame", "pack", "scan"]
+
+_MAGIC = b"\xffTJ1"
+FRAME = struct.Struct("<4sB3xQIIII")
+_UNCHECKED = struct.Struct("<4sB3xQIII")
+GROUP, MARK = 1, 2
+
+
+class Frame(NamedTuple):
+    """One record's place in a segment, and its note."""
+
+    kind: int
+    seq: int
+    note: bytes
+    body_at: int
+    body_length: int
+    body_crc: int
+    end: int
+
+
+def pack(kind: int, seq: int, note: bytes, body_length: int, body_crc: int) -> bytes:
+    """The head of a frame; note and body follow it."""
+    head = _UNCHECKED.pack(_MAGIC, kind, seq, len(note), body_length, body_crc)
+    return head + zlib.crc32(note, zlib.crc32(head)).to_bytes(4, "little")
+
+
+def scan(path: Path, damage: list[str] | None = None) -> Iterator[Frame]:
+    """The whole frames of a segment, in order. What lies between them is named in `damage`."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as view:
+            at = 0
+            while at < size:
+                frame = _frame_at(view, at, size)
+                if frame is None:
+                    start = at
+                    at = view.find(_MAGIC, at + 1)
+                    while at != -1 and _frame_at(view, at, size) is None:
+                        at = view.find(_MAGIC, at + 1)
+                    if damage is not None:
+                        damage.append(f"{path.name}: bytes {start} to {size if at == -1 else at}")
+                    if at == -1:
+                        return
+                    continue
+                yield frame
+                at = frame.end
+
+
+def _frame_at(view: mmap.mmap, at: int, size: int) -> Frame | None:
+    """The frame that starts at `at`, or None where there is no whole one. The body is checked at a segment's end only,
+    where a crash may have torn it; elsewhere reading it does."""
+    note_at = at + FRAME.size
+    if note_at > size:
+        return None
+    magic, kind, seq, note_length, body_length, body_crc, crc = FRAME.unpack_from(view, at)
+    body_at = note_at + note_length
+    end = body_at + body_length
+    if magic != _MAGIC or end > size:
+        return None
+    note = view[note_at:body_at]
+    if zlib.crc32(note, zlib.crc32(view[at : note_at - 4])) != crc:
+        return None
+    if end == size and zlib.crc32(view[body_at:end]) != body_crc:
+        return None
+    return Frame(kind, seq, note, body_at, body_length, body_crc, end)

@@ -1,0 +1,113 @@
+"""A run's frozen specification: everything its crew needs to know, and nothing that changes.
+
+It is written before the keeper starts and never again. Secrets are not in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from toprope.errors import Corrupt
+from toprope.records.folder import LEFT, RunFolder, misfits, read_json, write_json
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.schema import Config
+
+__all__ = ["AskPlan", "EnvironmentSource", "ModelUnderTest", "Specification", "TestPlan"]
+
+
+class EnvironmentSource(BaseModel):
+    """Where a worker finds an environment.
+
+    Either `file` and `attribute` (a class or factory in a user's file), or `adapter` (a module of
+    toprope/sdk/adapters) and `target` (what the adapter calls it).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    file: str | None = None
+    attribute: str | None = None
+    adapter: str | None = None
+    target: str | None = None
+    interpreter: str | None = None
+    """Path of the Python that runs the worker; ours when None."""
+
+
+class ModelUnderTest(BaseModel):
+    """A model that a test measures: at an endpoint, or the run's own policy where `endpoint` is None."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    endpoint: Endpoint | None = None
+
+
+class TestPlan(BaseModel):
+    """What a run of kind `test` does: `tasks` tasks of the validation split, `group_size` rollouts each."""
+
+    __test__ = False
+    model_config = ConfigDict(extra="forbid")
+
+    tasks: int
+    group_size: int
+    models: list[ModelUnderTest] = []
+    """Which models, each by itself; empty: the run's own policy alone."""
+    seconds_per_model: float = 600.0
+    max_new_tokens: int | None = None
+    """Longest answer of models that are tested by name; rollout.max_new_tokens where None."""
+
+
+class AskPlan(BaseModel):
+    """What a run of kind `ask` does: put conversations to the policy and keep the answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    conversations: list[list[dict[str, str]]]
+    """Chat messages, role and content."""
+    temperature: float = 0.0
+    """0: the most likely token at each position."""
+    max_new_tokens: int
+    answers: int = Field(1, ge=1)
+    """To each conversation."""
+    asked: str
+    """Whose answers these are, in words: "step 120 of run x", "the base policy embedded"."""
+
+
+class Specification(BaseModel):
+    """spec.json of a run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = 1
+    run_id: str
+    kind: Literal["train", "test", "ask"]
+    created_at: float
+    toprope_version: str
+    draft_id: str | None = None
+    draft_revision: int | None = None
+    preset: str | None = None
+    environment: EnvironmentSource
+    config: Config
+    locks: dict[str, Any] = {}
+    """The owner's locks that held when this was frozen, as read."""
+    test: TestPlan | None = None
+    ask: AskPlan | None = None
+    policy_cache: str
+    """Folder under which embedded policies are made and kept."""
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Specification:
+        """The specification on disk.
+
+        Raises:
+            NotFound, Corrupt: See `read_json`.
+        """
+        try:
+            return cls.model_validate(read_json(folder.spec))
+        except ValidationError as error:
+            raise Corrupt(f"{folder.spec} is not a specification: {misfits(error)}.", hint=LEFT) from None
+
+    def write(self, folder: RunFolder) -> None:
+        write_json(folder.spec, self.model_dump(mode="json"))

@@ -1,0 +1,11 @@
+"""What the author of an environment imports: `from toprope.sdk import Environment, Part, Task, knob`.
+
+This package loads in whatever interpreter an environment needs, next to whatever is installed there. It therefore uses
+the standard library only, imports nothing else of Toprope, and has no side effects.
+"""
+
+from toprope.sdk.environment import Environment, Outcome, Part, Task
+from toprope.sdk.knobs import knob
+from toprope.sdk.rollouts import play
+
+__all__ = ["Environment", "Outcome", "Part", "Task", "knob", "play"]

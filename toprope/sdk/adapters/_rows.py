@@ -1,0 +1,164 @@
+"""Reads the rows of a data set: JSON lines, CSV, Parquet, or a data set of the Hugging Face Hub.
+
+Which files may be read is the owner's decision: only those below the folders that the owner allows, after links are
+followed. An agent names files, and must not get at others that way.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.errors import InvalidRequest, LoadError
+
+__all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of"]
+
+HUB = "hf:"
+"""Begins the name of a data set of the Hugging Face Hub."""
+
+KINDS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_LONGEST_CELL = 16 << 20
+
+
+def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
+    """Data files that may be read, as an agent would name them; some of them where there are many."""
+    found: list[str] = []
+    for folder in folders:
+        for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
+            if file.suffix.lower() in KINDS and file.is_file():
+                found.append(str(file.relative_to(folder)))
+                if len(found) >= most:
+                    return found
+    return found
+
+
+def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ()) -> Path:
+    """The file of that name, if the owner allows it to be read.
+
+    Args:
+        path: Absolute, or relative to one of the folders.
+        folders: Those below which files may be read.
+        files: More files that may be read.
+
+    Raises:
+        InvalidRequest: It lies elsewhere, is not there, or is of an unknown kind.
+    """
+    given = Path(path).expanduser()
+    places = [given] if given.is_absolute() else [folder / given for folder in folders]
+    known = {file.resolve() for file in files}
+    roots = [folder.resolve() for folder in folders]
+    for place in places:
+        try:
+            real = place.resolve()
+        except (OSError, RuntimeError):
+            continue
+        inside = real in known or any(real.is_relative_to(root) for root in roots)
+        if inside and real.is_file():
+            if real.suffix.lower() not in KINDS:
+                raise InvalidRequest(f"{path} is of no kind that can be read: {', '.join(KINDS)}.")
+            return real
+    there = files_below(folders)
+    listed = f" There are: {', '.join(there)}." if there else " They hold no data files yet."
+    raise InvalidRequest(
+        f"{path!r} is no file below the folders that the owner allows ({', '.join(map(str, folders))}).{listed} The "
+        "owner adds folders under `datasets` in settings.yaml."
+    )
+
+
+def rows_of(path: str, folders: Sequence[Path], files: Sequence[Path], config: str, split: str) -> Iterator[Any]:
+    """The rows in their order, each a dict.
+
+    Args:
+        path: A file, or HUB and a data set's id.
+        folders: See `allowed_file`.
+        files: See `allowed_file`.
+        config: Of a data set of the Hub; empty for its default.
+        split: Of a data set of the Hub.
+
+    Raises:
+        InvalidRequest: It cannot be read as what its name says; the message names the line.
+        LoadError: A library is missing.
+    """
+    if path.startswith(HUB):
+        yield from _hub(path.removeprefix(HUB), config, split)
+        return
+    file = allowed_file(path, folders, files)
+    if file.suffix.lower() == ".parquet":
+        yield from _parquet(file)
+    elif file.suffix.lower() in (".csv", ".tsv"):
+        yield from _csv(file)
+    else:
+        yield from _json_lines(file)
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidRequest(f"{file.name}, line {number}: no JSON ({error}).") from None
+            if not isinstance(row, dict):
+                raise InvalidRequest(f"{file.name}, line {number}: a row is an object, not {type(row).__name__}.")
+            yield row
+
+
+def _csv(file: Path) -> Iterator[Any]:
+    csv.field_size_limit(_LONGEST_CELL)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        try:
+            for row in reader:
+                if None in row:
+                    raise InvalidRequest(f"{file.name}, line {reader.line_num}: more cells than the header has.")
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{file.name}, line {reader.line_num}: {error}.") from None
+
+
+def _parquet(file: Path) -> Iterator[Any]:
+    _need("pyarrow", "pyarrow", "Parquet files")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=512):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InvalidRequest(f"{file.name} is no Parquet file: {str(error)[:300]}") from None
+
+
+def _hub(name: str, config: str, split: str) -> Iterator[Any]:
+    if not _HUB_ID.fullmatch(name) or ".." in name:
+        raise InvalidRequest(f"{name!r} is no id of a data set of the Hugging Face Hub, such as openai/gsm8k.")
+    if Path(name).exists():  # the library would read that folder instead, which nobody allowed
+        raise InvalidRequest(f"{name!r} is also a folder here; give a data set of the Hub that is not.")
+    _need("datasets", "datasets", "data sets of the Hugging Face Hub")
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # the library raises its own, the Hub's and its HTTP client's errors
+        why = (str(error).strip() or "no reason given").splitlines()[0][:300]
+        raise InvalidRequest(
+            f"The data set {name!r} (config {config or 'default'!r}, split {split or 'train'!r}) could not be had from "
+            f"the Hugging Face Hub: {type(error).__name__}: {why}. "
+            "Check id, config, split and the network; HF_TOKEN may be needed. A file below the owner's folders needs "
+            "none of these."
+        ) from None
+    yield from table
+
+
+def _need(module: str, package: str, what: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise LoadError(f"Reading {what} needs {package}. Install it: {sys.executable} -m pip install {package}")

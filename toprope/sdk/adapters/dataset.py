@@ -1,0 +1,259 @@
+"""Tasks without code: a file of questions and answers, a scorer chosen by name, and nothing to write.
+
+The target says in JSON what the owner allows and has set: {"folders": [...], "files": [...], "name": ...,
+"description": ..., "knobs": {...}}. The environment `dataset` leaves everything to its knobs; the owner's own YAML
+files become environments of their own names, whose knobs begin with the values in the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from toprope.sdk.adapters import _rows, _scorers
+from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.knobs import describe_knobs, knob, make_knobs, nearest
+
+__all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
+
+DESCRIPTION = "Your own questions and answers, from a file or the Hugging Face Hub: no code, a scorer chosen by name"
+_PLACE = re.compile(r"\{([^{}]+)\}")
+_LOOK_AT = 100
+"""Rows in which a column is looked for."""
+
+
+@dataclasses.dataclass
+class DatasetKnobs:
+    """What a data set environment can be told."""
+
+    path: str = knob("", help="file below the owner's dataset folders, or hf:<id> of the Hugging Face Hub")
+    config: str = knob("", help="of an hf: data set, where it has several")
+    split: str = knob("train", help="of an hf: data set; ours are made by content from what it holds")
+    prompt: str = knob("prompt", help="column of the question, or a template: 'Q: {question}\\nA:'")
+    reference: str = knob(
+        "answer", help="column of the right answer (a regular expression, or tests, by scorer), or a template"
+    )
+    choices: str = knob("", help="multiple_choice: column with the list of options; they are put below the question")
+    solution: str = knob("", help="unit_tests: column with code that passes, if there is one")
+    system: str = knob("", help="system message before each question")
+    scorer: Literal["exact", "numeric", "multiple_choice", "regex", "math", "unit_tests"] = knob(
+        "exact", help="how an answer is held against the reference"
+    )
+    extract: Literal["auto", "whole", "last_line", "tag", "boxed", "pattern"] = knob(
+        "auto", help="where the answer stands in the text; auto: <answer>, \\boxed{}, ####, 'the answer is', else all"
+    )
+    extract_pattern: str = knob("", help="extract=pattern: a regular expression, whose last match's group 1 counts")
+    tolerance: float = knob(1e-6, ge=0, le=1e9, help="numeric: largest difference, relative above 1")
+    ignore_case: bool = knob(True, help="exact and regex: capitals do not matter")
+    time_limit_s: float = knob(2.0, ge=0.1, le=20, help="unit_tests: seconds for one answer")
+    memory_mb: int = knob(512, ge=64, le=16384, help="unit_tests: memory for one answer")
+    limit: int = knob(0, ge=0, le=100_000_000, help="rows to read at most; 0: all")
+
+    def __post_init__(self) -> None:
+        if self.extract == "pattern" and not self.extract_pattern:
+            raise ValueError("extract=pattern needs extract_pattern.")
+        try:
+            re.compile(self.extract_pattern)
+        except re.error as error:
+            raise ValueError(f"extract_pattern is no regular expression: {error}.") from None
+
+
+class Dataset(Environment):
+    """Your own questions and answers."""
+
+    tags = ("dataset", "no-code")
+    parts = {  # noqa: RUF012 - environments declare their parts so
+        "correct": Part(1.0, description="1 when the scorer calls the answer right"),
+        "parsed": Part(0.0, description="1 when an answer could be read at all; shown, not rewarded"),
+    }
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self.name = str(target.get("name") or "dataset")  # type: ignore[misc]
+        self.__doc__ = str(target.get("description") or DESCRIPTION)
+        self._folders = [Path(folder) for folder in target.get("folders", ())]
+        self._files = [Path(file) for file in target.get("files", ())]
+        self.Knobs = _knobs(target.get("knobs") or {}, self._folders)  # type: ignore[assignment]
+        self._seen = 0
+
+    def setup(self) -> None:
+        if self.knobs.scorer == "math":
+            _scorers.need_math()
+        if self.knobs.path:
+            self._check_columns()
+
+    def tasks(self) -> Iterator[Task]:
+        knobs = self.knobs
+        if not knobs.path:
+            raise InvalidRequest(
+                f"{self.name} has no data yet: set its knob path. {self._there()} describe_environment(name="
+                f'"{self.name}", knobs={{"path": ...}}) shows how it reads one.'
+            )
+        for number, row in enumerate(self._rows(), 1):
+            options = self._options(row, number)
+            prompt = self._filled(knobs.prompt, row, number)
+            if options:
+                prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
+            reference = self._value(knobs.reference, row, number)
+            if not prompt.strip() or reference is None or reference == "":
+                continue  # a row without a question or without an answer teaches nothing
+            system = [{"role": "system", "content": knobs.system}] if knobs.system else []
+            messages: Messages = [*system, {"role": "user", "content": prompt}]
+            yield Task(
+                messages,
+                reference=self._shown(row, reference, number),
+                data={"reference": reference, "options": options},
+            )
+
+    def score(self) -> dict[str, float]:
+        parsed, correct = self._verdict(self.answer)
+        return {"correct": float(correct), "parsed": float(parsed)}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["correct"] >= 1.0
+
+    def _verdict(self, text: str) -> _scorers.Verdict:
+        knobs, reference = self.knobs, self.task.data["reference"]
+        if knobs.scorer == "unit_tests":
+            return _scorers.unit_tests(text, reference, knobs.time_limit_s, knobs.memory_mb)
+        found = _scorers.extract(text, knobs.extract, knobs.extract_pattern)
+        if knobs.scorer == "multiple_choice":
+            whole = _scorers.extract(text, "whole") or ""
+            if found is None and knobs.extract != "auto":
+                return False, False
+            return _scorers.choice(whole, found, reference, self.task.data["options"])
+        if found is None and knobs.extract == "auto":
+            found = _scorers.extract(text, "whole")
+        if knobs.scorer == "numeric":
+            return _scorers.numeric(found, reference, knobs.tolerance)
+        if knobs.scorer == "math":
+            return _scorers.mathematical(found, reference)
+        if knobs.scorer == "regex":
+            return _scorers.matches(found, reference, knobs.ignore_case)
+        return _scorers.exact(found, reference, knobs.ignore_case)
+
+    def _rows(self) -> Iterator[Any]:
+        knobs = self.knobs
+        rows = _rows.rows_of(knobs.path, self._folders, self._files, knobs.config, knobs.split)
+        return itertools.islice(rows, knobs.limit) if knobs.limit else rows
+
+    def _check_columns(self) -> None:
+        """Every column that the knobs name is in the first rows.
+
+        Raises:
+            InvalidRequest: One is not; the message names the columns there are.
+        """
+        first = list(itertools.islice(self._rows(), _LOOK_AT))
+        if not first:
+            raise InvalidRequest(f"{self.knobs.path} holds no rows.")
+        columns = list(dict.fromkeys(str(name) for row in first for name in row))
+        for name in ("prompt", "reference", "choices", "solution"):
+            given = getattr(self.knobs, name)
+            if not given and name in ("choices", "solution"):
+                continue
+            for column in _columns(given):
+                if column not in columns:
+                    raise InvalidRequest(
+                        f"Knob {name!r}: {self.knobs.path} has no column {column!r}. "
+                        f"{nearest(column, columns, 'Columns')}"
+                    )
+
+    def _options(self, row: Mapping[str, Any], number: int) -> list[str]:
+        if not self.knobs.choices:
+            return []
+        options = self._value(self.knobs.choices, row, number)
+        if isinstance(options, Mapping):  # as in ARC: {"text": [...], "label": [...]}
+            options = options.get("text", list(options.values()))
+        if isinstance(options, str):
+            try:
+                options = json.loads(options)
+            except ValueError:
+                options = [one.strip() for one in options.split("|")]
+        if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
+            raise InvalidRequest(
+                f"Row {number}: the options in {self.knobs.choices!r} are no list of 2 to 26: {str(options)[:80]!r}. "
+                "In a CSV file write them as JSON, or separated by |."
+            )
+        return [str(option) for option in options]
+
+    def _shown(self, row: Mapping[str, Any], reference: Any, number: int) -> Any:
+        """A text that answers the task rightly, where there is one."""
+        if self.knobs.scorer == "unit_tests":
+            return self._value(self.knobs.solution, row, number) if self.knobs.solution else None
+        if self.knobs.scorer == "regex":
+            return None
+        return reference[0] if isinstance(reference, list | tuple) and reference else reference
+
+    def _value(self, given: str, row: Mapping[str, Any], number: int) -> Any:
+        """A column's value as it is, or a template filled in."""
+        return self._filled(given, row, number) if _PLACE.search(given) else self._cell(given, row, number)
+
+    def _filled(self, given: str, row: Mapping[str, Any], number: int) -> str:
+        if not _PLACE.search(given):
+            return _text(self._cell(given, row, number))
+        return _PLACE.sub(lambda place: _text(self._cell(place.group(1), row, number)), given)
+
+    def _cell(self, column: str, row: Mapping[str, Any], number: int) -> Any:
+        if column not in row:
+            raise InvalidRequest(
+                f"Row {number} of {self.knobs.path} has no {column!r}; it has {', '.join(map(str, row))}."
+            )
+        return row[column]
+
+    def _there(self) -> str:
+        found = _rows.files_below(self._folders)
+        if found:
+            return f"Files there are: {', '.join(found)}."
+        return f"There are no data files below {', '.join(map(str, self._folders)) or 'any folder'} yet."
+
+
+def make(target: str) -> Dataset:
+    """The environment of a target. See the module.
+
+    Raises:
+        LoadError: The target is none.
+    """
+    try:
+        given = json.loads(target)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise LoadError("The target of a data set is a JSON object with folders, files, name, description and knobs.")
+    try:
+        return Dataset(given)
+    except InvalidRequest as error:
+        raise LoadError(f"{given.get('name') or 'dataset'}: {error}") from error
+
+
+def knob_names() -> list[str]:
+    """Names of all knobs, for whoever checks an owner's file."""
+    return [str(one["name"]) for one in describe_knobs(DatasetKnobs)]
+
+
+def _knobs(values: Mapping[str, Any], folders: list[Path]) -> type:
+    """The knobs with an owner's values as defaults, and with the files there are in the description of `path`."""
+    checked = make_knobs(DatasetKnobs, values)
+    there = _rows.files_below(folders)
+    fields = []
+    for field in dataclasses.fields(DatasetKnobs):
+        metadata = dict(field.metadata)
+        if field.name == "path" and there:
+            metadata["help"] = f"{metadata['help']}; there are: {', '.join(there)}"
+        default = getattr(checked, field.name)
+        fields.append((field.name, field.type, dataclasses.field(default=default, metadata=metadata)))
+    made = dataclasses.make_dataclass("Knobs", fields, bases=(DatasetKnobs,))
+    made.__module__ = __name__  # the annotations are texts, which are looked up there
+    return made
+
+
+def _columns(given: str) -> list[str]:
+    return _PLACE.findall(given) or [given]
+
+
+def _text(cell: Any) -> str:
+    return "" if cell is None else cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)

@@ -1,0 +1,223 @@
+"""Every task of reasoning-gym as an environment: its name is the target, its configuration's fields are the knobs.
+
+reasoning-gym generates tasks from `seed + index`, so its seeds overlap and cannot separate training from held-out
+tasks; the seed is therefore pinned, the stream is read on past `size`, and toprope.sdk.splits separates by content.
+Its scorers differ: many give partial credit, some reward junk, two raise on it. What they say is shown as the part
+`partial`; `exact` counts only what they call entirely right.
+
+Names are listed by reading the package's files: importing it takes more than a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import itertools
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from toprope.sdk.discovery import first_line, literal, parse
+from toprope.sdk.environment import Environment, Part, Task
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.knobs import knob, nearest, settable
+
+__all__ = ["Listing", "ListedTask", "ReasoningGym", "make"]
+
+PACKAGE = "reasoning_gym"
+_SEED = 0
+_HIDDEN = ("seed", "size", "data_file")
+"""Fields that are no setting of the task: `data_file` names a file to read."""
+_MIXTURES = ("composite",)
+"""Registered, but made of other tasks and empty without a list of them."""
+_WEIGHTS = {"exact": (1.0, 0.0), "partial": (0.0, 1.0), "both": (0.5, 0.5)}
+_COMMENT = re.compile(r"^\s+(\w+)\s*:[^#]*#\s*(.+?)\s*$", re.MULTILINE)
+
+
+class ReasoningGym(Environment):
+    """A task of reasoning-gym."""
+
+    packages = ("reasoning-gym",)
+
+    def __init__(self, name: str, dataset: type, config: type) -> None:
+        self.name = f"{PACKAGE}/{name}"  # type: ignore[misc]
+        self.tags = (dataset.__module__.split(".")[1],)
+        self.__doc__ = _description(name, dataset, config)
+        self.parts = _parts("partial")
+        self.Knobs = _knobs_of(config)  # type: ignore[assignment]
+        self._dataset_type, self._config_type = dataset, config
+        self._dataset: Any = None
+
+    def setup(self) -> None:
+        values = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
+        self.parts = _parts(values.pop("scoring"))
+        try:
+            config = self._config_type(**values, seed=_SEED)
+            if hasattr(config, "validate"):
+                config.validate()
+            self._dataset = self._dataset_type(config)
+        except (AssertionError, ValueError, TypeError) as error:
+            refused = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            raise InvalidRequest(f"{self.name} refuses these knobs: {refused}") from error
+
+    def tasks(self) -> Iterator[Task]:
+        for index in itertools.count():
+            entry = self._dataset[index]
+            yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
+
+    def score(self) -> dict[str, float]:
+        value = float(self._dataset.score_answer(self.answer.strip(), self.task.data["entry"]))
+        return {"exact": float(value >= 1.0), "partial": min(max(value, 0.0), 1.0)}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["exact"] >= 1.0
+
+
+def make(target: str) -> ReasoningGym:
+    """The environment of one task.
+
+    Raises:
+        LoadError: reasoning-gym is not installed, or has no such task.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"reasoning-gym is not installed ({error}). Install it: {sys.executable} -m pip install reasoning-gym"
+        ) from error
+    names = [name for name in DATASETS if name not in _MIXTURES]
+    if target not in names:
+        raise LoadError(f"reasoning-gym has no task {target!r}. {nearest(target, names, 'Tasks')}")
+    return ReasoningGym(target, *DATASETS[target])
+
+
+def _parts(scoring: str) -> dict[str, Part]:
+    exact, partial = _WEIGHTS[scoring]
+    return {
+        "exact": Part(exact, description="1 when reasoning-gym calls the answer entirely right"),
+        "partial": Part(partial, description="reasoning-gym's own score, with its partial credit"),
+    }
+
+
+def _knobs_of(config: type) -> type:
+    """A dataclass of the configuration's fields that JSON can say, and of ours."""
+    try:
+        hints = typing.get_type_hints(config)
+    except Exception:  # an annotation that cannot be resolved: take the plain types
+        hints = {field.name: field.type for field in dataclasses.fields(config)}
+    try:
+        comments = dict(_COMMENT.findall(inspect.getsource(config)))
+    except OSError:
+        comments = {}
+    fields: list[tuple[str, Any, Any]] = [
+        (
+            "scoring",
+            Literal["exact", "partial", "both"],
+            knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each"),
+        )
+    ]
+    for field in dataclasses.fields(config):
+        hint = hints.get(field.name, Any)
+        if field.name in _HIDDEN or not field.init or not settable(hint):
+            continue
+        default = field.default
+        if default is dataclasses.MISSING:
+            if field.default_factory is dataclasses.MISSING:
+                continue
+            default = field.default_factory()
+        fields.append((field.name, hint, knob(default, help=comments.get(field.name, ""))))
+    return dataclasses.make_dataclass("Knobs", fields)
+
+
+def _description(name: str, dataset: type, config: type) -> str:
+    module = sys.modules.get(dataset.__module__)
+    texts = (module.__doc__ if module else "", dataset.__doc__, config.__doc__)
+    # A dataclass without a docstring gets its signature for one.
+    written = (line for line in map(first_line, texts) if line and not line.startswith(f"{config.__name__}("))
+    return next(written, _fallback(name))
+
+
+def _fallback(name: str) -> str:
+    return f"The task {name.replace('_', ' ')} of reasoning-gym"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedTask:
+    """A task as the package's files declare it."""
+
+    name: str
+    description: str
+    category: str
+    """Its folder in the package: `algorithmic`, `games`."""
+
+
+class Listing:
+    """Lists the tasks of the installed reasoning-gym without importing it; files are read again when they change."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[int, list[ListedTask]]] = {}
+
+    def folder(self) -> Path | None:
+        """Where the package lies, None when it is not installed for this interpreter."""
+        try:
+            spec = importlib.util.find_spec(PACKAGE)
+        except (ImportError, ValueError):
+            return None
+        places = list(spec.submodule_search_locations or []) if spec else []
+        return Path(places[0]) if places else None
+
+    def tasks(self, folder: Path | None = None) -> list[ListedTask]:
+        """All tasks by name; none when the package is not installed.
+
+        Args:
+            folder: The package's folder; looked up by default.
+        """
+        folder = folder or self.folder()
+        if folder is None:
+            return []
+        found: list[ListedTask] = []
+        for file in folder.glob("*/**/*.py"):
+            changed = file.stat().st_mtime_ns
+            known = self._read.get(file)
+            if known is None or known[0] != changed:
+                known = self._read[file] = (changed, _listed(file, file.relative_to(folder).parts[0]))
+            found.extend(known[1])
+        return sorted(found, key=lambda task: task.name)
+
+
+def _listed(file: Path, category: str) -> list[ListedTask]:
+    """The tasks that one file registers; none where it cannot be read."""
+    try:
+        if b"register_dataset(" not in file.read_bytes():
+            return []
+        tree = parse(file)
+    except (OSError, SyntaxError, ValueError):
+        return []
+    constants, documented = {}, {}
+    calls = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = literal(node.value)
+        elif isinstance(node, ast.ClassDef):
+            documented[node.name] = ast.get_docstring(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            calls.append(node.value)
+    found = []
+    for call in calls:
+        if not isinstance(call.func, ast.Name) or call.func.id != "register_dataset" or len(call.args) < 3:
+            continue
+        first = call.args[0]
+        name = constants.get(first.id) if isinstance(first, ast.Name) else literal(first)
+        if not isinstance(name, str) or name in _MIXTURES:
+            continue
+        texts = [ast.get_docstring(tree)]
+        texts += [documented.get(argument.id) for argument in call.args[1:3] if isinstance(argument, ast.Name)]
+        description = next((line for line in map(first_line, texts) if line), _fallback(name))
+        found.append(ListedTask(name, description, category))
+    return found

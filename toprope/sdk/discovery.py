@@ -1,0 +1,163 @@
+"""Finds the environments in a user's files by reading them, never by running them.
+
+Listing is what an agent does first and often; it must be quick, and a file that prints, sleeps or raises when it is
+imported must not be able to disturb it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DeclaredKnob", "Found", "NAME", "discover_file", "environment_files", "first_line", "literal"]
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+"""How an environment may be called."""
+
+
+@dataclass(frozen=True)
+class DeclaredKnob:
+    """A knob as it stands in the file; `default` is None where it is no literal."""
+
+    name: str
+    type: str
+    default: Any = None
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An environment in a file, or a file that cannot be read (`problem` says why, and `attribute` is empty)."""
+
+    name: str
+    file: Path
+    attribute: str = ""
+    line: int = 1
+    description: str = ""
+    max_turns: int | None = 1
+    """None where it is computed."""
+    tags: tuple[str, ...] = ()
+    knobs: tuple[DeclaredKnob, ...] = field(default=())
+    problem: str = ""
+
+
+def environment_files(folder: Path) -> list[Path]:
+    """The files directly in a folder that may hold environments, by name. Those that begin with `_` are helpers."""
+    return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
+
+
+def discover_file(file: Path) -> list[Found]:
+    """The environments of one file.
+
+    A class counts when one of its bases is `Environment` of this package, by whatever name it was imported, or a class
+    of the same file that counts. Classes that begin with `_` are bases for others and not listed.
+    """
+    try:
+        tree = parse(file)
+    except SyntaxError as error:
+        where = f"{file}:{error.lineno or 1}"
+        return [Found(file.stem, file, line=error.lineno or 1, problem=f"{error.msg} ({where})")]
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return [Found(file.stem, file, problem=f"{type(error).__name__}: {error} ({file})")]
+    classes = list(_environments(tree))
+    listed = [node for node in classes if not node.name.startswith("_")]
+    return [_found(node, file, alone=len(listed) == 1) for node in listed]
+
+
+def parse(file: Path) -> ast.Module:
+    """The syntax tree of a file, without the warnings that parsing may give."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(file.read_bytes(), str(file))
+
+
+def first_line(text: str | None) -> str:
+    """The first line of a docstring."""
+    return (text or "").strip().partition("\n")[0].strip()
+
+
+def literal(node: ast.expr | None) -> Any:
+    """The value of a literal, None for anything else."""
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    ours, theirs = {"Environment"}, set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name == "Environment":
+                    local = alias.asname or alias.name
+                    from_us = (node.module or "").split(".")[0] == "toprope"
+                    (ours if from_us else theirs).add(local)
+    ours -= theirs
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(_is_environment(base, ours) for base in node.bases):
+            ours.add(node.name)
+            yield node
+
+
+def _is_environment(base: ast.expr, names: set[str]) -> bool:
+    if isinstance(base, ast.Name):
+        return base.id in names
+    return isinstance(base, ast.Attribute) and base.attr == "Environment"
+
+
+def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
+    assigned = {name: value for statement in node.body for name, value in _assignments(statement)}
+    name = literal(assigned.get("name"))
+    if not isinstance(name, str) or not name:
+        name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
+    max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
+    tags = literal(assigned.get("tags"))
+    problem = ""
+    if NAME.fullmatch(name) is None:
+        problem = (
+            f"{name!r} is no valid name: up to 64 lower-case letters, digits, '_' and '-', the first a letter or "
+            f"digit. Set `name` in {node.name} ({file}:{node.lineno})."
+        )
+    return Found(
+        name=name,
+        file=file,
+        attribute=node.name,
+        line=node.lineno,
+        description=first_line(ast.get_docstring(node)),
+        max_turns=max_turns if isinstance(max_turns, int) else None,
+        tags=tuple(str(tag) for tag in tags) if isinstance(tags, list | tuple) else (),
+        knobs=_knobs(node),
+        problem=problem,
+    )
+
+
+def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        yield statement.target.id, statement.value
+    elif isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, statement.value
+
+
+def _knobs(node: ast.ClassDef) -> tuple[DeclaredKnob, ...]:
+    nested = [child for child in node.body if isinstance(child, ast.ClassDef) and child.name == "Knobs"]
+    found = []
+    for statement in nested[0].body if nested else []:
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        value, description = statement.value, ""
+        if isinstance(value, ast.Call):
+            words = {keyword.arg: keyword.value for keyword in value.keywords}
+            description = literal(words.get("help")) or ""
+            value = value.args[0] if value.args else words.get("default")
+        found.append(
+            DeclaredKnob(statement.target.id, ast.unparse(statement.annotation), literal(value), str(description))
+        )
+    return tuple(found)

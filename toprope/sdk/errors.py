@@ -1,0 +1,151 @@
+"""The SDK's own errors: it cannot use toprope.errors, which an environment's interpreter never sees.
+
+SdkError
+├── LoadError             the environment's file, class, adapter or package cannot be loaded
+├── InvalidRequest        a knob, weight, split or index that does not exist or has a wrong value
+├── EnvironmentMistake    the environment's code answered something of the wrong shape
+└── WorkerFailure         raised on the other side, by toprope.sdk.link
+    ├── WorkerTimeout     no answer in time; the worker was killed
+    ├── WorkerDied        the worker's process ended
+    └── WorkerError       the worker answered with an error and goes on
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+
+__all__ = [
+    "EnvironmentMistake",
+    "Failure",
+    "InvalidRequest",
+    "LoadError",
+    "SdkError",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerFailure",
+    "WorkerTimeout",
+]
+
+_SDK = os.path.dirname(os.path.abspath(__file__))
+_LONGEST_MESSAGE = 1000
+_LONGEST_TRACEBACK = 8000
+
+
+class SdkError(Exception):
+    """Root of the tree."""
+
+
+class LoadError(SdkError):
+    """The environment cannot be loaded.
+
+    Args:
+        message: What failed, why and what to do.
+        where: `file:line`, where it is known.
+    """
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class InvalidRequest(SdkError):
+    """The message names the valid values."""
+
+
+class EnvironmentMistake(SdkError):
+    """The environment's code did not keep to what the SDK asks of it."""
+
+
+class WorkerFailure(SdkError):
+    """Something went wrong with or in a worker."""
+
+
+class WorkerTimeout(WorkerFailure):
+    """The worker did not answer in time and was killed with its process group."""
+
+
+class WorkerDied(WorkerFailure):
+    """The worker's process ended.
+
+    Args:
+        message: What happened.
+        code: Exit code; negative: the number of the signal that ended it; None where unknown.
+        stderr: The last lines that it wrote.
+    """
+
+    def __init__(self, message: str, code: int | None = None, stderr: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.stderr = stderr
+
+
+class WorkerError(WorkerFailure):
+    """The worker answered with an error.
+
+    Args:
+        kind: `load`, `raised`, `invalid` or `unknown_op`.
+        type: Name of the exception's class in the worker.
+        message: Its text.
+        where: `file:line in function`, the innermost place in the environment's code; empty where there is none.
+        traceback: The worker's traceback, shortened.
+    """
+
+    def __init__(self, kind: str, type: str, message: str, where: str = "", traceback: str = "") -> None:
+        super().__init__(f"{type}: {message}" + (f" ({where})" if where else ""))
+        self.kind = kind
+        self.type = type
+        self.message = message
+        self.where = where
+        self.traceback = traceback
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in plain strings, as it crosses a process boundary."""
+
+    type: str
+    message: str
+    where: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, near: str = "") -> Failure:
+        """Describes an exception.
+
+        Args:
+            error: The exception, with its traceback.
+            near: Folder of the environment's own code; its innermost frame there is named before any other.
+        """
+        where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
+        return cls(
+            type=type(error).__name__,
+            message=_message(error)[:_LONGEST_MESSAGE],
+            where=where,
+            traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+        )
+
+    def line(self) -> str:
+        """All but the traceback in one line."""
+        text = f"{self.type}: {self.message}" if self.message else self.type
+        return f"{text} ({self.where})" if self.where else text
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the environment's code called sys.exit({error.code!r})"
+    try:
+        return str(error)
+    except Exception:  # an author's __str__ may raise as well
+        return "(its message cannot be shown)"
+
+
+def _where(error: BaseException, near: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno or 1}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_SDK)]
+    own = [frame for frame in frames if near and os.path.abspath(frame.filename).startswith(near + os.sep)]
+    for frame in reversed(own or frames):
+        return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""

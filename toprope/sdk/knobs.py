@@ -1,0 +1,258 @@
+"""An environment's settings: declared as dataclass fields, shown to an agent, checked before they are used.
+
+What an agent sets comes as JSON and is held against the field's annotation and bounds, so that a wrong value is an
+answer that names the right ones and not an exception in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import enum
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toprope.sdk.errors import InvalidRequest
+
+__all__ = ["describe_knobs", "knob", "make_knobs", "nearest", "settable"]
+
+_SCALARS: tuple[type, ...] = (bool, int, float, str)
+_DATES: tuple[type, ...] = (datetime.datetime, datetime.date, datetime.time)
+
+
+def knob(
+    default: Any,
+    *,
+    ge: float | None = None,
+    le: float | None = None,
+    choices: Sequence[Any] | None = None,
+    help: str = "",
+) -> Any:
+    """A field of an environment's `Knobs`.
+
+    Args:
+        default: Its value when nobody sets it. Lists and dicts are copied for each environment.
+        ge: Smallest value, inclusive.
+        le: Largest value, inclusive.
+        choices: The only values that are allowed.
+        help: One line for whoever sets it.
+    """
+    metadata = {"ge": ge, "le": le, "choices": None if choices is None else list(choices), "help": help}
+    if isinstance(default, list | dict | set):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def describe_knobs(cls: type, instance: Any = None) -> list[dict[str, Any]]:
+    """The knobs of a `Knobs` dataclass, JSON only: name, type, default, description, ge, le, choices, value.
+
+    Args:
+        cls: The dataclass.
+        instance: Where the values come from; the defaults without it.
+    """
+    hints = _hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        default = _default(field)
+        hint = hints.get(field.name, Any)
+        choices = field.metadata.get("choices")
+        found.append(
+            {
+                "name": field.name,
+                "type": _name(hint),
+                "default": _plain(default),
+                "description": field.metadata.get("help", ""),
+                "ge": field.metadata.get("ge"),
+                "le": field.metadata.get("le"),
+                "choices": _choices(hint) if choices is None else _plain(choices),
+                "value": _plain(default if instance is None else getattr(instance, field.name)),
+            }
+        )
+    return found
+
+
+def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of a `Knobs` dataclass with these values and defaults for the rest.
+
+    Raises:
+        InvalidRequest: A name does not exist, or a value has the wrong type, is out of bounds, or is refused by the
+            dataclass's own `__post_init__`.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = _hints(cls)
+    checked = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise InvalidRequest(f"There is no knob {name!r}. {nearest(name, fields, 'Knobs')}")
+        checked[name] = _checked(fields[name], hints.get(name, Any), value)
+    try:
+        return cls(**checked)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise InvalidRequest(f"The knobs do not fit together: {error}") from error
+
+
+def nearest(name: str, valid: Mapping[str, Any] | Sequence[str], what: str) -> str:
+    """A sentence that names the nearest valid name and all of them."""
+    names = list(valid)
+    if not names:
+        return f"{what}: none."
+    close = difflib.get_close_matches(name, names, 1, 0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}{what}: {', '.join(names)}."
+
+
+def settable(hint: Any) -> bool:
+    """Whether JSON can say a value of this type."""
+    if hint in _SCALARS or hint in _DATES or hint in (list, tuple, dict, type(None)):
+        return True
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return True
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return True
+    if origin in (list, tuple, dict, Sequence, typing.Union, types.UnionType):
+        return all(settable(part) for part in typing.get_args(hint) if part is not Ellipsis)
+    return False
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except Exception:  # an annotation may name what exists for type checkers only
+        return {field.name: field.type for field in dataclasses.fields(cls) if not isinstance(field.type, str)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, _DATES):
+        return value.isoformat()
+    try:
+        json.dumps(value, allow_nan=False)
+        return value
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _name(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return "choice"
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_name(part) for part in arguments)
+    if origin in (list, tuple, Sequence):
+        inner = [_name(part) for part in arguments if part is not Ellipsis]
+        return f"list[{', '.join(inner)}]"
+    if hint in (list, tuple):
+        return "list"
+    if origin is dict:
+        return "dict"
+    if hint is type(None):
+        return "null"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return "choice"
+    return hint.__name__ if isinstance(hint, type) else "any"
+
+
+def _choices(hint: Any) -> list[Any] | None:
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [member.value for member in hint]
+    return None
+
+
+def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    default = _default(field)
+    if value is None and default is None:
+        return None
+    if type(value) is not bool and value == _plain(default) and not isinstance(default, bool):
+        value_of_type = default  # a default is valid even where its annotation disagrees
+    else:
+        try:
+            value_of_type = _cast(hint, value)
+        except (ValueError, TypeError):
+            shown = json.dumps(value, default=str)
+            expected = _choices(hint) or field.metadata.get("choices") or _name(hint)
+            raise InvalidRequest(
+                f"Knob {field.name!r} must be {expected}, not {shown} ({type(value).__name__})."
+            ) from None
+    ge, le, choices = (field.metadata.get(bound) for bound in ("ge", "le", "choices"))
+    if choices is not None and value_of_type not in choices:
+        raise InvalidRequest(f"Knob {field.name!r} must be one of {choices}, not {value!r}.")
+    too_low = ge is not None and value_of_type is not None and value_of_type < ge
+    too_high = le is not None and value_of_type is not None and value_of_type > le
+    if too_low or too_high:
+        bounds = f"at least {ge}" if le is None else f"at most {le}" if ge is None else f"between {ge} and {le}"
+        raise InvalidRequest(f"Knob {field.name!r} must be {bounds}, not {value!r}.")
+    return value_of_type
+
+
+def _cast(hint: Any, value: Any) -> Any:
+    """The value as its annotation wants it; ValueError or TypeError where it does not fit."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for part in arguments:
+            try:
+                return _cast(part, value)
+            except (ValueError, TypeError):
+                continue
+        raise ValueError
+    if origin is typing.Literal:
+        for choice in arguments:
+            if type(choice) is type(value) and choice == value:
+                return choice
+        raise ValueError
+    if hint is type(None):
+        if value is not None:
+            raise ValueError
+        return None
+    if hint in _SCALARS:
+        return _cast_scalar(hint, value)
+    if hint in _DATES:
+        return hint.fromisoformat(value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if origin in (list, tuple, Sequence) or hint in (list, tuple):
+        return _cast_sequence(origin or hint, arguments, value)
+    if origin is dict or hint is dict:
+        if not isinstance(value, dict):
+            raise ValueError
+        return {key: _cast(arguments[1], item) for key, item in value.items()} if arguments else value
+    return value
+
+
+def _cast_scalar(hint: type, value: Any) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) is not hint or value != value or value in (float("inf"), float("-inf")):
+        raise ValueError
+    return value
+
+
+def _cast_sequence(kind: Any, arguments: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    parts = [part for part in arguments if part is not Ellipsis]
+    if kind is tuple and len(parts) > 1:
+        if len(parts) != len(value):
+            raise ValueError
+        return tuple(_cast(part, item) for part, item in zip(parts, value, strict=True))
+    items = [_cast(parts[0], item) for item in value] if parts else list(value)
+    return tuple(items) if kind is tuple else items

@@ -1,0 +1,191 @@
+"""What a worker can be asked: one method an operation, JSON in and JSON out.
+
+It knows nothing of pipes and processes; toprope.sdk.worker does those. Raises what went wrong; `kind_of` says how a
+caller should understand it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Environment, Outcome, Scoring, Task
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.knobs import describe_knobs, nearest
+from toprope.sdk.loading import Loaded, load
+from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.splits import SPLITS, Splits
+
+__all__ = ["OPERATIONS", "Service", "UnknownOperation", "kind_of"]
+
+OPERATIONS = ("open", "card", "tasks", "begin", "advance", "discard", "score", "survey", "ping")
+
+
+class UnknownOperation(InvalidRequest):
+    """A newer caller's operation, or a mistyped one."""
+
+
+def kind_of(error: BaseException) -> str:
+    """`load`, `invalid`, `unknown_op` or `raised`."""
+    if isinstance(error, UnknownOperation):
+        return "unknown_op"
+    if isinstance(error, LoadError):
+        return "load"
+    return "invalid" if isinstance(error, InvalidRequest) else "raised"
+
+
+class Service:
+    """One environment, once it was opened, and the rollouts in progress."""
+
+    def __init__(self) -> None:
+        self.near = ""
+        """Folder of the environment's code, for error messages."""
+        self._environment: Environment | None = None
+        self._splits: Splits | None = None
+        self._rollouts: dict[int, Rollout] = {}
+        self._last_handle = 0
+
+    def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
+        """Carries out one request.
+
+        Raises:
+            UnknownOperation, LoadError, InvalidRequest: See `kind_of`.
+            BaseException: Whatever the environment's code raises.
+        """
+        if operation not in OPERATIONS:
+            raise UnknownOperation(f"There is no operation {operation!r}. {nearest(operation, OPERATIONS, 'Known')}")
+        method = getattr(self, f"_{operation}")
+        expected = method.__code__.co_varnames[1 : method.__code__.co_argcount]
+        required = expected[: len(expected) - len(method.__defaults__ or ())]
+        for name in arguments:
+            if name not in expected:
+                raise InvalidRequest(f"{operation} takes no {name!r}. {nearest(name, expected, 'Arguments')}")
+        missing = [name for name in required if name not in arguments]
+        if missing:
+            raise InvalidRequest(f"{operation} needs {', '.join(missing)}.")
+        return method(**arguments)
+
+    def _ping(self) -> str:
+        return "pong"
+
+    def _open(
+        self,
+        source: dict[str, Any],
+        knobs: dict[str, Any] | None = None,
+        reward_weights: dict[str, float] | None = None,
+        max_turns: int | None = None,
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        loaded = self._load(source)
+        environment = configure(
+            loaded.environment, knobs=knobs, reward_weights=reward_weights, max_turns=max_turns, seed=seed
+        )
+        self._rollouts.clear()
+        self._environment, self._splits = environment, Splits(environment, seed)
+        return _card(loaded, environment.knobs)
+
+    def _card(self, source: dict[str, Any]) -> dict[str, Any]:
+        loaded = self._load(source)
+        Scoring.weighted(loaded.environment.parts, {})
+        return _card(loaded, None)
+
+    def _load(self, source: dict[str, Any]) -> Loaded:
+        loaded = load(source)
+        self.near = loaded.near
+        return loaded
+
+    def _tasks(self, split: str, start: int, count: int) -> dict[str, Any]:
+        splits = self._opened()[1]
+        tasks = splits.some(split, start, count)
+        return {
+            "tasks": [{"id": t.id, "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
+            "exhausted": splits.exhausted(split),
+            "known": splits.known(split),
+        }
+
+    def _survey(self, limit: int, seconds: float) -> dict[str, Any]:
+        splits = self._opened()[1]
+        splits.survey(limit, seconds)
+        return {split: {"known": splits.known(split), "exhausted": splits.exhausted(split)} for split in SPLITS}
+
+    def _begin(self, split: str, index: int, count: int) -> dict[str, Any]:
+        environment, splits = self._opened()
+        if not isinstance(count, int) or count < 1:
+            raise InvalidRequest(f"count must be a whole number of at least 1, not {count!r}.")
+        task, epoch = splits.get(split, index)
+        rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
+        first = [rollout.begin() for rollout in rollouts]
+        handles = [self._keep(rollout) for rollout in rollouts]
+        answer: dict[str, Any] = {"task_id": task.id, "messages": first[0], "rollouts": handles, "epoch": epoch}
+        if any(messages != first[0] for messages in first):
+            answer["per_rollout"] = first
+        return answer
+
+    def _keep(self, rollout: Rollout) -> int:
+        self._last_handle += 1
+        self._rollouts[self._last_handle] = rollout
+        return self._last_handle
+
+    def _advance(self, moves: list[Any]) -> list[dict[str, Any]]:
+        checked = [self._move(move) for move in moves]
+        if len({handle for handle, _, _ in checked}) < len(checked):
+            raise InvalidRequest("A rollout can be advanced once in a request.")
+        return [self._moved(handle, text, truncated) for handle, text, truncated in checked]
+
+    def _move(self, move: Any) -> tuple[int, str, bool]:
+        if not isinstance(move, list) or len(move) not in (2, 3) or not isinstance(move[1], str):
+            raise InvalidRequest(f"A move is [rollout, text, truncated], not {move!r:.80}.")
+        if move[0] not in self._rollouts:
+            raise InvalidRequest(f"There is no rollout {move[0]!r}: it ended, was discarded, or never began.")
+        return move[0], move[1], len(move) == 3 and bool(move[2])
+
+    def _moved(self, handle: int, text: str, truncated: bool) -> dict[str, Any]:
+        turn = self._rollouts[handle].advance(text, truncated)
+        if turn.done:
+            del self._rollouts[handle]
+        return {"messages": turn.messages, "done": turn.done, "outcome": _outcome(turn.outcome)}
+
+    def _discard(self, rollouts: list[int]) -> int:
+        return sum(self._rollouts.pop(handle, None) is not None for handle in rollouts)
+
+    def _score(self, split: str, index: int, answer: str) -> dict[str, Any] | None:
+        environment, splits = self._opened()
+        task: Task = splits.get(split, index)[0]
+        rollout = Rollout(environment, task, self.near)
+        rollout.begin()
+        return _outcome(rollout.advance(answer, only=True).outcome)
+
+    def _opened(self) -> tuple[Environment, Splits]:
+        if self._environment is None or self._splits is None:
+            raise InvalidRequest("No environment is open: send `open` first.")
+        return self._environment, self._splits
+
+
+def _card(loaded: Loaded, knobs: Any) -> dict[str, Any]:
+    environment = loaded.environment
+    return {
+        "name": loaded.name,
+        "description": first_line(environment.__doc__),
+        "max_turns": environment.max_turns,
+        "knobs": describe_knobs(environment.Knobs, knobs),
+        "parts": {name: dataclasses.asdict(part) for name, part in environment.parts.items()},
+        "max_reward": Scoring.of(environment).max_reward,
+        "tags": list(environment.tags),
+        "versions": loaded.versions,
+    }
+
+
+def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
+    return None if outcome is None else dataclasses.asdict(outcome)
+
+
+def _plain(value: Any) -> Any:
+    """A reference as JSON can say it; its text where it cannot."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+    return value

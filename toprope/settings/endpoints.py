@@ -1,0 +1,94 @@
+"""Models behind OpenAI-compatible endpoints, as an owner or a preset names them.
+
+An agent chooses among these names and nothing else: whoever could choose a URL could send the owner's keys and the
+tasks' texts to it. So base URLs and the names of keys stand in the owner's files, and the keys themselves beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from toprope.errors import InvalidValue
+
+__all__ = ["BASE", "MODEL_NAME", "Endpoint", "parse_endpoints"]
+
+BASE = "base"
+"""How the draft's own policy is called among models under test."""
+
+MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_SECRET_NAME = re.compile(r"[A-Z][A-Z0-9_]{0,99}")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+class Endpoint(BaseModel):
+    """One model: where it is asked, under what name, with which key, and what it costs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_url: str
+    """Up to and with the version: http://127.0.0.1:8000/v1; `/chat/completions` is appended."""
+    model: str = Field(min_length=1, max_length=200)
+    key: str | None = None
+    """Name of the variable with the key; null where none is needed. Never the key itself."""
+    prompt_usd: float | None = Field(None, ge=0)
+    """US dollars for a million tokens of prompts."""
+    completion_usd: float | None = Field(None, ge=0)
+    """US dollars for a million tokens of answers."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _checked_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must begin with http:// or https:// and name a host")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("must hold no user, password, query or fragment; a key goes into `key`, by name")
+        return value.rstrip("/")
+
+    @field_validator("key")
+    @classmethod
+    def _checked_key(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        # Names that say what they are: logs hide the values of such variables, and workers never inherit them.
+        if not _SECRET_NAME.fullmatch(value) or not any(word in value for word in _SECRET_WORDS):
+            raise ValueError(
+                f"must be the name of a variable in capitals with one of {', '.join(_SECRET_WORDS)} in it, such as "
+                "OPENROUTER_API_KEY; the key itself stands under `variables` in settings.yaml"
+            )
+        return value
+
+
+def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
+    """The models in a mapping of names to entries.
+
+    Args:
+        data: As YAML gave it; None is no models.
+        where: File and place, for errors.
+
+    Raises:
+        InvalidValue: A name or an entry is wrong. Values are not repeated: somebody may have written a key there.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise InvalidValue(f"{where} must be a mapping of names to base_url, model and key.")
+    found = {}
+    for name, entry in data.items():
+        if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == BASE:
+            raise InvalidValue(
+                f"{where}: {name!r} is no name for a model.",
+                hint=f"Lower-case letters, digits, '.', '_' and '-'; {BASE!r} is the draft's own policy.",
+            )
+        try:
+            found[name] = Endpoint.model_validate(entry)
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors(include_input=False)
+            ]
+            raise InvalidValue(f"{where}, {name}: {'; '.join(problems)}.", hint="Mend the file.") from None
+    return found

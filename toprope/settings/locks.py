@@ -1,0 +1,190 @@
+"""The owner's locks: fields that an agent cannot move, or only within bounds, each with the owner's reason.
+
+They are enforced when a specification is frozen, whatever way a value came in; `refusal` lets an edit say so early. The
+file is read anew at each use, so that a lock holds from the moment it is saved, and a file that cannot be read stops
+every start: an owner's lock never fails open.
+
+    locks:
+      - field: launcher.kind
+        value: local
+        reason: Runs stay on this laptop.
+      - field: optimizer.learning_rate
+        max: 0.01
+        reason: Higher rates have only ever collapsed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import InvalidValue, LockedField, NotFound, shown
+from toprope.settings.fields import KNOBS, Change, Field, all_fields, find_field, get_value
+from toprope.settings.schema import Config
+from toprope.settings.yamlfiles import check_keys, read_yaml
+
+__all__ = ["Lock", "Locks"]
+
+_KEYS = ("field", "value", "min", "max", "reason")
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock: fixed to `value`, or bounded by `min` and `max` (both may be reached)."""
+
+    field: str
+    reason: str
+    fixed: bool = False
+    value: Any = None
+    min: float | None = None
+    max: float | None = None
+
+    @property
+    def says(self) -> str:
+        """What is allowed, in a few words."""
+        if self.fixed:
+            return f"fixed at {self.value!r}" if isinstance(self.value, str) else f"fixed at {self.value}"
+        parts = [f"at least {self.min}"] if self.min is not None else []
+        parts += [f"at most {self.max}"] if self.max is not None else []
+        return " and ".join(parts)
+
+    def allows(self, value: Any) -> bool:
+        """Whether the owner allows this value. Null is not within bounds."""
+        if self.fixed:
+            return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+    def nearest(self, value: Any) -> Any:
+        """The allowed value closest to this one."""
+        if self.fixed:
+            return self.value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return self.max if self.max is not None else self.min
+        if self.min is not None and value < self.min:
+            return self.min
+        return self.max if self.max is not None and value > self.max else value
+
+    def record(self) -> dict[str, Any]:
+        """As the file has it, for specifications and answers."""
+        if self.fixed:
+            return {"value": self.value, "reason": self.reason}
+        bounds = {"min": self.min, "max": self.max}
+        return {key: value for key, value in bounds.items() if value is not None} | {"reason": self.reason}
+
+
+class Locks:
+    """All locks of the owner, by field."""
+
+    def __init__(self, locks: dict[str, Lock], source: Path | None = None) -> None:
+        self._locks = locks
+        self.source = source
+
+    @classmethod
+    def read(cls, path: Path) -> Locks:
+        """The locks in a file.
+
+        Raises:
+            InvalidValue: The file or an entry is wrong; the message names it.
+        """
+        data = check_keys(read_yaml(path), ("locks",), str(path))
+        entries = data.get("locks") or []
+        if not isinstance(entries, list):
+            raise InvalidValue(f"{path}: locks must be a list of entries with {', '.join(_KEYS)}.")
+        fields = all_fields()
+        locks: dict[str, Lock] = {}
+        for number, entry in enumerate(entries, 1):
+            lock = _parse(entry, f"{path}, lock {number}", fields)
+            if lock.field in locks:
+                raise InvalidValue(f"{path}, lock {number}: {lock.field} is locked twice.", hint="Join the entries.")
+            locks[lock.field] = lock
+        return cls(locks, path)
+
+    def __iter__(self):
+        return iter(self._locks.values())
+
+    def get(self, field: str) -> Lock | None:
+        """The lock of a field, if it has one."""
+        return self._locks.get(field)
+
+    def refusal(self, field: str, value: Any) -> str | None:
+        """Why the owner does not allow this value, or None where it is allowed."""
+        lock = self._locks.get(field)
+        if lock is None or lock.allows(value):
+            return None
+        given = "null" if value is None else shown(value)
+        return f"{field} is locked by the owner: {lock.says}, not {given}. Reason: {lock.reason}"
+
+    def adjust(self, config: Config, fields: dict[str, Field]) -> tuple[dict[str, Any], list[Change]]:
+        """What has to change in a configuration for it to be allowed: values by field, and the changes.
+
+        Locks on fields that this environment does not have are passed over.
+        """
+        changes = []
+        for lock in self:
+            if lock.field not in fields:
+                continue
+            value = get_value(config, fields[lock.field])
+            if not lock.allows(value):
+                changes.append(Change(lock.field, value, lock.nearest(value)))
+        return {change.field: change.after for change in changes}, changes
+
+    def enforce(self, config: Config, fields: dict[str, Field]) -> None:
+        """Passes a configuration that the owner allows.
+
+        Raises:
+            LockedField: It is not allowed; every violation is named with its reason.
+        """
+        refusals = [
+            text
+            for lock in self
+            if lock.field in fields and (text := self.refusal(lock.field, get_value(config, fields[lock.field])))
+        ]
+        if refusals:
+            allowed, _ = self.adjust(config, fields)
+            raise LockedField("\n".join(refusals), hint=f"edit_config with changes {allowed} sets what is allowed.")
+
+    def record(self) -> dict[str, Any]:
+        """All locks as a mapping, for a run's specification."""
+        return {lock.field: lock.record() for lock in self}
+
+
+def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
+    check_keys(entry, _KEYS, where)
+    name, reason = entry.get("field"), entry.get("reason")
+    if not isinstance(name, str) or not name:
+        raise InvalidValue(
+            f"{where}: field is missing.", hint="Name a field as get_config does: optimizer.learning_rate."
+        )
+    where = f"{where} ({name})"
+    if not isinstance(reason, str) or not reason.strip():
+        raise InvalidValue(f"{where}: reason is missing.", hint="An agent is told why; one sentence does.")
+    bounded, fixed = "min" in entry or "max" in entry, "value" in entry
+    if bounded == fixed:
+        raise InvalidValue(f"{where}: give either value, or min and max or one of them.")
+    knob = name.startswith(f"{KNOBS}.") and name.count(".") == 2
+    try:
+        field = None if knob else find_field(name, fields)
+        if fixed:
+            value = entry["value"] if field is None else field.coerce(entry["value"])
+            return Lock(name, reason.strip(), fixed=True, value=value)
+        if field is not None and field.kind not in ("integer", "number"):
+            raise InvalidValue(f"{name} is a {field.type_text}, which has no min or max.")
+        bounds: dict[str, float] = {}
+        for key in ("min", "max"):
+            if key in entry:
+                limit = entry[key]
+                if isinstance(limit, str):  # YAML reads 1e-5 as a text
+                    limit = float(limit)
+                if isinstance(limit, bool) or not isinstance(limit, int | float):
+                    raise InvalidValue(f"{key} must be a number, not {limit!r}.")
+                bounds[key] = limit if field is None else field.coerce(limit)
+        if bounds.get("min", float("-inf")) > bounds.get("max", float("inf")):
+            raise InvalidValue(f"min {bounds['min']} is above max {bounds['max']}.")
+        return Lock(name, reason.strip(), **bounds)
+    except (InvalidValue, NotFound) as problem:
+        raise InvalidValue(f"{where}: {problem}") from None
+    except ValueError:
+        raise InvalidValue(f"{where}: min and max must be numbers.") from None

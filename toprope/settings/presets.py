@@ -1,0 +1,96 @@
+"""Presets: starting points for a draft, as YAML overlays of the configuration.
+
+    description: One line for list and answer.
+    config:                      # sections and fields of the schema; what is not named keeps its default
+      rollout: {group_size: 8}
+    environments:                # an environment's own settings under this preset
+      reasoning_gym/spell_backward: {min_word_len: 3}
+    models:                      # models at endpoints, for test_inference(models=["<preset>"])
+      small: {base_url: "https://...", model: vendor/name, key: SOME_API_KEY}
+
+The owner's folder is looked at first, so that an owner can replace a shipped preset by one of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import InvalidValue, NotFound, shown
+from toprope.settings.endpoints import Endpoint, parse_endpoints
+from toprope.settings.fields import KNOBS, all_fields, find_field
+from toprope.settings.schema import SECTIONS, Config
+from toprope.settings.yamlfiles import check_keys, nearest, read_yaml
+
+__all__ = ["Preset", "list_presets", "load_preset"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named overlay: field values by dotted name, and knobs by environment."""
+
+    name: str
+    description: str
+    values: dict[str, Any]
+    environments: dict[str, dict[str, Any]]
+    models: dict[str, Endpoint] = field(default_factory=dict)
+
+    def config(self, environment: str) -> Config:
+        """The configuration that this preset gives to a draft of an environment, before the owner's locks."""
+        data = Config().model_dump()
+        for name, value in self.values.items():
+            section, _, field = name.partition(".")
+            data[section][field] = value
+        data["environment"]["name"] = environment
+        return Config.model_validate(data)
+
+    def knobs(self, environment: str) -> dict[str, Any]:
+        """The environment's own settings under this preset."""
+        return dict(self.environments.get(environment, {}))
+
+
+def list_presets(folders: Sequence[Path]) -> dict[str, Path]:
+    """Files of presets by name; an earlier folder wins."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if folder.is_dir():
+            for path in sorted(folder.glob("*.yaml")):
+                found.setdefault(path.stem, path)
+    return found
+
+
+def load_preset(name: str, folders: Sequence[Path]) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        NotFound: There is none; the message names those there are.
+        InvalidValue: Its file is wrong.
+    """
+    files = list_presets(folders)
+    if name not in files:
+        raise NotFound(f"There is no preset {shown(name)}.", hint=nearest(name, files))
+    path = files[name]
+    data = check_keys(read_yaml(path), ("description", "config", "environments", "models"), str(path))
+    sections = check_keys(data.get("config") or {}, SECTIONS, f"{path}, config")
+    fields = all_fields()
+    values = {}
+    for section, entries in sections.items():
+        names = [known.partition(".")[2] for known in fields if known.startswith(f"{section}.")]
+        for key, value in check_keys(entries or {}, names, f"{path}, config.{section}").items():
+            try:
+                values[f"{section}.{key}"] = find_field(f"{section}.{key}", fields).coerce(value)
+            except InvalidValue as problem:
+                raise InvalidValue(f"{path}: {problem}", hint="Mend the file.") from None
+    if "environment.name" in values:
+        raise InvalidValue(f"{path}: a preset does not name the environment; select_environment does.")
+    environments = data.get("environments") or {}
+    for environment, knobs in environments.items() if isinstance(environments, dict) else [("environments", None)]:
+        if not isinstance(knobs, dict) or not all(isinstance(key, str) for key in knobs):
+            raise InvalidValue(f"{path}: {environment} must be a mapping of {KNOBS} to values.")
+    models = parse_endpoints(data.get("models"), f"{path}, models")
+    preset = Preset(name, str(data.get("description") or ""), values, environments, models)
+    if conflicts := preset.config("").conflicts():
+        raise InvalidValue(f"{path}: {' '.join(conflicts)}")
+    return preset

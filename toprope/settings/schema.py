@@ -1,0 +1,237 @@
+"""The configuration of a run: one model, sections with dotted names (`optimizer.learning_rate`).
+
+Names follow TRL and Hugging Face where they have one. Every field has a default that works on a laptop without a GPU,
+a description that an agent reads, and bounds that exclude nonsense; the owner's locks narrow them further. What spans
+several fields is checked in `Config.conflicts`, so that an edit of two fields at once is judged by its result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Config", "SECTIONS"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+
+class EnvironmentSection(_Section):
+    """What is trained on."""
+
+    name: str = Field("", description="The environment, as list_environments names it. Set by select_environment.")
+    knobs: dict[str, Any] = Field(
+        default_factory=dict, description="The environment's own settings; describe_environment lists them."
+    )
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Weight of each named reward part; parts not named here keep the environment's own weight.",
+    )
+    max_turns: int = Field(10, ge=1, le=1000, description="Turns after which a multi-turn rollout is cut off.")
+    load_timeout_s: float = Field(120.0, gt=0, le=3600, description="Seconds the environment may take to load.")
+    call_timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds one call into the environment may take.")
+
+
+class PolicySection(_Section):
+    """The model that is trained."""
+
+    model: str = Field(
+        "embedded",
+        min_length=1,
+        description="'embedded' (a tiny policy that is made on this machine), a Hugging Face model id, or a folder.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU."
+    )
+    max_context: int = Field(512, ge=8, le=1_048_576, description="Longest prompt plus answer, in tokens.")
+    lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
+    lora_rank: int = Field(16, ge=1, le=1024, description="Rank of the adapters.")
+    lora_alpha: float = Field(32.0, gt=0, le=4096, description="Scale of the adapters.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout within the adapters, while training.")
+    lora_target_modules: str = Field(
+        "all-linear", description="Modules that get adapters: 'all-linear' or names separated by commas."
+    )
+
+
+class AlgorithmSection(_Section):
+    """How rewards become a loss. Names and meanings are TRL's GRPOConfig."""
+
+    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = Field(
+        "dapo", description="How token losses are formed and averaged."
+    )
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")
+    epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio.")
+    epsilon_high: float = Field(0.28, gt=0, lt=100, description="Upper clip range of the importance ratio.")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="Importance ratios by token, or by sequence (GSPO)."
+    )
+    mask_truncated_completions: bool = Field(False, description="Leave answers that were cut off out of the loss.")
+    drop_zero_signal: bool = Field(
+        True, description="Pass over groups whose rewards are all equal (DAPO's dynamic sampling); they are counted."
+    )
+    shuffle_rewards: bool = Field(
+        False, description="A control: rewards are shuffled within each group, so that nothing can be learned."
+    )
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of sampling, tasks' order and weights' init.")
+
+
+class OptimizerSection(_Section):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = Field(
+        "constant_with_warmup", description="How the rate moves over the run."
+    )
+    warmup_steps: int = Field(5, ge=0, le=100_000, description="Steps over which the rate rises from 0.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, le=1000, description="Gradients are scaled down to this norm.")
+    micro_batch_size: int = Field(
+        0, ge=0, le=65536, description="Sequences per forward and backward pass; 0: the whole batch at once."
+    )
+    gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
+
+
+class RolloutSection(_Section):
+    """How answers are sampled and queued."""
+
+    group_size: int = Field(8, ge=2, le=1024, description="Answers per task (TRL: num_generations).")
+    groups_per_step: int = Field(8, ge=1, le=4096, description="Groups per optimizer step.")
+    max_new_tokens: int = Field(256, ge=1, le=131_072, description="Longest answer of one turn, in tokens.")
+    temperature: float = Field(1.0, gt=0, le=5, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1: off.")
+    stop: list[str] = Field(default_factory=list, max_length=8, description="Texts that end an answer.")
+    max_staleness: int = Field(
+        8, ge=0, le=1024, description="Groups sampled by a policy older than this many versions are dropped."
+    )
+    unmatched: Literal["drop", "train"] = Field(
+        "drop",
+        description="Groups that an outside environment posts and whose tokens inference did not sample as they are, "
+        "so that their policy version is unknown. They are counted either way.",
+    )
+    queue_groups: int = Field(
+        8, ge=1, le=65536, description="Groups that may wait for the trainer; then sampling pauses."
+    )
+    concurrency: int = Field(16, ge=1, le=4096, description="Groups in the making at the same time.")
+
+
+class EvaluationSection(_Section):
+    """What is measured before and after. The held-out split is sealed: only these reports see it."""
+
+    heldout_tasks: int = Field(200, ge=0, le=100_000, description="Held-out tasks, before and after training.")
+    validation_tasks: int = Field(
+        64, ge=1, le=100_000, description="Validation tasks for test_inference by default, and for every_steps."
+    )
+    every_steps: int = Field(
+        0, ge=0, le=1_000_000, description="Also evaluate on validation tasks every so many steps; 0: not."
+    )
+    greedy: bool = Field(True, description="Also measure with the most likely token at each position.")
+    examples: int = Field(6, ge=0, le=100, description="Validation tasks whose answers are kept, before and after.")
+
+
+class LoggingSection(_Section):
+    """What a run leaves behind."""
+
+    wandb: Literal["disabled", "offline", "online"] = Field(
+        "disabled", description="Weights & Biases; online needs WANDB_API_KEY in the owner's settings."
+    )
+    wandb_project: str = Field("toprope", min_length=1, description="Its project.")
+    save_steps: int = Field(
+        500, ge=1, le=1_000_000, description="Steps between checkpoints; there is always a last one."
+    )
+    journal_sync: Literal["always", "group", "os"] = Field(
+        "group",
+        description="When a rollout counts as stored. group: on disk, many at once; always: on disk, one by one; os: "
+        "with the operating system, which survives every crash but the machine's own.",
+    )
+    keep_rollouts: bool = Field(
+        True, description="Keep all rollouts with the run; false: remove those that a checkpoint has passed."
+    )
+    save_total_limit: int = Field(2, ge=1, le=1000, description="Checkpoints that are kept.")
+
+
+class LauncherSection(_Section):
+    """Where the crew runs."""
+
+    kind: Literal["local"] = Field("local", description="On this machine.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: a GPU where there is one. A run has a GPU to itself and is queued until one is free.",
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="CPU threads of each torch process. Training on the CPU reserves twice as many, for trainer and "
+        "inference, and is queued until they are free; tests run beside training and are queued behind tests only.",
+    )
+    start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Seconds until every component must be ready.")
+    stop_grace_s: float = Field(
+        4.0,
+        ge=0,
+        le=600,
+        description="Seconds the trainer gets for a last checkpoint at a stop; others get at most 4 to end in order.",
+    )
+
+
+class BudgetSection(_Section):
+    """How far a run may go."""
+
+    steps: int = Field(1000, ge=1, le=10_000_000, description="Optimizer steps.")
+    max_train_seconds: float | None = Field(
+        None, gt=0, description="Training ends in order after so many seconds, whatever the step; null: no limit."
+    )
+
+
+class Config(BaseModel):
+    """The whole configuration."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
+    policy: PolicySection = Field(default_factory=PolicySection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    logging: LoggingSection = Field(default_factory=LoggingSection)
+    launcher: LauncherSection = Field(default_factory=LauncherSection)
+    budget: BudgetSection = Field(default_factory=BudgetSection)
+
+    def conflicts(self) -> list[str]:
+        """Sentences about fields that do not fit each other; empty when the configuration is consistent."""
+        found = []
+        rollout, policy = self.rollout, self.policy
+        if rollout.max_new_tokens >= policy.max_context:
+            found.append(
+                f"rollout.max_new_tokens ({rollout.max_new_tokens}) leaves no room for a prompt within "
+                f"policy.max_context ({policy.max_context})."
+            )
+        sequences = rollout.group_size * rollout.groups_per_step
+        micro = self.optimizer.micro_batch_size
+        if micro and sequences % micro:
+            found.append(
+                f"optimizer.micro_batch_size ({micro}) does not divide the batch of rollout.group_size x "
+                f"rollout.groups_per_step = {sequences} sequences."
+            )
+        if self.optimizer.warmup_steps > self.budget.steps:
+            found.append(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds budget.steps ({self.budget.steps})."
+            )
+        if self.algorithm.epsilon_high < self.algorithm.epsilon and self.algorithm.loss_type != "sapo":
+            found.append(
+                f"algorithm.epsilon_high ({self.algorithm.epsilon_high}) is below algorithm.epsilon "
+                f"({self.algorithm.epsilon})."
+            )
+        return found
+
+
+SECTIONS: tuple[str, ...] = tuple(Config.model_fields)

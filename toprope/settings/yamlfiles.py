@@ -1,0 +1,76 @@
+"""Reading the owner's YAML files: strictly, and with errors that name file, key and the nearest valid key.
+
+A misspelt key in a file of locks would otherwise be a lock that does not hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toprope.errors import InvalidValue
+
+__all__ = ["check_keys", "nearest", "read_yaml"]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader, which refuses a key that is given twice; YAML itself would keep the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises:
+        InvalidValue: It cannot be read, is no YAML, or no mapping with text keys.
+    """
+    try:
+        # A SafeLoader underneath: no tags that make objects.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{path} cannot be read: {error}.", hint="Mend the file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise InvalidValue(f"{path} is not valid YAML{where}: {problem}.", hint="Mend the file.") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise InvalidValue(f"{path} must hold a mapping of names to values.", hint="Mend the file.")
+    return data
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ "Did you mean x?" or the names there are."""
+    names = list(names)
+    near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.5)
+    return f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(names) or 'none'}."
+
+
+def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
+    """`data` if it is a mapping whose keys are all allowed.
+
+    Raises:
+        InvalidValue: It is not; the message names the nearest key.
+    """
+    allowed = list(allowed)
+    if not isinstance(data, dict):
+        raise InvalidValue(f"{where} must be a mapping with {', '.join(allowed)}.", hint="Mend the file.")
+    for key in data:
+        if key not in allowed:
+            raise InvalidValue(f"{where}: there is no key {key!r}.", hint=nearest(str(key), allowed))
+    return data

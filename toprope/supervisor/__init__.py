@@ -1,0 +1,1 @@
+"""Keeps crews: start, watch, stop, list."""

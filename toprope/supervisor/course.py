@@ -1,0 +1,450 @@
+"""The course of one run, from the first process to the last: what its keeper does.
+
+All members are started at once and learn each other's addresses as they come. What they report moves the run from
+state to state; the first thing that ends it (an order, a death, the last evaluation) decides how, and everything after
+that only closes the crew. Whatever happens here, the crew is gone before the course is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.analysis.report import gather
+from toprope.records.crew import (
+    Checked,
+    Checkpointed,
+    CountsReport,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Finished,
+    Progress,
+    Ready,
+    Report,
+    Stepped,
+    Without,
+)
+from toprope.records.folder import RunFolder, write_json
+from toprope.records.specification import Specification
+from toprope.records.status import Failure, State, Status
+from toprope.supervisor import guard
+from toprope.supervisor.component import Component, Exit
+from toprope.supervisor.crew import Crew
+from toprope.supervisor.life import Life
+from toprope.supervisor.lock import RunLock
+from toprope.supervisor.orders import StopOrder, take_orders
+from toprope.supervisor.plan import PLOT, Programs, members_of, spare_of
+from toprope.supervisor.reservations import Granted, Reservations, Waits
+from toprope.supervisor.settle import end_unkept, settle
+
+__all__ = ["Course", "keep"]
+
+_LOOK_FOR_ORDERS_S = 0.04
+_LOOK_FOR_ROOM_S = 0.25
+_AFTER_CONFESSION_S = 1.0
+"""A member that said why it fails has so long to exit before the run goes on without its exit code."""
+_PLOT_TIMEOUT_S = 120.0
+_BLAME = ("policy", "inference", "environment", "api", "trainer")
+"""Who is named first when several are not ready: each waits for those before it."""
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class _Completed:
+    pass
+
+
+@dataclass(frozen=True)
+class _FolderGone:
+    pass
+
+
+_Ending = _Completed | _FolderGone | StopOrder | Failure
+
+
+class Course:
+    """One run under its keeper.
+
+    Args:
+        folder: The run folder, whose lock is `lock`.
+        lock: Passed on to the guards.
+        programs: argv in place of the real programs; tests have light ones.
+        surroundings: The environment to select the members' variables from; this process's when None.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        lock: RunLock,
+        *,
+        programs: Programs | None = None,
+        surroundings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._spec = Specification.read(folder)
+        self._life = Life(folder, Status.read(folder))
+        self._reservations = Reservations(folder.path.parent)
+        status = self._life.status
+        self._resumes = folder.path / status.checkpoint["path"] if status.checkpoint and status.attempt > 1 else None
+        self._held_back = ""
+        self._crew = Crew(
+            folder,
+            self._spec,
+            lock,
+            attempt=status.attempt,
+            programs=programs,
+            surroundings=os.environ if surroundings is None else surroundings,
+            checkpoint=self._resumes,
+        )
+        self._ready: set[str] = set()
+        self._finished: set[str] = set()
+        self._evaluated: set[str] = set()
+        self._hastened: set[str] = set()
+        self._confessed: dict[str, Failed] = {}
+        self._unsaved = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decision: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
+        self._start_limit: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Lives the run from `queued` to its end.
+
+        Raises:
+            OSError: Not even the final status could be written. The crew is gone or ends with this process.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._callback_failed)
+        guard.become_subreaper()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, StopOrder(reason=f"the keeper got {number.name}"))
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        grace = self._spec.config.launcher.stop_grace_s
+        try:
+            ending = await self._until_decided()
+            match ending:
+                case Failure():
+                    self._life.to("failed", ending.reason, failure=ending)
+                case StopOrder():
+                    self._life.to("stopping", ending.reason)
+                    grace = grace if ending.grace_s is None else ending.grace_s
+                case _FolderGone():
+                    grace = 0.0
+            await self._crew.close(grace, patient_with=self._patient_with())
+            match ending:
+                case StopOrder():
+                    self._end("stopped", ending.reason)
+                case _Completed():
+                    await self._conclude()
+                    self._end("completed")
+                case Failure():
+                    self._end("failed")
+        except Exception as error:
+            traceback.print_exc()
+            await self._crash(error, grace)
+        finally:
+            self._reservations.leave(self._spec.run_id)
+
+    async def _until_decided(self) -> _Ending:
+        self._look_for_orders()
+        self._background(self._read_orders())
+        await self._reserve()
+        if not self._closing:
+            self._life.to("validating", started_at=time.time())
+            timeout = self._spec.config.launcher.start_timeout_s
+            self._start_limit = asyncio.get_running_loop().call_later(timeout, self._not_ready, timeout)
+        for name in members_of(self._spec):
+            if self._closing:
+                break
+            self._life.member(name, "starting")
+            self._background(self._follow(self._crew.launch(name)))
+        return await self._decision
+
+    async def _reserve(self) -> None:
+        """Waits until the run has what it needs of the machine, or is to end before."""
+        answer = None if self._closing else self._reservations.claim(self._spec, anew=True)
+        while not self._closing:
+            if isinstance(answer, Granted):
+                self._crew.gpus = answer.gpus
+                return
+            if isinstance(answer, Waits) and answer.reason != self._life.status.reason:
+                self._life.update(reason=answer.reason)
+            await asyncio.wait({self._decision}, timeout=_LOOK_FOR_ROOM_S)
+            answer = self._reservations.claim(self._spec)
+
+    # Starting and listening
+
+    async def _follow(self, component: Component) -> None:
+        self._life.member(component.name, "starting", pid=await component.started())
+        async for report in component:
+            self._heard(component, report)
+        self._gone(component)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            self._decide(_keepers_failure(error))
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if (error := context.get("exception")) is not None:
+            self._decide(_keepers_failure(error))
+
+    def _decide(self, ending: _Ending) -> bool:
+        """The first decision counts. Whether it was this one."""
+        if self._closing:
+            return False
+        self._decision.set_result(ending)
+        if self._start_limit is not None:
+            self._start_limit.cancel()
+        return True
+
+    @property
+    def _closing(self) -> bool:
+        return self._decision.done()
+
+    def _heard(self, component: Component, report: Report) -> None:
+        name, life = component.name, self._life
+        match report:
+            case Stepped():
+                self._unsaved = True
+                life.stepped(report, self._spec.config.budget.max_train_seconds)
+                self._set_ready(component)
+            case Checkpointed():
+                self._unsaved = False
+                checkpoint = {"step": report.step, "path": report.path, "cursor": report.cursor}
+                life.update(checkpoint=checkpoint | {"at": time.time()})
+                life.event("checkpoint", **checkpoint)
+            case CountsReport():
+                life.update(counts=report.counts)
+            case Evaluated():
+                self._evaluated.add(report.label)
+                life.update(evaluations={**life.status.evaluations, report.label: report.summary})
+                life.event("evaluation", label=report.label, summary=report.summary)
+            case Failed():
+                self._confessed[name] = report
+                asyncio.get_running_loop().call_later(_AFTER_CONFESSION_S, self._blame, component)
+            case _ if self._closing:
+                return
+            case Ready():
+                if name == "inference" and self._resumes and "trainer" not in self._ready:
+                    # It has the policy's first weights until the trainer has published the checkpoint's.
+                    self._held_back = report.address
+                elif report.address:
+                    self._crew.announce(name, report.address)
+                self._set_ready(component)
+                if name == "trainer" and self._held_back:
+                    self._crew.announce("inference", self._held_back)
+            case Checked():
+                self._set_ready(component)
+            case Progress():
+                life.progressed(report)
+            case Finished():
+                self._finished.add(name)
+                life.member(name, "finished")
+                if name == "trainer":
+                    life.reach("evaluating")
+                    self._crew.send("environment", Evaluate("after"))
+                    grace = self._spec.config.launcher.stop_grace_s
+                    asyncio.get_running_loop().call_later(grace, self._hasten, component)
+        self._complete_if_done()
+
+    def _set_ready(self, component: Component) -> None:
+        name = component.name
+        if self._closing or name in self._ready:
+            return
+        self._ready.add(name)
+        self._life.member(name, "ready", pid=component.pid)
+        needed = set(members_of(self._spec)) - spare_of(self._spec)
+        if self._life.state == "validating" and needed & {"environment", "inference"} <= self._ready:
+            self._life.to("starting")
+            if self._spec.kind != "train":
+                self._life.to("evaluating")
+        if self._start_limit is not None and self._ready >= needed:
+            self._start_limit.cancel()
+
+    def _complete_if_done(self) -> None:
+        if self._spec.kind != "train":
+            done = self._spec.kind in self._evaluated and "environment" in self._finished
+        else:
+            # How the trainer exits counts as well: one that fails in its last breath did not complete.
+            done = "after" in self._evaluated and "trainer" in self._finished and self._crew["trainer"].exit is not None
+        if done:
+            self._decide(_Completed())
+
+    # Endings
+
+    def _gone(self, component: Component) -> None:
+        name, how = component.name, component.exit
+        assert how is not None
+        may_end = (
+            (name == "policy" and name in self._ready)
+            or (name == "trainer" and name in self._finished)
+            or (name == "environment" and "after" in self._evaluated)
+        )
+        # One that had said its work was done, and was ended on its way out, is finished none the less.
+        done = name in self._finished or (name == "policy" and name in self._ready)
+        if name in self._hastened or (how.code == 0 and may_end) or (self._closing and done):
+            state = "finished"
+        else:
+            state = "stopped" if self._closing else "exited"
+        self._life.member(name, state, pid=component.pid, exit_code=how.code)
+        if state == "exited":
+            self._blame(component)
+        self._complete_if_done()
+
+    def _hasten(self, component: Component) -> None:
+        """Ends a member that is done and does not exit; that is no failure."""
+        if component.exit is None and not self._closing:
+            self._hastened.add(component.name)
+            self._life.event("warning", what=f"{component.name} had finished and did not exit; it was ended")
+            component.stop(_AFTER_CONFESSION_S)
+
+    def _blame(self, component: Component) -> None:
+        """Ends the run as failed by this component, if it has not ended by something before."""
+        name, how, said = component.name, component.exit, self._confessed.get(component.name)
+        if self._closing:
+            return
+        if said is not None:
+            reason, hint = said.reason, said.hint
+        else:
+            reason = f"{name} {how} while the run was {self._life.state}."
+            if how is not None and how.code == 0:
+                reason = f"{name} ended while the run was {self._life.state} without having done its part."
+            hint = f"read_logs(component={name!r}) has what it printed."
+            if how is not None and how.signal == "SIGKILL":
+                hint = "Nobody here sent that signal: the system does when memory runs out. " + hint
+        if name in spare_of(self._spec):
+            self._life.event("warning", what=f"{name} failed, the run goes on without: {reason}")
+            self._crew.send("environment", Without(name, f"{reason} {hint}".strip()))
+            return
+        self._decide(
+            Failure(
+                component=name,
+                reason=reason,
+                hint=hint,
+                exit_code=how.code if how else None,
+                signal=how.signal if how else None,
+                excerpt=self._crew.excerpt(name),
+            )
+        )
+
+    def _not_ready(self, timeout_s: float) -> None:
+        missing = [name for name in _BLAME if name in self._crew and name not in self._ready]
+        if not missing or self._closing:
+            return
+        self._decide(
+            Failure(
+                component=missing[0],
+                reason=f"Not ready after {timeout_s:g} s: {', '.join(missing)}.",
+                hint="launcher.start_timeout_s sets the time; read_logs shows what each of them is doing.",
+                excerpt=self._crew.excerpt(missing[0]),
+            )
+        )
+
+    async def _crash(self, error: Exception, grace_s: float) -> None:
+        """The keeper's own code failed: say so, end the crew, and let nothing of that stop the other."""
+        failure = _keepers_failure(error)
+        self._decide(failure)
+        try:
+            if self._folder.path.is_dir() and not self._life.status.ended:
+                self._life.to("failed", failure.reason, failure=failure)
+        finally:
+            await self._crew.close(grace_s, patient_with=self._patient_with())
+        if self._folder.path.is_dir():
+            self._end("failed")
+
+    def _patient_with(self) -> set[str]:
+        return self._finished | ({"trainer"} if self._unsaved else set())
+
+    def _end(self, state: State, reason: str = "") -> None:
+        """The last write: the crew is gone."""
+        self._folder.tidy()
+        now = time.time()
+        if not self._life.status.ended:
+            self._life.to(state, reason)
+        self._life.event("end", state=self._life.state, seconds=round(now - self._life.status.created_at, 3))
+        # Whoever sees this finds the whole story in the events.
+        self._life.update(ended_at=now)
+        self._life.write()
+
+    async def _conclude(self) -> None:
+        if self._spec.kind == "train":
+            how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
+            if how != Exit(code=0):
+                excerpt = self._crew.excerpt(PLOT, 5)
+                self._life.event("warning", what=f"the plot could not be drawn: its program {how}", excerpt=excerpt)
+        status = self._life.status.model_copy(update={"state": "completed", "ended_at": time.time()})
+        write_json(self._folder.results, gather(self._folder, self._spec, status).model_dump(mode="json"))
+
+    # Orders
+
+    async def _read_orders(self) -> None:
+        while True:
+            self._look_for_orders()
+            await asyncio.sleep(_LOOK_FOR_ORDERS_S)
+
+    def _look_for_orders(self) -> None:
+        orders = take_orders(self._folder)
+        if orders.folder_gone:
+            self._decide(_FolderGone())
+        for complaint in orders.complaints:
+            self._life.event("warning", what=complaint)
+        for order in orders.stops:
+            self._stop(order)
+
+    def _stop(self, order: StopOrder) -> None:
+        if not self._decide(order) and order.grace_s is not None:
+            self._crew.hurry(order.grace_s)
+
+
+def _keepers_failure(error: BaseException) -> Failure:
+    """What a status says when the keeper's own code raised `error`."""
+    lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
+    return Failure(
+        component="keeper",
+        reason=f"The keeper failed: {type(error).__name__}: {error}",
+        excerpt=lines[-20:],
+        hint="A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
+    )
+
+
+def keep(path: Path, lock: RunLock, programs: Programs | None = None) -> int:
+    """What a keeper does from the moment it has the lock; the code to exit with.
+
+    A run that is not queued has been kept before: what its keeper left is settled, and nothing is started.
+    """
+    folder = RunFolder(path)
+    status = settle(folder) if Status.read(folder).state != "queued" else None
+    if status is not None:
+        print(f"{folder.run_id} is {status.state} and was not started again.", file=sys.stderr)
+        return 1
+
+    async def run() -> None:
+        await Course(folder, lock, programs=programs).run()
+
+    try:
+        asyncio.run(run())
+    except Exception as error:
+        traceback.print_exc()
+        if folder.path.is_dir():
+            end_unkept(folder, "failed", failure=_keepers_failure(error))
+        return 1
+    finally:
+        lock.release()
+    return 0

@@ -1,0 +1,179 @@
+"""The processes of one run, and how they are ended: in order, in bounded time, completely.
+
+What the members say is not understood here; `course` does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+from toprope.records.crew import Order, Peers, Stop
+from toprope.records.folder import RunFolder
+from toprope.records.specification import Specification
+from toprope.supervisor import guard
+from toprope.supervisor.component import Component, Exit, sweep_orphans
+from toprope.supervisor.lock import RunLock
+from toprope.supervisor.plan import Programs, command_of
+from toprope.supervisor.variables import decode_owners, for_component, secret_values
+
+__all__ = ["Crew"]
+
+_SECOND_GRACE_S = 0.5
+"""What inference and api get at least when those that are closed before them used the grace up."""
+_NOTHING_TO_SAVE_S = 4.0
+"""The most that a member gets to end in order, unless there is something to save."""
+_CLOSED_FIRST = ("environment", "trainer", "policy")
+
+
+class Crew:
+    """The components that were started for a run.
+
+    Args:
+        folder: The run folder.
+        specification: Its specification.
+        lock: The run's lock; the guards hold copies.
+        attempt: Which life of the run this is.
+        programs: argv in place of the real programs.
+        surroundings: The environment to select the members' variables from.
+        checkpoint: What this attempt goes on from.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        specification: Specification,
+        lock: RunLock,
+        *,
+        attempt: int,
+        programs: Programs | None,
+        surroundings: Mapping[str, str],
+        checkpoint: Path | None = None,
+    ) -> None:
+        self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
+        self._programs, self._surroundings, self._checkpoint = programs, surroundings, checkpoint
+        self.gpus: tuple[str, ...] | None = None
+        """Ids of the GPUs that members started from now on see; None: as the keeper does."""
+        self._owners = decode_owners(surroundings)
+        self._secret = secrets.token_urlsafe(32)
+        self._components: dict[str, Component] = {}
+        self._addresses: dict[str, str] = {}
+        self._deadline = float("inf")
+        self._hurry = asyncio.Event()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._components
+
+    def __getitem__(self, name: str) -> Component:
+        return self._components[name]
+
+    def launch(self, name: str, *arguments: str) -> Component:
+        """Starts one component and tells it the addresses known so far."""
+        (self._folder.crew / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
+        component = Component(
+            name,
+            [*command_of(name, self._programs), *arguments],
+            variables=for_component(
+                name,
+                folder=self._folder.path,
+                specification=self._spec,
+                attempt=self._attempt,
+                secret=self._secret,
+                owners=self._owners,
+                surroundings=self._surroundings,
+                gpus=self.gpus,
+                checkpoint=self._checkpoint,
+            ),
+            log=self._folder.log(name),
+            grace_s=self._spec.config.launcher.stop_grace_s,
+            lock=self._lock,
+            folder=self._folder.path,
+        )
+        self._components[name] = component
+        if self._addresses:
+            component.send(Peers(dict(self._addresses)))
+        return component
+
+    def announce(self, name: str, address: str) -> None:
+        """Tells everybody where `name` is."""
+        self._addresses[name] = address
+        for component in self._components.values():
+            component.send(Peers(dict(self._addresses)))
+
+    def send(self, name: str, order: Order) -> None:
+        """Hands an order to one member, if there is such a member."""
+        if name in self._components:
+            self._components[name].send(order)
+
+    def excerpt(self, name: str, lines: int = 20) -> list[str]:
+        """What a component printed last, without the run's secret and the owner's keys."""
+        hidden = secret_values(self._surroundings, *self._owners.values())
+        return self._components[name].excerpt(lines, [self._secret, *hidden])
+
+    async def run_to_end(self, name: str, *arguments: str, timeout_s: float) -> Exit:
+        """Starts a program that ends by itself and waits for it; killed after `timeout_s`, or when hurried."""
+        component = self.launch(name, *arguments)
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        await self._all_gone([component])
+        return component.exit or Exit()
+
+    def hurry(self, grace_s: float) -> None:
+        """What is being closed has `grace_s` seconds from now, if it had more."""
+        self._deadline = min(self._deadline, asyncio.get_running_loop().time() + max(grace_s, 0.0))
+        self._hurry.set()
+
+    async def close(self, grace_s: float, *, patient_with: Set[str] = frozenset()) -> None:
+        """Ends all: environment and trainer, then inference and api. Takes `grace_s` and half a second at most, as
+        long as SIGKILL ends what it is sent to.
+
+        Args:
+            grace_s: Seconds to end in order. Members that have nothing to save get four of them at most.
+            patient_with: Members that end by themselves: a trainer that has something to save, whoever has finished.
+                They are not signalled within the grace.
+        """
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + max(grace_s, 0.0)
+        await self._sweep_unguarded()
+        running = [component for component in self._components.values() if not component.gone.is_set()]
+        first = [component for component in running if component.name in _CLOSED_FIRST]
+        for component in first:
+            if component.name == "trainer":
+                component.send(Stop(grace_s))
+            if component.name not in patient_with:
+                component.stop(min(grace_s, _NOTHING_TO_SAVE_S))
+        await self._all_gone(first)
+        rest = [component for component in running if component not in first]
+        self._deadline = max(self._deadline, loop.time() + min(grace_s, _SECOND_GRACE_S))
+        for component in rest:
+            component.stop(min(self._deadline - loop.time(), _NOTHING_TO_SAVE_S))
+        await self._all_gone(rest)
+        await self._sweep_unguarded()
+
+    async def _sweep_unguarded(self) -> None:
+        if any(component.exit == Exit() for component in self._components.values()):
+            await sweep_orphans(list(self._components.values()))
+
+    async def _all_gone(self, components: Sequence[Component]) -> None:
+        """Waits for their ends; at the deadline, which `hurry` may bring nearer, they are killed."""
+        if not components:
+            return
+        loop = asyncio.get_running_loop()
+        gone = asyncio.gather(*(component.gone.wait() for component in components))
+        while not gone.done() and (left := self._deadline - loop.time()) > 0:
+            self._hurry.clear()
+            hurry = loop.create_task(self._hurry.wait())
+            await asyncio.wait({gone, hurry}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+        if not gone.done():
+            for component in components:
+                component.stop(0)
+            await asyncio.wait({gone}, timeout=guard.SWEEP_LIMIT_S + 5)
+        if not gone.done():
+            print("a guard does not answer and is killed", file=sys.stderr, flush=True)
+            for component in components:
+                component.kill_guard()
+            await gone
+            await sweep_orphans(list(self._components.values()))

@@ -1,0 +1,399 @@
+"""A component's guard: proves that nothing of the component is left, whatever killed whom.
+
+A keeper can be killed at any moment, and a component can fork daemons that leave its process group. So each component
+runs below a small process that outlives both kinds of trouble. It is the subreaper of everything that the component
+starts (Linux), it reads a control pipe whose end of file means that the keeper is gone, and it ends only when `waitpid`
+says that it has no children.
+
+Standard library only and runnable by path, because every component pays for its memory and its start:
+
+    python -I -S guard.py --control FD [--report FD] [--hold FD] [--log PATH --log-bytes N --log-keep K]
+                          --grace SECONDS -- argv...
+
+--control  Read end of a pipe. A line `stop SECONDS` (or any byte: --grace seconds) asks for a graceful stop; a later
+           line may shorten it. End of file: the keeper died, stop within --grace seconds.
+--report   Descriptor that gets {"type":"guard_started","pid":N} and, before anything is swept,
+           {"type":"guard_exited","code":int|null,"signal":"SIGKILL"|null}. The component inherits it too.
+--hold     Descriptor that is kept open and not passed on: the keeper's lock, which is free only when the keeper and all
+           its guards are gone.
+--log      File that gets the component's standard output and error, rotated at N bytes to PATH.1 ... PATH.K, mode 0600.
+           Without it they are inherited.
+
+A stop is SIGTERM to the component, the grace, then SIGKILL to all descendants. The component's standard input and all
+inheritable descriptors pass through. The guard exits with the component's code, 128 + n after signal n.
+
+What can escape: on Linux a process that outlives a SIGKILL of this guard (the keeper, a subreaper too, then sweeps it),
+one that gained another user's rights, and one stuck in the kernel for longer than SWEEP_LIMIT_S. On macOS, which has no
+subreaper, whatever left the component's process group (setsid, a double-forked daemon).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import selectors
+import signal
+import sys
+import time
+
+SWEEP_LIMIT_S = 30.0
+"""After so long the guard gives up on processes that SIGKILL does not end."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_RESET = (*_CAUGHT, signal.SIGPIPE, signal.SIGXFSZ)
+_CHUNK = 1 << 16
+_DRAIN_BYTES = 1 << 20
+
+
+def become_subreaper() -> bool:
+    """Makes this process the parent of all orphans below it. False where the system has no such thing."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Process ids by the id of their parent, for the whole machine; empty without a Linux /proc."""
+    found: dict[int, list[int]] = {}
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return found
+    for name in names:
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # The command's name stands in parentheses and may hold anything; what follows the last one is ours.
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                continue
+            found.setdefault(parent, []).append(int(name))
+    return found
+
+
+def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
+    """`roots` and everything below them in `tree`, parents first."""
+    found = list(roots)
+    for pid in found:
+        found.extend(tree.get(pid, ()))
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    """SIGKILL to each; those that are gone or not ours are passed over."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+class _Log:
+    """A file that never grows past its cap: full parts are renamed to .1, .2, ... and the oldest is dropped."""
+
+    def __init__(self, path: str, limit: int, keep: int) -> None:
+        self._path, self._limit, self._keep = path, max(limit, 1), keep
+        self._file = -1
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._size = os.fstat(self._file).st_size
+        except OSError:
+            self._file, self._size = -1, 0
+
+    def _rotate(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        names = [self._path, *(f"{self._path}.{number}" for number in range(1, self._keep + 1))]
+        try:
+            if self._keep == 0:
+                os.unlink(self._path)
+            for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+                if os.path.exists(newer):
+                    os.replace(newer, older)
+        except OSError:
+            pass
+        self._open()
+        if self._file >= 0 and self._size >= self._limit:
+            os.ftruncate(self._file, 0)
+            self._size = 0
+
+    def write(self, data: bytes) -> None:
+        """Appends; what cannot be written (disk full, folder gone) is lost, the component must not wait for it."""
+        while data:
+            room = self._limit - self._size
+            if room <= 0:
+                self._rotate()
+                continue
+            part = data
+            if len(data) > room:
+                part = data[: data.rfind(b"\n", 0, room) + 1]
+                if not part and self._size:
+                    self._rotate()
+                    continue
+                part = part or data[:room]
+            try:
+                if self._file < 0:
+                    self._open()
+                written = os.write(self._file, part)
+            except OSError:
+                return
+            self._size += written
+            data = data[written:]
+
+
+class Guard:
+    """One component from its start to the proof that nothing of it is left."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        control: int,
+        report: int = -1,
+        hold: int = -1,
+        grace: float = 5.0,
+        log: _Log | None = None,
+    ) -> None:
+        self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
+        for descriptor in (control, hold):
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._wake_writer = os.pipe()
+        self._output = -1
+        self._pid = 0
+        self._status: int | None = None
+        self._deadline: float | None = None
+        self._asked = False
+
+    def run(self) -> int:
+        """Starts the component, waits for its end or an order to stop it, sweeps; the code to exit with."""
+        for descriptor in (self._wake, self._wake_writer):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        for number in _CAUGHT:
+            signal.signal(number, self._signalled)
+        become_subreaper()
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._control, selectors.EVENT_READ, self._ordered)
+        self._start()
+        try:
+            return self._watch()
+        finally:
+            self._kill_all()
+
+    def _watch(self) -> int:
+        self._say({"type": "guard_started", "pid": self._pid})
+        while self._status is None:
+            timeout = None
+            if self._deadline is not None:
+                timeout = self._deadline - time.monotonic()
+                if timeout <= 0:
+                    self._kill_all()
+                    timeout = 0.05
+            for key, _ in self._selector.select(timeout):
+                key.data()
+            if self._asked:
+                self._asked = False
+                self._stop(self._grace)
+            self._reap()
+        self._drain()
+        code = os.waitstatus_to_exitcode(self._status)
+        self._say(
+            {
+                "type": "guard_exited",
+                "code": code if code >= 0 else None,
+                "signal": _signal_name(-code) if code < 0 else None,
+            }
+        )
+        self._sweep()
+        self._drain()
+        return code if code >= 0 else 128 - code
+
+    def _start(self) -> None:
+        writer = -1
+        if self._log is not None:
+            self._output, writer = os.pipe()
+            os.set_blocking(self._output, False)
+            self._selector.register(self._output, selectors.EVENT_READ, self._pump)
+        # Blocked until the component has its own handlers, so that an early SIGTERM reaches it and is not lost in ours.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.setsid()
+                signal.set_wakeup_fd(-1)
+                for number in _RESET:
+                    signal.signal(number, signal.SIG_DFL)
+                if writer >= 0:
+                    os.dup2(writer, 1)
+                    os.dup2(writer, 2)
+                signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                os.execvp(self._argv[0], self._argv)
+            except BaseException as error:
+                os.write(2, f"{self._argv[0]} could not be started: {error}\n".encode())
+            finally:
+                os._exit(127)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if writer >= 0:
+            os.close(writer)
+        # The component alone reads its orders: with our copy closed, the keeper's next write says that it is gone.
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self._asked = True
+
+    def _woken(self) -> None:
+        try:
+            while os.read(self._wake, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _ordered(self) -> None:
+        data = os.read(self._control, 4096)
+        grace = self._grace
+        if not data:
+            self._selector.unregister(self._control)
+        for line in data.splitlines():
+            words = line.split()
+            try:
+                grace = float(words[1])
+            except (IndexError, ValueError):
+                grace = self._grace
+        self._stop(grace)
+
+    def _stop(self, grace: float) -> None:
+        deadline = time.monotonic() + max(grace, 0.0)
+        if self._deadline is None:
+            self._deadline = deadline
+            try:
+                os.kill(self._pid, signal.SIGTERM)
+                os.kill(self._pid, signal.SIGCONT)
+            except ProcessLookupError:
+                pass
+        else:
+            self._deadline = min(self._deadline, deadline)
+
+    def _reap(self) -> bool:
+        """Takes the ended children; False when there is none left, ended or not."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._pid:
+                self._status = status
+
+    def _kill_all(self) -> None:
+        tree = children_by_parent()
+        if tree:
+            kill(descendants(tree.get(os.getpid(), []), tree))
+        else:
+            try:
+                os.killpg(self._pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+    def _sweep(self) -> None:
+        limit = time.monotonic() + SWEEP_LIMIT_S
+        wait = 0.01
+        waiting = selectors.DefaultSelector()
+        waiting.register(self._wake, selectors.EVENT_READ)
+        if not children_by_parent():
+            self._kill_all()
+        while self._reap():
+            if time.monotonic() > limit:
+                self._note("the guard gave up: some processes do not end on SIGKILL")
+                return
+            self._kill_all()
+            # A killed child wakes us at once; the time-out is for one that was forked while we looked.
+            waiting.select(wait)
+            self._woken()
+            wait = min(wait * 2, 0.5)
+
+    def _pump(self) -> None:
+        try:
+            data = os.read(self._output, _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            assert self._log is not None
+            self._log.write(data)
+        else:
+            self._selector.unregister(self._output)
+            os.close(self._output)
+            self._output = -1
+
+    def _drain(self) -> None:
+        """Writes what is in the pipe now, up to a bound: a grandchild may go on talking."""
+        for _ in range(_DRAIN_BYTES // _CHUNK):
+            if self._output < 0 or not select.select([self._output], [], [], 0)[0]:
+                return
+            self._pump()
+
+    def _note(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(f"{text}\n".encode())
+        else:
+            sys.stderr.write(f"{text}\n")
+
+    def _say(self, message: dict[str, object]) -> None:
+        if self._report < 0:
+            return
+        # The newline before it ends what a dying component may have left half written. A full pipe is not waited for:
+        # our exit tells the same.
+        line = b"\n" + json.dumps(message).encode() + b"\n"
+        try:
+            if select.select([], [self._report], [], 0)[1]:
+                os.write(self._report, line)
+        except OSError:
+            pass
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def main(arguments: list[str]) -> int:
+    """The program; see the module's text for its arguments."""
+    options: dict[str, str] = {}
+    rest = list(arguments)
+    while rest and rest[0] != "--":
+        name = rest.pop(0)
+        if name not in ("--control", "--report", "--hold", "--log", "--log-bytes", "--log-keep", "--grace") or not rest:
+            sys.stderr.write(f"guard: {name!r} is not an option, or has no value\n")
+            return 2
+        options[name] = rest.pop(0)
+    if "--control" not in options or len(rest) < 2:
+        sys.stderr.write("usage: guard.py --control FD [options] --grace SECONDS -- program [argument ...]\n")
+        return 2
+    log = None
+    if "--log" in options:
+        log = _Log(options["--log"], int(options.get("--log-bytes", 1 << 20)), int(options.get("--log-keep", 2)))
+    return Guard(
+        rest[1:],
+        control=int(options["--control"]),
+        report=int(options.get("--report", -1)),
+        hold=int(options.get("--hold", -1)),
+        grace=float(options.get("--grace", 5.0)),
+        log=log,
+    ).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""A run's life on disk, as its keeper writes it: state by state, with the numbers in between.
+
+A change of state is on disk before anything else happens; the rest is written at most four times a second, because
+steps of a small policy come faster than anybody reads. No process is started or watched here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+from toprope.records.crew import Progress, Stepped
+from toprope.records.folder import RunFolder
+from toprope.records.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
+
+__all__ = ["Life"]
+
+_WRITE_EVERY_S = 0.25
+_RETRY_S = 1.0
+_TOWARDS: dict[str, State] = {"queued": "validating", "validating": "starting", "starting": "training"}
+_SHOWN = ("reward", "success", "loss", "rollouts_per_second", "rollouts", "entropy", "version")
+
+
+class Life:
+    """The status and the events of one run. Only the holder of the run's lock may have one."""
+
+    def __init__(self, folder: RunFolder, status: Status) -> None:
+        self.status = status
+        self._folder = folder
+        self._events = EventLog(folder)
+        self._written = 0.0
+        self._due: asyncio.TimerHandle | None = None
+        self._work: dict[str, Any] = {}
+        self._steps: dict[str, Any] = {}
+        self._first: tuple[int, float] | None = None
+
+    @property
+    def state(self) -> str:
+        return self.status.state
+
+    def to(self, state: State, reason: str = "", **fields: Any) -> None:
+        """Enters `state` and writes it. To the state it is in: nothing.
+
+        Args:
+            state: A state that TRANSITIONS allows now.
+            reason: Why, for people.
+            fields: More of the status to replace.
+
+        Raises:
+            ValueError: There is no way from the present state to that one: a bug of ours.
+        """
+        now, old = time.time(), self.status.state
+        if state == old:
+            return
+        if state not in TRANSITIONS[old]:
+            raise ValueError(f"a run that is {old} does not become {state}")
+        self._work = {}
+        update = {"state": state, "reason": reason, "since": now, "progress": dict(self._steps), **fields}
+        self.status = self.status.model_copy(update=update)
+        self.write()
+        failure: Failure | None = fields.get("failure")
+        detail = {"component": failure.component} if failure else {}
+        self.event("state", **{"from": old, "to": state, "reason": reason, **detail})
+
+    def reach(self, state: State) -> None:
+        """Enters `state` by way of those that a run of its kind passes before."""
+        while state not in TRANSITIONS[self.state] and self.state in _TOWARDS:
+            self.to(_TOWARDS[self.state])
+        self.to(state)
+
+    def event(self, kind: str, **data: Any) -> None:
+        """Appends an event."""
+        self._events.append(kind, **data)
+
+    def update(self, **fields: Any) -> None:
+        """Replaces fields of the status; on disk soon."""
+        self.status = self.status.model_copy(update=fields)
+        self.touch()
+
+    def member(self, name: str, state: str, **fields: Any) -> None:
+        """Sets one member's state; on disk soon."""
+        known = self.status.crew.get(name)
+        fields.setdefault("pid", known.pid if known else None)
+        since = known.since if known and known.state == state else time.time()
+        member = CrewMember(state=state, since=since, **fields)  # type: ignore[arg-type]
+        self.update(crew={**self.status.crew, name: member})
+
+    def progressed(self, progress: Progress) -> None:
+        """Shows work that has no steps beside the newest step, until the next step or state."""
+        self._work = {**progress.values, "what": progress.what, "done": progress.done, "total": progress.total}
+        self.update(progress={**self._steps, **self._work})
+
+    def stepped(self, step: Stepped, limit_s: float | None = None) -> None:
+        """Shows an optimizer step, with the seconds that the rest will take: the trainer's own figure (`eta_s` of the
+        values), or at the pace so far.
+
+        Args:
+            step: What the trainer reported.
+            limit_s: Seconds after which training ends whatever the step.
+        """
+        now = time.time()
+        # The first step's own time is not known: its end is where the clock starts.
+        if self._first is None:
+            self._first = (step.step, now)
+        done, elapsed = step.step - self._first[0], now - self._first[1]
+        eta = step.values.get("eta_s")
+        if eta is None and done > 0:
+            eta = elapsed / done * (step.total - step.step)
+            if limit_s is not None:
+                eta = max(0.0, min(eta, limit_s - elapsed))
+        self._work = {}
+        self._steps = {
+            "step": step.step,
+            "total_steps": step.total,
+            **{key: step.values[key] for key in _SHOWN if step.values.get(key) is not None},
+            "eta_s": None if eta is None else round(eta, 1),
+        }
+        if self.state in _TOWARDS:
+            self.reach("training")
+            started = self.status.started_at or self.status.created_at
+            self.status = self.status.model_copy(update={"training_at": now})
+            self.event("first_step", step=step.step, seconds=round(now - started, 3))
+        self.update(progress=dict(self._steps))
+
+    def touch(self) -> None:
+        """Has the status written when a quarter of a second has passed since the last time."""
+        if self._due is None:
+            wait = max(0.0, self._written + _WRITE_EVERY_S - time.monotonic())
+            self._due = asyncio.get_running_loop().call_later(wait, self._write_later)
+
+    def write(self) -> None:
+        """Writes the status now."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._written = time.monotonic()
+        self.status = self.status.model_copy(update={"updated_at": time.time()})
+        self.status.write(self._folder)
+
+    def _write_later(self) -> None:
+        self._due = None
+        try:
+            self.write()
+        except OSError as error:
+            # Numbers can wait for room on the disk; a change of state cannot, and `to` says so.
+            print(f"status.json could not be written: {error}", file=sys.stderr, flush=True)
+            self._due = asyncio.get_running_loop().call_later(_RETRY_S, self._write_later)

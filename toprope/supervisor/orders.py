@@ -1,0 +1,57 @@
+"""What front ends ask of a keeper: files in the run's folder, renamed into place, removed when they have been read.
+
+A file can be seen by a keeper on another machine, outlives the front end that wrote it, and needs nobody to listen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+
+from toprope.errors import Corrupt, NotFound
+from toprope.records.folder import RunFolder, read_json
+
+__all__ = ["Orders", "StopOrder", "take_orders"]
+
+
+class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
+    """End the run, with so many seconds for a last checkpoint."""
+
+    grace_s: float | None = None
+    reason: str = "stopped on request"
+
+
+@dataclass
+class Orders:
+    """What lay there. `complaints` name files that were not understood; `folder_gone`: somebody deleted the run."""
+
+    stops: list[StopOrder] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    folder_gone: bool = False
+
+
+def take_orders(folder: RunFolder) -> Orders:
+    """Reads and removes the orders of a run, the oldest name first."""
+    found = Orders()
+    try:
+        names = sorted(os.listdir(folder.orders))
+    except FileNotFoundError:
+        if folder.path.is_dir():
+            folder.orders.mkdir(mode=0o700, exist_ok=True)
+        else:
+            found.folder_gone = True
+        return found
+    for name in names:
+        if name.startswith(".") or not name.endswith(".json"):
+            continue
+        path = folder.orders / name
+        try:
+            found.stops.append(msgspec.convert(read_json(path), StopOrder))
+        except NotFound:
+            continue
+        except (Corrupt, msgspec.ValidationError) as error:
+            found.complaints.append(f"an order was not understood: {name}: {error}")
+        path.unlink(missing_ok=True)
+    return found

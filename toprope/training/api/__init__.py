@@ -1,0 +1,1 @@
+"""The trajectory API component: scored groups in, training batches out."""

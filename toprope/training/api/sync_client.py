@@ -1,0 +1,106 @@
+"""The trajectory API for synchronous programs: the trainer reads its batches through this."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from toprope.records.groups import Batch, Counts, Group
+from toprope.training.api import wire
+from toprope.training.api.refusal import Refused
+
+__all__ = ["SyncApiClient"]
+
+_T = TypeVar("_T")
+
+
+class SyncApiClient:
+    """`ApiClient`'s calls, blocking, over one connection that is kept open. For one thread at a time.
+
+    Args:
+        base_url: The API's address, `http://127.0.0.1:<port>`.
+        secret: The run's secret.
+        patience_s: Seconds for which a call is repeated when the API cannot be reached.
+    """
+
+    def __init__(self, base_url: str, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
+        self._url = wire.check_url(base_url)
+        parts = urlsplit(self._url)
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port or 80, parts.path
+        self._headers = wire.headers(secret)
+        self._patience_s = patience_s
+        self._connection: http.client.HTTPConnection | None = None
+        self.policy_version: int | None = None
+        """The version that will be trained next, if the API is to pass over groups that are too old for it."""
+
+    def __enter__(self) -> SyncApiClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def post_group(self, group: Group) -> int:
+        """See `ApiClient.post_group`."""
+        return self._call(wire.POSTED, "POST", "/scored_data", wire.group_body(group)).waiting
+
+    def next_batch(self, cursor: int, sequences: int, wait_s: float = 0.0) -> Batch:
+        """See `ApiClient.next_batch`."""
+        path = wire.batch_path(cursor, sequences, wait_s, self.policy_version)
+        return self._call(wire.BATCH, "GET", path, wait_s=wait_s)
+
+    def commit(self, cursor: int) -> None:
+        """See `ApiClient.commit`."""
+        self._call(wire.ANYTHING, "POST", "/commit", wire.commit_body(cursor))
+
+    def dropped(self, items: Iterable[tuple[int, str]]) -> None:
+        """See `ApiClient.dropped`."""
+        self._call(wire.ANYTHING, "POST", "/dropped", wire.dropped_body(items))
+
+    def wait_for_room(self, below: int, wait_s: float = 0.0) -> bool:
+        """See `ApiClient.wait_for_room`."""
+        return self._call(wire.ROOM, "GET", wire.room_path(below, wait_s), wait_s=wait_s).room
+
+    def counts(self) -> Counts:
+        """See `ApiClient.counts`."""
+        return self._call(wire.COUNTS, "GET", "/counts")
+
+    def _call(
+        self, decoder: msgspec.json.Decoder[_T], method: str, path: str, body: bytes | None = None, wait_s: float = 0.0
+    ) -> _T:
+        backoff = wire.Backoff(self._url, self._patience_s)
+        while True:
+            try:
+                return wire.decode(decoder, *self._request(method, path, body, wait_s))
+            except (http.client.HTTPException, OSError) as error:
+                self.close()
+                pause: float | None = backoff.after_error(error, time.monotonic())
+            except Refused as refusal:
+                pause = backoff.after_refusal(refusal, time.monotonic())
+                if pause is None:
+                    raise
+            time.sleep(pause)
+
+    def _request(self, method: str, path: str, body: bytes | None, wait_s: float) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self._host, self._port)
+        if self._connection.sock is None:
+            self._connection.timeout = 5.0
+            self._connection.connect()
+        self._connection.sock.settimeout(wait_s + wire.READ_TIMEOUT_S)
+        self._connection.request(method, self._prefix + path, body, self._headers)
+        with self._connection.getresponse() as answer:
+            return answer.status, answer.read()

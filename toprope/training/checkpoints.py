@@ -1,0 +1,196 @@
+"""Checkpoints of the trainer: written aside, renamed into place, the cursor inside; safetensors and JSON only.
+
+    checkpoints/step-000120/
+      model/               what `from_pretrained` loads: weights (or adapters), configuration, tokenizer
+      optimizer.safetensors   moments by parameter name
+      random.safetensors      states of torch's generators
+      state.json              step, cursor, policy version, counts, optimizer's and scheduler's numbers,
+                              Python's random state
+
+A folder of that name is complete: it appears by a rename after everything in it was synced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from toprope.errors import Corrupt
+from toprope.records.folder import checkpoints_in
+
+__all__ = ["CheckpointState", "latest", "load", "load_weights", "save"]
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """What a checkpoint knows besides tensors: `cursor` is behind the last group that it was trained on, `rollouts` and
+    `dropped` count what was delivered until then and what of it was passed over, by reason."""
+
+    step: int
+    cursor: int
+    policy_version: int
+    train_seconds: float
+    rollouts: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    version: int = 1
+
+
+def save(
+    folder: Path,
+    state: CheckpointState,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    keep: int,
+) -> Path:
+    """Writes checkpoint `step-N` into `folder` and removes all but the newest `keep`.
+
+    Returns:
+        Its path. If it was there already it is left as it is.
+    """
+    final = folder / f"step-{state.step:06d}"
+    if final.exists():
+        return final
+    aside = folder / f".writing-{final.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "model").mkdir(parents=True, mode=0o700)
+    # TRL keeps a copy of the starting adapters beside those that it trains; the policy is the trained ones.
+    adapters = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(aside / "model", safe_serialization=True, **adapters)
+    tokenizer.save_pretrained(aside / "model")
+    names = _names(model, optimizer)
+    moments, numbers = {}, {}
+    for index, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            if torch.is_tensor(value):
+                moments[f"{names[index]}/{key}"] = value.detach().cpu().contiguous()
+            else:
+                numbers[f"{names[index]}/{key}"] = value
+    save_file(moments, aside / "optimizer.safetensors")
+    generators = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    save_file(generators, aside / "random.safetensors")
+    document = asdict(state) | {
+        "optimizer": numbers,
+        "learning_rates": [group["lr"] for group in optimizer.param_groups],
+        "scheduler": {key: value for key, value in scheduler.state_dict().items() if _plain(value)},
+        "python_random": random.getstate(),
+    }
+    (aside / "state.json").write_text(json.dumps(document))
+    for path in sorted(aside.rglob("*")):
+        _sync(path)
+    _sync(aside)
+    os.rename(aside, final)
+    _sync(folder)
+    for old in checkpoints_in(folder)[: -max(keep, 1)]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint, None where there is none."""
+    found = checkpoints_in(folder)
+    return found[-1] if found else None
+
+
+def load_weights(path: Path, model: Any) -> None:
+    """Puts a checkpoint's weights, or its adapters, into a model that was loaded from the starting policy.
+
+    The model stays the object that it was, so that what was made of the starting policy before (TRL's reference for the
+    KL term, a frozen copy of the first adapters) stays that.
+
+    Raises:
+        Corrupt: They are damaged, or those of another model.
+    """
+    folder = path / "model"
+    try:
+        if hasattr(model, "peft_config"):
+            from peft import load_peft_weights, set_peft_model_state_dict
+
+            result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), "default")
+            missing = [name for name in result.missing_keys if ".default." in name]
+            if missing or result.unexpected_keys:
+                raise ValueError(f"adapters do not fit: {(missing or result.unexpected_keys)[:3]}")
+            return
+        from transformers import AutoModelForCausalLM
+
+        # float32 holds every other format; what is trained keeps its own.
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        model.load_state_dict(saved.state_dict())
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _unusable(path, error) from error
+
+
+def load(path: Path, *, model: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> CheckpointState:
+    """Puts optimizer, scheduler and random states back; the weights come before, by `load_weights` or from
+    `path / "model"`.
+
+    Raises:
+        Corrupt: Something is missing or does not fit the model.
+    """
+    try:
+        document = json.loads((path / "state.json").read_text())
+        moments = load_file(path / "optimizer.safetensors")
+        generators = load_file(path / "random.safetensors")
+        names = _names(model, optimizer)
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in names.items():
+            entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
+            if entry:
+                state[index] = entry
+        for key, value in document["optimizer"].items():
+            name, _, field = key.rpartition("/")
+            state.setdefault({v: k for k, v in names.items()}[name], {})[field] = value
+        whole = optimizer.state_dict()
+        whole["state"] = state
+        optimizer.load_state_dict(whole)
+        for group, rate in zip(optimizer.param_groups, document["learning_rates"], strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict(scheduler.state_dict() | document["scheduler"])
+        torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators and torch.cuda.is_available():
+            torch.cuda.set_rng_state(generators["cuda"])
+        kind, numbers, gauss = document["python_random"]
+        random.setstate((kind, tuple(numbers), gauss))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _unusable(path, error) from error
+    known = CheckpointState.__dataclass_fields__
+    return CheckpointState(**{key: value for key, value in document.items() if key in known})
+
+
+def _unusable(path: Path, error: Exception) -> Corrupt:
+    return Corrupt(
+        f"The checkpoint {path} cannot be used: {error}.",
+        hint="It was left as it is. Move the folder away to resume from the checkpoint before it.",
+    )
+
+
+def _names(model: Any, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Names of the optimizer's parameters by the index that its state_dict gives them."""
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: by_id[id(parameter)] for index, parameter in enumerate(ordered)}
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, list, type(None)))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,390 @@
+"""The rollout driver's program: the crew's `environment`.
+
+It starts the worker that holds the user's environment, looks whether it scores, then follows the kind of its run:
+`train` evaluates the starting policy, feeds the trajectory API with scored groups until it is asked to evaluate again;
+`test` plays validation tasks, with the policy or with several models, and ends; `ask` loads no environment and puts
+questions to the policy. It holds no user code and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from toprope.errors import ComponentFailed, TopropeError
+from toprope.records.crew import (
+    ENV_FOLDER,
+    Checked,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Finished,
+    Peers,
+    Progress,
+    Ready,
+    Stop,
+    Without,
+)
+from toprope.records.specification import EnvironmentSource
+from toprope.records.tested import ENDPOINT_KEY, write_models
+from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.sdk.link import Link, worker_environment
+from toprope.training.api.client import ApiClient
+from toprope.training.asking import ask
+from toprope.training.contest import best_of, contest
+from toprope.training.crew import Member
+from toprope.training.endpoints import EndpointClient
+from toprope.training.evaluation import Evaluator, newest_version
+from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
+from toprope.training.rollouts import RolloutMaker
+
+__all__ = ["Driver", "main"]
+
+_FAILURES_IN_A_ROW = 32
+"""Groups that may fail one after the other before the environment is given up."""
+_ROOM_WAIT_S = 20.0
+
+
+class Driver:
+    """One run's rollouts, from the environment's first load to its last evaluation."""
+
+    def __init__(self, member: Member) -> None:
+        self._member, self._spec, self._config = member, member.spec, member.spec.config
+        self._failed_in_a_row = 0
+        self._version, self._news = 0, asyncio.Event()
+        # Out of this process's variables before a worker is started from it.
+        names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
+        self._keys = {name.removeprefix(ENDPOINT_KEY): os.environ.pop(name) for name in names}
+
+    async def run(self) -> None:
+        """Does what the run's kind asks for.
+
+        Raises:
+            TopropeError, WorkerFailure: The run cannot go on.
+        """
+        if self._spec.kind == "ask":
+            await ask(self._member)
+            return
+        link = await self._open()
+        policy: PolicyClient | None = None
+        try:
+            sizes = await self._check(link)
+            self._member.report(Ready())
+            if self._spec.test is not None and self._spec.test.models:
+                await self._contest(link, sizes)
+                return
+            address = await self._member.address_async("inference")
+            policy = PolicyClient(address, self._member.secret)
+            rollout, sampling = self._config.rollout, self._sampling()
+            maker = self._maker(link, policy)
+            evaluator = Evaluator(
+                self._member.folder,
+                maker,
+                sampling,
+                concurrency=max(64, rollout.concurrency),
+                progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
+            )
+            if self._spec.kind == "test":
+                await self._test(evaluator, sizes)
+            else:
+                await self._train(maker, evaluator, sampling, sizes)
+        finally:
+            if policy is not None:
+                await policy.close()
+            await link.close()
+
+    def _sampling(self) -> Sampling:
+        rollout = self._config.rollout
+        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop))
+
+    def _maker(self, link: Link, player: PolicyClient | EndpointClient) -> RolloutMaker:
+        return RolloutMaker(
+            link,
+            player,
+            multi_turn=self._card["max_turns"] > 1,
+            call_timeout_s=self._config.environment.call_timeout_s,
+        )
+
+    async def _open(self) -> Link:
+        source: EnvironmentSource = self._spec.environment
+        section = self._config.environment
+        # The keeper gave this process what the environment may have, keys that the owner named for it included; by the
+        # run's folder whatever the environment starts is known as the run's.
+        given = {
+            name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")
+        }
+        link = await Link.start(
+            source.interpreter, env=worker_environment(given), stderr=_OwnLog(), timeout=section.load_timeout_s
+        )
+        try:
+            self._card: dict[str, Any] = await link.call(
+                "open",
+                timeout=section.load_timeout_s,
+                source=source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
+                knobs=section.knobs,
+                reward_weights=section.reward_weights,
+                max_turns=section.max_turns,
+                seed=self._config.algorithm.seed,
+            )
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _check(self, link: Link) -> dict[str, int]:
+        """Looks whether every split has tasks and an answer can be scored; reports what was found."""
+        timeout, evaluation = self._config.environment.call_timeout_s, self._config.evaluation
+        along = evaluation.validation_tasks if evaluation.every_steps else 1
+        needed = {"train": 1, "validation": max(evaluation.examples, along), "heldout": evaluation.heldout_tasks}
+        if self._spec.test is not None:
+            needed = {"train": 0, "validation": self._spec.test.tasks, "heldout": 0}
+        sizes: dict[str, int] = {}
+        example: dict[str, Any] = {}
+        for split, count in needed.items():
+            if not count:
+                continue
+            found = await self._tasks(link, split, count)
+            sizes[split] = len(found)
+            if not found:
+                raise ComponentFailed(
+                    f"The environment has no tasks in its {split} split.",
+                    hint="Splits are made by content: an environment needs a few dozen distinct tasks at least.",
+                )
+            example = example or {"split": split, **found[0]}
+        # Any answer says whether the environment scores; the right one also says how high.
+        outcome = await link.call(
+            "score", timeout=timeout, split=example["split"], index=0, answer=str(example["reference"])
+        )
+        self._member.report(Checked({"tasks": sizes, "reference_outcome": outcome, "versions": self._card["versions"]}))
+        return sizes
+
+    async def _tasks(self, link: Link, split: str, count: int) -> list[dict[str, Any]]:
+        """The first `count` tasks of a split, or as many as there are.
+
+        They come in pieces that a slow environment can make within the time limit of a call: ten tasks have to be
+        looked at to find one that is held out.
+        """
+        found: list[dict[str, Any]] = []
+        piece = 4
+        while len(found) < count:
+            began = time.monotonic()
+            answer = await link.call(
+                "tasks",
+                timeout=self._config.environment.load_timeout_s,
+                split=split,
+                start=len(found),
+                count=min(piece, count - len(found)),
+            )
+            found += answer["tasks"]
+            if answer["exhausted"] and len(found) >= answer["known"]:
+                break
+            seconds = time.monotonic() - began
+            piece = min(piece * 2, 1024) if seconds < 1 else max(1, piece // 2)
+            if seconds >= 1:
+                self._member.report(Progress(f"making {split} tasks", len(found), count))
+        return found
+
+    async def _test(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
+        assert self._spec.test is not None
+        summary = await evaluator.test(sizes["validation"], self._spec.test.group_size)
+        self._member.report(Evaluated("test", summary))
+        self._member.report(Finished())
+
+    async def _contest(self, link: Link, sizes: dict[str, int]) -> None:
+        """Tests several models; what the best reached goes into the status."""
+        plan, sampling = self._spec.test, self._sampling()
+        assert plan is not None
+        if plan.max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=plan.max_new_tokens)
+        models = await contest(
+            plan,
+            sizes["validation"],
+            sampling,
+            policy_name=self._config.policy.model,
+            policy=self._policy,
+            keys=self._keys,
+            maker_of=lambda player: self._maker(link, player),
+            progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
+        )
+        write_models(self._member.folder, models)
+        summary: dict[str, Any] = {
+            "split": "validation",
+            "models": {model.name: model.sampled and model.sampled["accuracy"] for model in models},
+        }
+        if (best := best_of(models)) is not None and best.sampled is not None:
+            kept = ("accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
+            summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
+        self._member.report(Evaluated("test", summary))
+        self._member.report(Finished())
+
+    async def _policy(self) -> PolicyClient:
+        """The run's own policy once it serves; the run goes on where it will not."""
+        async for order in self._member.orders():
+            if isinstance(order, Peers) and "inference" in order.addresses:
+                return PolicyClient(order.addresses["inference"], self._member.secret)
+            if isinstance(order, Without):
+                raise ComponentFailed(f"The policy could not be brought up: {order.component}: {order.reason}")
+            if isinstance(order, Stop):
+                break
+        raise ComponentFailed("The run is ending.")
+
+    async def _train(
+        self, maker: RolloutMaker, evaluator: Evaluator, sampling: Sampling, sizes: dict[str, int]
+    ) -> None:
+        evaluation = self._config.evaluation
+        heldout, examples = sizes.get("heldout", 0), min(evaluation.examples, sizes["validation"])
+        self._validation = min(evaluation.validation_tasks, sizes["validation"])
+
+        async def evaluate(label: str) -> None:
+            if heldout:
+                summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
+            else:
+                summary = {}
+            self._member.report(Evaluated(label, summary))
+
+        # What was measured before training stays; a resumed run has another policy by now.
+        if self._member.attempt == 1 or not self._member.folder.evaluation("before").exists():
+            await evaluate("before")
+        api = ApiClient(await self._member.address_async("api"), self._member.secret)
+        producing: asyncio.Task[None] | None = asyncio.create_task(self._produce(maker, api, sampling, evaluator))
+        evaluations = self._evaluations()
+        try:
+            while True:
+                order = asyncio.ensure_future(anext(evaluations, None))
+                await asyncio.wait({order} | ({producing} if producing else set()), return_when=asyncio.FIRST_COMPLETED)
+                if producing is not None and producing.done():
+                    order.cancel()
+                    producing.result()
+                if (label := await order) is None:
+                    return
+                if producing is not None:  # the trainer has ended: what is in the making would be nobody's
+                    producing = await _cancelled(producing)
+                await evaluate(label)
+        finally:
+            if producing is not None:
+                await _cancelled(producing)
+            await api.close()
+
+    async def _evaluations(self) -> AsyncIterator[str]:
+        """Labels of the evaluations that the keeper asks for, until it says stop or is gone."""
+        async for order in self._member.orders():
+            if isinstance(order, Evaluate):
+                yield order.label
+            if isinstance(order, Stop):
+                return
+
+    async def _produce(self, maker: RolloutMaker, api: ApiClient, sampling: Sampling, evaluator: Evaluator) -> None:
+        """Makes groups for ever, `concurrency` at a time, and pauses while enough of them wait."""
+        rollout = self._config.rollout
+        # A resumed run goes on with tasks that were not played yet, or few that were.
+        numbers = itertools.count((await api.counts()).accepted if self._member.attempt > 1 else 0)
+        room = asyncio.Event()
+        room.set()
+
+        async def watch_room() -> None:
+            while not await api.wait_for_room(below=rollout.queue_groups, wait_s=_ROOM_WAIT_S):
+                pass
+            room.set()
+
+        async def work() -> None:
+            while True:
+                await room.wait()
+                number = next(numbers)
+                group_id = f"{self._spec.run_id}-{self._member.attempt}-{number}"
+                try:
+                    made = await maker.make("train", number, rollout.group_size, sampling)
+                except (WorkerError, PromptTooLong) as error:
+                    self._count_failure(error)
+                    continue
+                group = made.group(self._spec.environment.name, group_id)
+                if not group.tokens:
+                    self._count_failure("no rollout of it holds a sampled token")
+                    continue
+                self._failed_in_a_row = 0
+                self._sampled_by(newest_version(made))
+                waiting = await api.post_group(group)
+                if waiting >= rollout.queue_groups and room.is_set():
+                    room.clear()
+                    tasks.create_task(watch_room())
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(rollout.concurrency):
+                tasks.create_task(work())
+            if self._config.evaluation.every_steps:
+                tasks.create_task(self._evaluate_along(evaluator))
+
+    def _sampled_by(self, version: int) -> None:
+        if version > self._version:
+            self._version = version
+            self._news.set()
+
+    async def _evaluate_along(self, evaluator: Evaluator) -> None:
+        """Evaluates on validation tasks every so many steps, while training goes on."""
+        evaluation = self._config.evaluation
+        due = evaluation.every_steps
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._version < due:
+                continue
+            label = f"step-{self._version}"
+            summary = await evaluator.along(label, self._validation)
+            self._member.report(Evaluated(label, summary))
+            due = (self._version // evaluation.every_steps + 1) * evaluation.every_steps
+
+    def _count_failure(self, error: WorkerError | PromptTooLong | str) -> None:
+        self._failed_in_a_row += 1
+        print(f"a group failed: {error}", file=sys.stderr, flush=True)
+        if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+            raise ComponentFailed(
+                f"The environment failed {self._failed_in_a_row} groups one after the other; the last: {error}",
+                hint="describe_environment shows how it scores; read_logs(component='environment') has the details.",
+            )
+
+
+class _OwnLog:
+    """What the worker prints goes where the driver's own words go: the component's log."""
+
+    def write(self, data: bytes, /) -> None:
+        while data:
+            data = data[os.write(2, data) :]
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancels a task and waits until it has ended, however."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def main() -> int:
+    """The component program."""
+    member = Member.join()
+    try:
+        asyncio.run(Driver(member).run())
+    except (TopropeError, WorkerFailure, BaseExceptionGroup) as error:
+        cause = _first(error)
+        if isinstance(cause, TopropeError):
+            member.report(Failed(cause.message, cause.hint))
+        elif isinstance(cause, WorkerFailure):
+            member.report(Failed(str(cause), "read_logs(component='environment') has what the environment printed."))
+        else:
+            raise
+        return 1
+    return 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error within the groups that task groups raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The inference component's program: load the policy, serve it, take new weights as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from pathlib import Path
+
+from toprope.errors import TopropeError
+from toprope.records.crew import Failed, Ready
+from toprope.training.crew import Member
+
+
+def main() -> int:
+    """Runs until the keeper says stop or is gone."""
+    member = Member.join()
+    config = member.spec.config
+    try:
+        # The slow imports come before the wait for the policy's folder, which may still be in the making.
+        import torch
+        import transformers
+
+        torch.set_num_threads(config.launcher.threads)
+        transformers.logging.set_verbosity_error()
+        from toprope.training.inference.app import InferenceServer
+        from toprope.training.inference.engine import Engine
+        from toprope.training.policy import load_model, load_tokenizer
+        from toprope.training.weights import WeightReader
+
+        folder = Path(member.address("policy"))
+        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, config).eval()
+        model.requires_grad_(False)
+    except TopropeError as error:
+        member.report(Failed(error.message, error.hint))
+        return 1
+    engine = Engine(
+        model,
+        tokenizer,
+        weights=WeightReader(member.folder.crew, dict(model.named_parameters())),
+        max_context=config.policy.max_context,
+        seed=config.algorithm.seed,
+    )
+    server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
+    engine.start()
+    gc.freeze()  # what was imported stays: the collector need not walk it between decode batches
+    asyncio.run(_serve(member, server, len(tokenizer)))
+    engine.stop(timeout_s=1.0)
+    return 0
+
+
+async def _serve(member: Member, server: object, vocabulary: int) -> None:
+    from toprope.training.inference.app import InferenceServer
+    from toprope.training.serving import serve
+
+    assert isinstance(server, InferenceServer)
+    ending = asyncio.Event()
+
+    async def listen() -> None:
+        async for _ in member.orders():
+            if member.ending.is_set():
+                break
+        ending.set()
+
+    listener = asyncio.create_task(listen())
+    await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
+    listener.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The inference server: the policy behind the OpenAI dialect, every rollout a session.
+
+    GET  /health                      200 once it serves; no key needed
+    GET  /v1/models                   the one model there is
+    POST /v1/completions              prompts as text or token ids
+    POST /v1/chat/completions         messages through the policy's own template
+    GET  /v1/policy                   {"version", "rows", "batches", "tokens", "busy_s", "sessions"}
+    GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions, and their segments
+    DELETE /v1/sessions/{key}         forgets them
+    POST /v1/samples/match            versions and log-probabilities of what was sampled for outside environments
+    POST /generate                    sglang's or vLLM's own dialect; GET /health_generate as sglang has it
+
+Every request but /health carries `Authorization: Bearer <run secret>[.<session>]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from toprope.training.inference.dialect import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    choice,
+    completion_prompts,
+    response,
+    to_request,
+)
+from toprope.training.inference.engine import Engine, Request, Sample
+from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
+from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
+from toprope.training.inference.sessions import SessionStore, Turn, join_turns
+
+__all__ = ["InferenceServer"]
+
+_BODY_LIMIT = 32 * 2**20
+_TOKENIZED_SIZE = 2**21
+"""Characters and tokens of prompts that are remembered: some tens of megabytes."""
+_encode = msgspec.json.Encoder().encode
+
+
+class InferenceServer:
+    """Requests, tokens and sessions around one engine. `app` is the ASGI application."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, *, model_name: str, secret: str) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._model_name, self._secret = model_name, secret.encode()
+        self.sessions = SessionStore()
+        self.samples = SampleIndex(endings=engine.endings)
+        self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
+        self._tokenized_size = 0
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/health_generate", self._health),
+                Route("/generate", self._guarded(self._generate), methods=["POST"]),
+                Route(MATCH_PATH, self._guarded(self._match), methods=["POST"]),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/policy", self._guarded(self._policy)),
+                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE"]),
+            ]
+        )
+
+    def _guarded(self, handler: Callable[[HttpRequest, str], Awaitable[Response]]) -> Any:
+        """Lets a request in by its key, passes the session's name on, and words every refusal as OpenAI does."""
+
+        async def endpoint(request: HttpRequest) -> Response:
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            secret, _, session = key.partition(".")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(secret.encode(), self._secret):
+                return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
+            try:
+                return await handler(request, session)
+            except BadRequest as error:
+                return _error(400, "invalid_request_error", f"{error}.")
+            except msgspec.DecodeError as error:
+                return _error(400, "invalid_request_error", f"The body is not what this endpoint takes: {error}.")
+
+        return endpoint
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return _json({"status": "ok"})
+
+    async def _models(self, request: HttpRequest, session: str) -> Response:
+        entry = {"id": self._model_name, "object": "model", "owned_by": "toprope", "created": 0}
+        return _json({"object": "list", "data": [entry | {"max_model_len": self._engine.max_context}]})
+
+    async def _policy(self, request: HttpRequest, session: str) -> Response:
+        engine = self._engine
+        return _json(
+            {
+                "version": engine.version,
+                "batches": engine.batches,
+                "rows": engine.rows,
+                "tokens": engine.tokens,
+                "busy_s": engine.busy_s,
+                "sessions": len(self.sessions),
+            }
+        )
+
+    async def _session(self, request: HttpRequest, session: str) -> Response:
+        key = request.path_params["key"]
+        if request.method == "DELETE":
+            return _json({"closed": self.sessions.close(key)})
+        found = self.sessions.matching(key)
+        if not found:
+            return _error(404, "not_found_error", f"Nothing was recorded under session {key!r}.")
+        answer = {
+            name: {"turns": kept.turns, "segments": join_turns(kept.turns)} for name, kept in sorted(found.items())
+        }
+        return _json({"sessions": answer})
+
+    async def _chat(self, request: HttpRequest, session: str) -> Response:
+        body = msgspec.json.decode(await _body(request), type=ChatRequest)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                body.messages, tools=body.tools, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs that come with models: whatever they raise is an answer
+            raise BadRequest(f"the policy's chat template does not take these messages: {error}") from None
+        prompt_ids = self._prompt_ids(text, session)
+        if body.top_logprobs:
+            raise BadRequest("top_logprobs is not supported: logprobs of the sampled tokens are")
+        samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context))
+        self._record(session, text, prompt_ids, samples)
+        choices = [
+            choice(
+                index,
+                sample,
+                chat=True,
+                with_ids=body.return_token_ids,
+                tokens=self._token_texts(sample) if body.logprobs else None,
+            )
+            for index, sample in enumerate(samples)
+        ]
+        return self._answer("chat.completion", body.return_token_ids, choices, [prompt_ids], [samples])
+
+    async def _completions(self, request: HttpRequest, session: str) -> Response:
+        body = msgspec.json.decode(await _body(request), type=CompletionRequest)
+        prompts = completion_prompts(body.prompt)
+        if session and not is_outside(session) and len(prompts) != 1:
+            raise BadRequest("a session takes one prompt at a time")
+        all_ids = [
+            self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._checked(prompt)
+            for prompt in prompts
+        ]
+        requests = [to_request(body, ids, self._engine.max_context) for ids in all_ids]
+        answers = await asyncio.gather(*(self._sample(item) for item in requests))
+        for prompt, ids, samples in zip(prompts, all_ids, answers, strict=True) if session else ():
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            self._record(session, text, ids, samples)
+        flat = [sample for samples in answers for sample in samples]
+        choices = [
+            choice(
+                index,
+                sample,
+                chat=False,
+                with_ids=body.return_token_ids,
+                tokens=self._token_texts(sample) if body.logprobs is not None else None,
+            )
+            for index, sample in enumerate(flat)
+        ]
+        return self._answer("text_completion", body.return_token_ids, choices, all_ids, answers)
+
+    async def _generate(self, request: HttpRequest, session: str) -> Response:
+        body = parse_generate(await _body(request))
+        text = body.prompt if isinstance(body.prompt, str) else None
+        ids = self._prompt_ids(text, session) if text is not None else self._checked(body.prompt)
+        samples = await self._sample(generate_request(body, ids, self._engine.max_context))
+        if session:
+            self._record(session, self._tokenizer.decode(ids) if text is None else text, ids, samples)
+        return _json(generate_answer(body, ids, samples))
+
+    async def _match(self, request: HttpRequest, session: str) -> Response:
+        body = msgspec.json.decode(await _body(request), type=MatchRequest)
+        for row in body.rows:
+            if any(not 0 <= start < end <= len(row.tokens) for start, end in row.spans):
+                raise BadRequest("spans must lie within their row")
+        return _json(MatchAnswer([self.samples.match(row) for row in body.rows]))
+
+    def _checked(self, ids: Any) -> list[int]:
+        vocabulary = len(self._tokenizer)
+        if any(not 0 <= token < vocabulary for token in ids):
+            raise BadRequest(f"token ids must be between 0 and {vocabulary - 1}")
+        return ids
+
+    def _prompt_ids(self, text: str, session: str) -> list[int]:
+        """Token ids of a rendered prompt; what a session has sampled before keeps the ids it was sampled with."""
+        known = self.sessions.get(session) if session else None
+        if known is not None and (turn := known.continued_by(text)) is not None:
+            rest = text[len(turn.prompt_text) + len(turn.completion_text) :]
+            return turn.prompt_ids + turn.completion_ids + self._tokenize(rest)
+        return self._tokenize(text)
+
+    def _tokenize(self, text: str) -> list[int]:
+        # A group's prompt comes once per answer in its later turns, and tasks return with every epoch.
+        if (ids := self._tokenized.get(text)) is None:
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._tokenized[text] = ids
+            self._tokenized_size += len(text) + len(ids)
+            while self._tokenized_size > _TOKENIZED_SIZE and len(self._tokenized) > 1:
+                old, its = self._tokenized.popitem(last=False)
+                self._tokenized_size -= len(old) + len(its)
+        return ids
+
+    async def _sample(self, request: Request) -> list[Sample]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Sample]] = loop.create_future()
+
+        def settle(result: list[Sample] | Exception) -> None:
+            if future.done():  # the client hung up
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._engine.submit(request, lambda result: loop.call_soon_threadsafe(settle, result))
+        return await future
+
+    def _record(self, session: str, prompt_text: str, prompt_ids: list[int], samples: list[Sample]) -> None:
+        if not session:
+            return
+        if is_outside(session):
+            for sample in samples:
+                self.samples.add(prompt_ids, sample.token_ids, sample.logprobs, sample.version)
+            return
+        texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=False)
+        for index, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+            turn = Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                versions=[(sample.version, len(sample.token_ids))],
+                finish_reason=sample.finish_reason,
+                prompt_text=prompt_text,
+                completion_text=text,
+            )
+            self.sessions.record(session if len(samples) == 1 else f"{session}/{index}", turn)
+
+    def _token_texts(self, sample: Sample) -> list[str]:
+        return [self._tokenizer.decode([token]) for token in sample.token_ids]
+
+    def _answer(
+        self,
+        kind: str,
+        with_ids: bool,
+        choices: list[dict[str, Any]],
+        prompts: list[list[int]],
+        answers: list[list[Sample]],
+    ) -> Response:
+        flat = [sample for samples in answers for sample in samples]
+        body = response(
+            kind,
+            self._model_name,
+            flat[0].version,
+            choices,
+            sum(len(ids) for ids in prompts),
+            sum(len(sample.token_ids) for sample in flat),
+        )
+        if with_ids:
+            body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+        return _json(body)
+
+
+async def _body(request: HttpRequest) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _BODY_LIMIT:
+            raise BadRequest(f"the body is larger than {_BODY_LIMIT} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status, media_type="application/json")
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    return _json({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -1,0 +1,144 @@
+"""The native dialects of sglang and vLLM, as Atropos's server types `sglang` and `vllm` speak them.
+
+Both are POST /generate; the body tells them apart.
+
+    sglang  {"input_ids" | "text", "sampling_params": {max_new_tokens, n, temperature, top_p, stop}, "return_logprob"}
+            -> {"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, id, text]], "finish_reason"}},
+            a list of these for n > 1
+    vllm    {"prompt": {"prompt_token_ids"} | text, "logprobs": 0, max_tokens, n, temperature, top_p, stop}
+            -> {"text": [...], "logprobs": [[[{id: logprob}]]], "finish_reasons": [...]}
+
+Their clients take what lies before /v1 of a base URL, so the endpoints are there.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from toprope.training.inference.dialect import BadRequest, CompletionRequest, to_request
+from toprope.training.inference.engine import Request, Sample
+
+__all__ = ["GenerateRequest", "generate_answer", "generate_request", "parse_generate"]
+
+
+class _SglangSampling(msgspec.Struct):
+    max_new_tokens: int = 128
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: str | list[str] | None = None
+    seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct):
+    """POST /generate in either dialect; `sglang` says which."""
+
+    sglang: bool
+    prompt: str | list[int]
+    sampling: CompletionRequest
+
+
+class _Body(msgspec.Struct):
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: _SglangSampling | None = None
+    prompt: Any = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+
+
+def parse_generate(body: bytes) -> GenerateRequest:
+    """The request in a body.
+
+    Raises:
+        BadRequest: It is neither dialect's, or asks for what we do not have.
+        msgspec.DecodeError: A field has the wrong type.
+    """
+    read = msgspec.json.decode(body, type=_Body)
+    if read.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs is not supported: log-probabilities of sampled tokens are")
+    if read.prompt is None:
+        params = read.sampling_params or _SglangSampling()
+        prompt: Any = read.text if read.input_ids is None else read.input_ids
+        if prompt is None:
+            raise BadRequest("either input_ids or text (sglang) or prompt (vllm) is needed")
+        sampling = CompletionRequest(
+            prompt=None,
+            n=params.n,
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            stop=params.stop,
+            seed=params.seed,
+            stream=read.stream,
+        )
+        return GenerateRequest(True, prompt, sampling)
+    prompt = read.prompt
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        raise BadRequest("prompt must be a text or {'prompt_token_ids': [...]}")
+    sampling = CompletionRequest(
+        prompt=None,
+        n=read.n,
+        max_tokens=read.max_tokens,
+        temperature=read.temperature,
+        top_p=read.top_p,
+        stop=read.stop,
+        seed=read.seed,
+        stream=read.stream,
+    )
+    return GenerateRequest(False, prompt, sampling)
+
+
+def generate_request(body: GenerateRequest, prompt_ids: list[int], max_context: int) -> Request:
+    """What the engine is asked.
+
+    Raises:
+        BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
+    """
+    return to_request(body.sampling, prompt_ids, max_context)
+
+
+def generate_answer(body: GenerateRequest, prompt_ids: list[int], samples: list[Sample]) -> Any:
+    """The answer in the dialect of the question."""
+    if not body.sglang:
+        return {
+            "text": [sample.text for sample in samples],
+            "logprobs": [
+                [[{token: value}] for token, value in zip(sample.token_ids, sample.logprobs, strict=True)]
+                for sample in samples
+            ],
+            "finish_reasons": [sample.finish_reason for sample in samples],
+            "prompt_token_ids": prompt_ids,
+            "token_ids": [sample.token_ids for sample in samples],
+            "versions": [sample.version for sample in samples],
+        }
+    answers = [
+        {
+            "text": sample.text,
+            "output_ids": sample.token_ids,
+            "meta_info": {
+                "id": uuid.uuid4().hex,
+                "finish_reason": {"type": sample.finish_reason}
+                | ({"length": len(sample.token_ids)} if sample.finish_reason == "length" else {}),
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": len(sample.token_ids),
+                "output_token_logprobs": [
+                    (value, token, None) for token, value in zip(sample.token_ids, sample.logprobs, strict=True)
+                ],
+                "weight_version": str(sample.version),
+            },
+        }
+        for sample in samples
+    ]
+    return answers[0] if len(answers) == 1 else answers

@@ -1,0 +1,132 @@
+"""What was sampled for outside environments, found again by its token ids.
+
+An environment that posts its groups itself (Atropos) uses one key for all its requests, so that nothing says which
+rollout a request belongs to. Its answers are kept here instead of in sessions: under the sampled ids, with what stood
+before them, the log-probabilities and the policy version. The trajectory API asks for them when the group comes.
+
+A key belongs to an outside environment when its session is `outside` or begins with `outside-` (`<secret>.outside`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import msgspec
+
+__all__ = ["MATCH_PATH", "OUTSIDE", "MatchAnswer", "MatchRequest", "Matched", "SampleIndex", "Sought", "is_outside"]
+
+MATCH_PATH = "/v1/samples/match"
+OUTSIDE = "outside"
+
+
+def is_outside(session: str) -> bool:
+    """Whether a session's name is that of an outside environment's key."""
+    return session == OUTSIDE or session.startswith(OUTSIDE + "-")
+
+
+class Sought(msgspec.Struct):
+    """A row: its ids, and where the sampled ones are, as (start, end)."""
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+
+
+class MatchRequest(msgspec.Struct):
+    """The body of POST /v1/samples/match."""
+
+    rows: list[Sought]
+
+
+class Matched(msgspec.Struct):
+    """What is known of a row's sampled tokens: runs of (version, count), and one log-probability each, in order."""
+
+    versions: list[tuple[int, int]]
+    logprobs: list[float]
+
+
+class MatchAnswer(msgspec.Struct):
+    """The answer, row by row; None for one that was not sampled here or was forgotten."""
+
+    rows: list[Matched | None]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    prompt: bytes
+    logprobs: array[float]
+    version: int
+
+
+class SampleIndex:
+    """Samples by their ids, bounded: the oldest are forgotten first.
+
+    Args:
+        limit: Sampled tokens that are remembered; one costs 8 bytes.
+        endings: Ids that end an answer. Environments that take an answer's text and tokenise it leave them out.
+    """
+
+    def __init__(self, limit: int = 4_000_000, endings: frozenset[int] = frozenset()) -> None:
+        self._limit, self._endings = limit, endings
+        self._by_ids: OrderedDict[bytes, deque[_Sample]] = OrderedDict()
+        self._order: deque[tuple[bytes, int]] = deque()
+        self.tokens = 0
+        """Sampled tokens that are remembered."""
+
+    def add(self, prompt_ids: list[int], token_ids: list[int], logprobs: list[float], version: int) -> None:
+        """Remembers a sample: `logprobs` has the length of `token_ids`."""
+        prompt = _digest(prompt_ids)
+        self._add(token_ids, _Sample(prompt, array("d", logprobs), version))
+        if len(token_ids) > 1 and token_ids[-1] in self._endings:
+            self._add(token_ids[:-1], _Sample(prompt, array("d", logprobs[:-1]), version))
+
+    def match(self, row: Sought) -> Matched | None:
+        """What is known of a row, None where one of its spans was not sampled here. A sample that comes several times
+        (short answers do) is given out in the order in which it was sampled."""
+        found = Matched([], [])
+        for start, end in row.spans:
+            sample = self._find(row.tokens[start:end], row.tokens[:start])
+            if sample is None:
+                return None
+            found.logprobs.extend(sample.logprobs)
+            count = end - start
+            if found.versions and found.versions[-1][0] == sample.version:
+                count += found.versions.pop()[1]
+            found.versions.append((sample.version, count))
+        return found if found.versions else None
+
+    def _add(self, token_ids: list[int], sample: _Sample) -> None:
+        key = _digest(token_ids)
+        self._by_ids.setdefault(key, deque()).append(sample)
+        self._order.append((key, len(token_ids)))
+        self.tokens += len(token_ids)
+        while self.tokens > self._limit and self._order:
+            oldest, length = self._order.popleft()
+            samples = self._by_ids[oldest]
+            samples.popleft()
+            if not samples:
+                del self._by_ids[oldest]
+            self.tokens -= length
+
+    def _find(self, token_ids: list[int], before: list[int]) -> _Sample | None:
+        samples = self._by_ids.get(_digest(token_ids))
+        if samples is None:
+            return None
+        prompt = _digest(before)
+        index = next((index for index, sample in enumerate(samples) if sample.prompt == prompt), None)
+        if index is None:
+            return samples[-1] if len(token_ids) >= _TELLING else None
+        sample = samples[index]
+        del samples[index]
+        samples.append(sample)
+        return sample
+
+
+_TELLING = 16
+"""Sampled ids in a row that tell a sample by themselves, where an environment wrote the prompt in other tokens."""
+
+
+def _digest(ids: list[int]) -> bytes:
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()

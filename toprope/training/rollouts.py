@@ -1,0 +1,179 @@
+"""Makes groups of rollouts: the loop between the environment's worker and the policy.
+
+We own the loop here (the worker offers begin, advance, score): the first turn of a group is one request for n answers,
+later turns go on answer by answer under the group's session, so that sampled ids stay as they were sampled. What goes
+wrong within a rollout is data with a reason; what goes wrong with the worker ends the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.records.groups import Group, Outcome
+from toprope.sdk.link import Link
+from toprope.training.endpoints import EndpointClient
+from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling
+from toprope.training.inference.sessions import Turn, join_turns
+
+__all__ = ["Made", "RolloutMaker"]
+
+
+@dataclass
+class _Rollout:
+    handle: int
+    messages: list[dict[str, Any]]
+    turns: list[Turn] = field(default_factory=list)
+    text: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished group: the task's first messages, and per rollout its last answer and how it ended."""
+
+    task_id: str
+    messages: list[dict[str, Any]]
+    texts: list[str]
+    outcomes: list[Outcome]
+    turns: list[list[Turn]]
+    seconds: float
+
+    def group(self, environment: str, group_id: str) -> Group:
+        """The group as the trajectory API takes it: one row a segment, rollouts without a token left out."""
+        tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
+        for index, (turns, outcome) in enumerate(zip(self.turns, self.outcomes, strict=True)):
+            for segment in join_turns(turns):
+                tokens.append(segment.tokens)
+                masks.append(segment.masks)
+                logprobs.append(segment.logprobs)
+                versions.append(segment.versions)
+                scores.append(outcome.reward)
+                owners.append(index)
+        plain = owners == list(range(len(self.outcomes)))
+        return Group(
+            tokens=tokens,
+            masks=masks,
+            scores=scores,
+            inference_logprobs=logprobs,
+            versions=versions,
+            group_id=group_id,
+            environment=environment,
+            task_id=self.task_id,
+            rollouts=None if plain else owners,
+            outcomes=self.outcomes,
+            seconds=round(self.seconds, 4),
+        )
+
+
+class RolloutMaker:
+    """Plays tasks with the policy.
+
+    Args:
+        link: The environment's worker, opened.
+        policy: The policy, or a model at an endpoint that stands in for it.
+        multi_turn: Whether rollouts can have more than one turn; single turns need no sessions.
+        call_timeout_s: How long one call into the environment may take.
+    """
+
+    def __init__(
+        self, link: Link, policy: PolicyClient | EndpointClient, *, multi_turn: bool, call_timeout_s: float
+    ) -> None:
+        self._link, self._policy = link, policy
+        self._multi_turn, self._timeout = multi_turn, call_timeout_s
+        self._numbers = itertools.count()
+
+    async def make(self, split: str, index: int, size: int, sampling: Sampling) -> Made:
+        """Plays one task `size` times.
+
+        Raises:
+            toprope.sdk.errors.WorkerFailure: The worker failed; see there.
+            ComponentFailed: Inference failed.
+        """
+        began = time.monotonic()
+        start = await self._link.call("begin", timeout=self._timeout, split=split, index=index, count=size)
+        first = start["messages"]
+        own = start.get("per_rollout")
+        rollouts = [
+            _Rollout(handle, list(own[place]) if own else list(first)) for place, handle in enumerate(start["rollouts"])
+        ]
+        session = f"g{next(self._numbers)}" if self._multi_turn else ""
+        try:
+            if own:
+                answers = await self._answers(rollouts, sampling, session)
+            else:
+                answers = list(await self._policy.chat(first, sampling, n=size, session=session))
+            open_rollouts = await self._advance(rollouts, answers)
+            while open_rollouts:
+                answers = await self._answers(open_rollouts, sampling, session, rollouts)
+                open_rollouts = await self._advance(open_rollouts, answers)
+        except BaseException:
+            left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
+            if left and self._link.alive:
+                await self._discard(left)
+            raise
+        finally:
+            if session:
+                await self._forget(session)
+        return Made(
+            task_id=start["task_id"],
+            messages=first,
+            texts=[rollout.text for rollout in rollouts],
+            outcomes=[rollout.outcome or Outcome(0.0, error="unfinished") for rollout in rollouts],
+            turns=[rollout.turns for rollout in rollouts],
+            seconds=time.monotonic() - began,
+        )
+
+    async def _answers(
+        self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None
+    ) -> list[Answer | None]:
+        """Each rollout's next answer; None where its conversation has outgrown the context."""
+        numbers = {id(rollout): place for place, rollout in enumerate(everyone or rollouts)}
+        many = len(numbers) > 1
+
+        async def one(rollout: _Rollout) -> Answer | None:
+            key = f"{session}/{numbers[id(rollout)]}" if session and many else session
+            try:
+                return (await self._policy.chat(rollout.messages, sampling, session=key))[0]
+            except PromptTooLong:
+                if not rollout.turns:  # even the task does not fit: the configuration is at fault, not the policy
+                    raise
+                return None
+
+        return list(await asyncio.gather(*(one(rollout) for rollout in rollouts)))
+
+    async def _advance(self, rollouts: list[_Rollout], answers: list[Answer | None]) -> list[_Rollout]:
+        """Hands the answers to the environment; returns the rollouts that go on."""
+        moves, moved, outgrown = [], [], []
+        for rollout, answer in zip(rollouts, answers, strict=True):
+            if answer is None:
+                rollout.outcome = Outcome(0.0, turns=len(rollout.turns), truncated=True, error="context is full")
+                outgrown.append(rollout.handle)
+                continue
+            rollout.turns.append(answer.turn)
+            rollout.text = answer.text
+            rollout.messages.append({"role": "assistant", "content": answer.text})
+            moves.append([rollout.handle, answer.text, answer.truncated])
+            moved.append(rollout)
+        if outgrown:
+            await self._discard(outgrown)
+        if not moves:
+            return []
+        results = await self._link.call("advance", timeout=self._timeout, moves=moves)
+        going = []
+        for rollout, result in zip(moved, results, strict=True):
+            if result["done"]:
+                rollout.outcome = Outcome(**result["outcome"])
+            else:
+                rollout.messages += result["messages"]
+                going.append(rollout)
+        return going
+
+    async def _discard(self, handles: list[int]) -> None:
+        await self._link.call("discard", timeout=self._timeout, rollouts=handles)
+
+    async def _forget(self, session: str) -> None:
+        await self._policy.close_session(session)

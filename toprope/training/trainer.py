@@ -1,0 +1,276 @@
+"""The trainer's program: batches in, weights and checkpoints out.
+
+It loads the policy, trains it with TRL on the groups that the trajectory API delivers, publishes weights after every
+step, appends one row a step to metrics.jsonl, and writes checkpoints between generations. It says `Finished` only when
+its last checkpoint is on disk; whatever else happens, it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import TopropeError
+from toprope.records.crew import ENV_CHECKPOINT, Checkpointed, Failed, Finished, Ready, Stepped
+from toprope.settings.schema import Config
+from toprope.training.crew import Member
+from toprope.training.wandb_note import note_wandb
+
+__all__ = ["TrainingRun", "main", "rate_factor"]
+
+
+def rate_factor(config: Config, step: int, elapsed_s: float) -> float:
+    """What the learning rate is multiplied with at `step`.
+
+    Warm-up is by steps. The decay of `linear` and `cosine` follows the nearer of the two limits, steps and seconds, so
+    that it has ended when the run does.
+    """
+    optimizer, budget = config.optimizer, config.budget
+    warmup = 0 if optimizer.lr_scheduler_type == "constant" else optimizer.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if optimizer.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        return 1.0
+    progress = (step - warmup) / max(1, budget.steps - warmup)
+    if budget.max_train_seconds is not None:
+        progress = max(progress, elapsed_s / budget.max_train_seconds)
+    progress = min(max(progress, 0.0), 1.0)
+    if optimizer.lr_scheduler_type == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class TrainingRun:
+    """One attempt of one run's training."""
+
+    def __init__(self, member: Member) -> None:
+        self._member, self._config = member, member.spec.config
+        self._began: float | None = None
+        self._earlier_s = 0.0
+        self._step, self._saved_step = 0, -1
+        self._metrics = _open_rows(member.folder.metrics)
+
+    def run(self, checkpoint: Path | None = None) -> None:
+        """Trains until the budget is used or a stop is asked for; leaves a checkpoint in both cases.
+
+        Args:
+            checkpoint: What to go on from: step, weights, optimizer, schedule, seconds used, and groups read.
+
+        Raises:
+            TopropeError: The training cannot go on.
+        """
+        # The slow imports come first: the policy may still be in the making, the API answers long before.
+        import torch
+        import transformers
+
+        torch.set_num_threads(self._config.launcher.threads)
+        transformers.logging.set_verbosity_error()
+        from toprope.training.api.sync_client import SyncApiClient
+        from toprope.training.batches import BatchSource, Ending
+        from toprope.training.checkpoints import CheckpointState
+        from toprope.training.grpo import GroupTrainer, arguments
+        from toprope.training.policy import describe_device, load_model, load_tokenizer
+        from toprope.training.weights import WeightFile
+
+        member, config = self._member, self._config
+        folder = Path(member.address("policy"))
+        self._tokenizer = load_tokenizer(folder)
+        self._model = load_model(folder, config, trained=True)
+        trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
+        self._publisher = WeightFile(member.folder.crew, trained)
+        self._optimizer = _optimizer(config, trained)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: rate_factor(config, step, self._elapsed())
+        )
+        self._api = SyncApiClient(member.address("api"), member.secret)
+        report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
+        args = arguments(config, str(member.folder.crew / "trainer"), describe_device(config), report_to)
+        trainer = GroupTrainer(
+            config,
+            self._model,
+            self._tokenizer,
+            args,
+            next_batch=self._next_batch,
+            on_row=self._on_row,
+            optimizers=(self._optimizer, self._scheduler),
+            callbacks=[_after_step(self)],
+        )
+        state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(checkpoint)
+        trainer.first_step = state.step
+        self._source = BatchSource(self._api, config, member.ending.is_set, state.cursor, state.rollouts, state.dropped)
+        member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
+        if state.step < config.budget.steps and not self._out_of_time():
+            try:
+                trainer.train()
+            except Ending:
+                pass
+        self._save()
+        if report_to:
+            import wandb
+
+            wandb.finish()
+        member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
+
+    def _take_up(self, checkpoint: Path) -> Any:
+        """Becomes what the checkpoint was, and lets inference have its weights under their version."""
+        from toprope.training.checkpoints import load, load_weights
+
+        load_weights(checkpoint, self._model)
+        state = load(checkpoint, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
+        self._step = self._saved_step = state.step
+        self._earlier_s = state.train_seconds
+        if state.policy_version:
+            self._publisher.version = state.policy_version - 1
+            self._publisher.publish()
+        # A trainer that was killed may have written the checkpoint and not have said so.
+        self._api.commit(state.cursor)
+        print(f"going on from step {state.step}, group {state.cursor}", file=sys.stderr, flush=True)
+        return state
+
+    def note_reporting(self) -> None:
+        """Leaves word of where Weights & Biases keeps this run, if it does."""
+        note_wandb(self._member.folder, self._config.logging.wandb)
+
+    def after_step(self) -> bool:
+        """Publishes the step's weights; returns whether the training is to end."""
+        self._publisher.publish()
+        return self._member.ending.is_set() or self._out_of_time()
+
+    def _out_of_time(self) -> bool:
+        limit = self._config.budget.max_train_seconds
+        return limit is not None and self._elapsed() >= limit
+
+    def _next_batch(self) -> Any:
+        self._api.policy_version = self._publisher.version
+        batch = self._source.next(self._publisher.version)
+        if self._began is None:
+            self._began = time.monotonic()
+        return batch
+
+    def _elapsed(self) -> float:
+        """Seconds of training so far, those of earlier attempts included."""
+        return self._earlier_s + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def _on_row(self, step: int, numbers: dict[str, float | None]) -> None:
+        self._step = step
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row |= {name: _short(value) for name, value in numbers.items()}
+        row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
+        os.write(self._metrics, (json.dumps(row) + "\n").encode())
+        self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
+        if numbers.get("loss") is None or not math.isfinite(numbers["loss"] or 0.0):
+            raise TopropeError(
+                f"The loss at step {step} is not a number.",
+                hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; metrics.jsonl has the steps before.",
+            )
+        if step % self._config.logging.save_steps == 0:
+            self._save()
+
+    def _eta(self, step: int) -> float:
+        elapsed, budget = self._elapsed(), self._config.budget
+        left = (budget.steps - step) * elapsed / max(step, 1)
+        if budget.max_train_seconds is not None:
+            left = min(left, max(budget.max_train_seconds - elapsed, 0.0))
+        return round(left, 1)
+
+    def _save(self) -> None:
+        from toprope.training.checkpoints import CheckpointState, save
+
+        if self._saved_step == self._step:
+            return
+        source = self._source
+        state = CheckpointState(
+            self._step, source.cursor, self._publisher.version, self._elapsed(), source.rollouts, dict(source.dropped)
+        )
+        path = save(
+            self._member.folder.checkpoints,
+            state,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            keep=self._config.logging.save_total_limit,
+        )
+        self._saved_step = self._step
+        self._api.commit(state.cursor)
+        relative = str(path.relative_to(self._member.folder.path))
+        self._member.report(Checkpointed(self._step, relative, state.cursor))
+
+
+def _open_rows(path: Path) -> int:
+    """metrics.jsonl, to append to; a row that a killed trainer left half written ends here."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return descriptor
+
+
+def _optimizer(config: Config, parameters: dict[str, Any]) -> Any:
+    """AdamW; weight decay on matrices only, as usual."""
+    import torch
+
+    section = config.optimizer
+    matrices = [value for value in parameters.values() if value.dim() > 1]
+    vectors = [value for value in parameters.values() if value.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.learning_rate,
+        betas=(section.adam_beta1, section.adam_beta2),
+        fused=True,
+    )
+
+
+def _after_step(run: TrainingRun) -> Any:
+    from transformers import TrainerCallback
+
+    class AfterStep(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            run.note_reporting()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if run.after_step():
+                control.should_training_stop = True
+
+    return AfterStep()
+
+
+def _short(value: float | None) -> float | None:
+    """Six significant digits; null for what is no number, since JSON has none."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
+
+
+def main() -> int:
+    """The component program."""
+    member = Member.join()
+    logging = member.spec.config.logging
+    os.environ["WANDB_MODE"] = logging.wandb
+    os.environ["WANDB_DIR"] = str(member.folder.path)
+    os.environ["WANDB_PROJECT"] = logging.wandb_project
+    os.environ["WANDB_NAME"] = member.spec.run_id
+    os.environ["WANDB_SILENT"] = "true"
+    # An attempt goes on in the same record there.
+    os.environ["WANDB_RUN_ID"] = member.spec.run_id
+    os.environ["WANDB_RESUME"] = "allow"
+    checkpoint = os.environ.get(ENV_CHECKPOINT)
+    try:
+        TrainingRun(member).run(None if checkpoint is None else Path(checkpoint))
+    except TopropeError as error:
+        member.report(Failed(error.message, error.hint))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # Everything is on disk and said; taking torch down in order takes two more seconds of a stop.
+    os._exit(code)

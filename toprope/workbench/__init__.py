@@ -1,0 +1,1 @@
+"""What an agent plans and an owner allows: the catalog of environments, drafts, freezing."""

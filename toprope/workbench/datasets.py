@@ -1,0 +1,100 @@
+"""Environments that are data and a scorer's name: `dataset` for an agent to fill in, and the owner's by YAML files.
+
+    # environments/geography.yaml in the owner's configuration folder
+    adapter: dataset
+    description: Capitals of the world
+    path: capitals.csv          # beside this file, or below an allowed folder; every other key is a knob
+    prompt: "What is the capital of {country}?"
+    reference: capital
+
+Files are read and nothing is run. Which folders may be read from travels with the environment's source, which no tool
+lets an agent write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import InvalidValue
+from toprope.sdk.adapters import dataset
+from toprope.sdk.discovery import NAME
+from toprope.settings.yamlfiles import check_keys, read_yaml
+
+__all__ = ["NamedDataset", "named_datasets", "plain_dataset"]
+
+PLAIN = "dataset"
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """A data set as the catalog lists it."""
+
+    name: str
+    description: str
+    target: str
+    """What the adapter is given: JSON."""
+    origin: str
+    """Where it is declared, for people."""
+    problem: str = ""
+
+
+def plain_dataset(folders: Sequence[Path]) -> NamedDataset:
+    """The environment `dataset`, whose knobs say everything."""
+    target = _target(PLAIN, dataset.DESCRIPTION, folders, (), {})
+    return NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")
+
+
+def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[NamedDataset]:
+    """The owner's, by folder and file name.
+
+    Args:
+        places: The owner's folders with environments.
+        folders: Those whose data files may be read.
+    """
+    return [
+        _read(file, folders)
+        for place in places
+        for file in sorted([*place.glob("*.yaml"), *place.glob("*.yml")])
+        if file.is_file() and not file.name.startswith("_")
+    ]
+
+
+def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
+    try:
+        given = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
+        if NAME.fullmatch(file.stem) is None:
+            raise InvalidValue(
+                f"{file.stem!r} is no valid name of an environment.",
+                hint="Lower-case letters, digits, '_' and '-': rename the file.",
+            )
+        if given.pop("adapter", None) != PLAIN:
+            raise InvalidValue(f"{file}: adapter must be {PLAIN}.", hint="Other adapters have no files.")
+        description = given.pop("description", None)
+        if not given.get("path"):
+            raise InvalidValue(f"{file}: path is missing.", hint="Name the file with the data, or hf:<id>.")
+    except InvalidValue as problem:
+        return NamedDataset(file.stem, "A data set", "{}", str(file), str(problem))
+    files: list[Path] = []
+    beside = file.parent / Path(str(given["path"])).expanduser()
+    if beside.is_file():  # the owner names it: it may be read wherever it lies
+        given["path"] = str(beside)
+        files = [beside]
+    said = str(description) if description else f"Questions and answers of {Path(str(given['path'])).name}"
+    return NamedDataset(file.stem, said, _target(file.stem, said, folders, files, given), str(file))
+
+
+def _target(name: str, description: str, folders: Sequence[Path], files: Sequence[Path], knobs: dict[str, Any]) -> str:
+    return json.dumps(
+        {
+            "name": name,
+            "description": description,
+            "folders": [str(folder) for folder in folders],
+            "files": [str(file) for file in files],
+            "knobs": knobs,
+        },
+        default=str,
+    )

@@ -1,0 +1,181 @@
+"""Drafts: experiments while they are edited. Kept in the index, so that they outlive the server that made them.
+
+A draft belongs to one environment and starts from a preset with the owner's locks applied: what an agent reads is
+what a run would get. Every edit is judged as a whole, gives the draft its next revision and stays in its history.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from toprope.errors import Corrupt, InvalidValue, NotFound, shown
+from toprope.records.index import DraftRow, EditRow, Index
+from toprope.records.specification import EnvironmentSource
+from toprope.settings.fields import KNOBS, Change, Field, all_fields, apply
+from toprope.settings.locks import Locks
+from toprope.settings.presets import Preset
+from toprope.settings.schema import Config
+
+__all__ = ["Draft", "Drafts", "Edit"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An experiment being edited."""
+
+    id: str
+    environment: EnvironmentSource
+    preset: str
+    config: Config
+    knobs: list[dict[str, Any]]
+    """The knobs on the environment's card when the draft was made."""
+    revision: int
+    created_at: float
+    updated_at: float
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Every field that this draft has, by dotted name."""
+        return all_fields(self.knobs)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of a draft's history; `revision` is the one that it led to."""
+
+    revision: int
+    at: float
+    changes: list[Change]
+
+
+class Drafts:
+    """The drafts in an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def create(
+        self, environment: EnvironmentSource, preset: Preset, knobs: Iterable[Mapping[str, Any]], locks: Locks
+    ) -> tuple[Draft, list[Change]]:
+        """Makes a draft of an environment from a preset.
+
+        Args:
+            environment: Where a worker finds it.
+            preset: Its values and its knobs for this environment are applied.
+            knobs: The knobs on the environment's card, as mappings.
+            locks: Fixed values replace the preset's, values out of bounds become the nearest allowed ones.
+
+        Returns:
+            The draft, and what the owner's locks changed of the preset.
+
+        Raises:
+            InvalidValue, NotFound: The preset does not fit the environment or the locks make it inconsistent; nothing
+                was made.
+        """
+        knobs = [dict(knob) for knob in knobs]
+        fields = all_fields(knobs)
+        config = preset.config(environment.name)
+        # Every knob's value is written down, so that a run does not change when an environment's default does.
+        defaults = {name: field.default for name, field in fields.items() if name.startswith(f"{KNOBS}.")}
+        config.environment.knobs = {name.removeprefix(f"{KNOBS}."): value for name, value in defaults.items()}
+        own = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
+        try:
+            config, _ = apply(config, own, knobs)
+        except (InvalidValue, NotFound) as problem:
+            raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
+        allowed, moved = locks.adjust(config, fields)
+        config, _ = apply(config, allowed, knobs, locks)
+        row = self._index.create_draft(
+            preset.name, environment.model_dump(mode="json"), knobs, config.model_dump(mode="json")
+        )
+        return _draft(row), moved
+
+    def get(self, draft_id: str) -> Draft:
+        """The draft of that id.
+
+        Raises:
+            NotFound: There is none; the message names the nearest id or the latest ones.
+            Corrupt: It cannot be read.
+        """
+        return _draft(self._row(draft_id))
+
+    def list(self, limit: int = 20) -> list[Draft]:
+        """Drafts, the last edited first; those that cannot be read are left out."""
+        drafts = []
+        for row in self._index.drafts(limit):
+            try:
+                drafts.append(_draft(row))
+            except Corrupt:
+                continue
+        return drafts
+
+    def edit(self, draft_id: str, changes: Mapping[str, Any], locks: Locks) -> tuple[Draft, list[Change]]:
+        """Applies changes, all or none, and keeps them in the history.
+
+        Returns:
+            The draft as it is now, and the fields that differ; none where every value was there already.
+
+        Raises:
+            NotFound, LockedField, InvalidValue: See `fields.apply`; nothing was changed.
+        """
+        done: list[Change] = []
+
+        def edit(row: DraftRow) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            draft = _draft(row)
+            config, changed = apply(draft.config, changes, draft.knobs, locks)
+            done.extend(changed)
+            records = [{"field": one.field, "before": one.before, "after": one.after} for one in changed]
+            return config.model_dump(mode="json"), records
+
+        self._row(draft_id)
+        return _draft(self._index.edit_draft(draft_id, edit)), done
+
+    def history(self, draft_id: str) -> list[Edit]:
+        """A draft's edits, oldest first."""
+        rows: list[EditRow] = self._index.edits(draft_id)
+        try:
+            return [Edit(row.revision, row.at, [Change(**change) for change in row.changes]) for row in rows]
+        except TypeError:
+            raise _corrupt(draft_id, "its history does") from None
+
+    def _row(self, draft_id: str) -> DraftRow:
+        try:
+            return self._index.draft(draft_id)
+        except NotFound:
+            known = [row.id for row in self._index.drafts()]
+            near = difflib.get_close_matches(draft_id, known, n=1, cutoff=0.7) or known[:5]
+            hint = f"There are: {', '.join(near)}." if near else "There are none yet; select_environment makes one."
+            raise NotFound(f"There is no draft {shown(draft_id)}.", hint=hint) from None
+
+
+def _draft(row: DraftRow) -> Draft:
+    try:
+        all_fields(row.knobs)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise _corrupt(row.id, "its knobs do") from None
+    try:
+        return Draft(
+            id=row.id,
+            environment=EnvironmentSource.model_validate(row.environment),
+            preset=row.preset,
+            config=Config.model_validate(row.config),
+            knobs=row.knobs,
+            revision=row.revision,
+            created_at=row.created_at,
+            updated_at=row.updated_at,
+        )
+    except ValidationError as error:
+        places = sorted({".".join(map(str, entry["loc"])) for entry in error.errors(include_url=False)})
+        raise _corrupt(row.id, f"{', '.join(places)} do") from None
+
+
+def _corrupt(draft_id: str, what: str) -> Corrupt:
+    return Corrupt(
+        f"The draft {draft_id} cannot be read: {what} not fit the schema. It was left as it is.",
+        hint="select_environment makes a new one.",
+    )
