@@ -22,49 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, shown
+from toprope.records.migrations import MIGRATIONS
 
 __all__ = ["DraftRow", "EditRow", "Index", "Stamp", "StartRow"]
 
 _BUSY_MS = 5000
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 """Letters and digits of ids; those that look alike are left out."""
-
-_MIGRATIONS = (
-    """
-    CREATE TABLE drafts (
-        id TEXT PRIMARY KEY,
-        created_at REAL NOT NULL,
-        updated_at REAL NOT NULL,
-        preset TEXT NOT NULL,
-        environment TEXT NOT NULL,
-        knobs TEXT NOT NULL,
-        config TEXT NOT NULL,
-        revision INTEGER NOT NULL
-    ) STRICT;
-    CREATE TABLE edits (
-        draft_id TEXT NOT NULL REFERENCES drafts(id),
-        revision INTEGER NOT NULL,
-        at REAL NOT NULL,
-        changes TEXT NOT NULL,
-        PRIMARY KEY (draft_id, revision)
-    ) STRICT;
-    CREATE TABLE starts (
-        run_id TEXT PRIMARY KEY,
-        draft_id TEXT NOT NULL,
-        revision INTEGER NOT NULL,
-        kind TEXT NOT NULL,
-        at REAL NOT NULL
-    ) STRICT;
-    CREATE INDEX starts_by_draft ON starts (draft_id, revision, kind);
-    CREATE TABLE stamps (
-        run_id TEXT PRIMARY KEY,
-        at REAL NOT NULL,
-        seq INTEGER NOT NULL,
-        snapshot TEXT NOT NULL
-    ) STRICT;
-    """,
-)
-"""Entry n leads from user_version n to n + 1; entries are never changed, only appended."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +89,7 @@ class Index:
     ) -> DraftRow:
         """Keeps a new draft at revision 1 and gives it an id such as `draft-7f3k`."""
         now = time.time()
-        with self._write() as db:
+        with self.writing() as db:
             for length in (4, 4, 4, 6, 8, 12):
                 draft_id = "draft-" + "".join(secrets.choice(_ALPHABET) for _ in range(length))
                 inserted = db.execute(
@@ -142,12 +106,12 @@ class Index:
         Raises:
             NotFound: There is none.
         """
-        with self._read() as db:
+        with self.reading() as db:
             return _draft(_one(db, draft_id))
 
     def drafts(self, limit: int = 50) -> list[DraftRow]:
         """Drafts, the last edited first; those whose row cannot be read are left out."""
-        with self._read() as db:
+        with self.reading() as db:
             rows = db.execute("SELECT * FROM drafts ORDER BY updated_at DESC, id LIMIT ?", (limit,)) if db else ()
             found = []
             for row in rows:
@@ -170,7 +134,7 @@ class Index:
         Raises:
             NotFound: There is no such draft.
         """
-        with self._write() as db:
+        with self.writing() as db:
             row = _draft(_one(db, draft_id))
             config, changes = edit(row)
             if not changes:
@@ -185,7 +149,7 @@ class Index:
 
     def edits(self, draft_id: str) -> list[EditRow]:
         """A draft's edits, oldest first."""
-        with self._read() as db:
+        with self.reading() as db:
             _one(db, draft_id)
             rows = db.execute(
                 "SELECT revision, at, changes FROM edits WHERE draft_id = ? ORDER BY revision", (draft_id,)
@@ -202,7 +166,7 @@ class Index:
         Returns:
             None where it was noted; the live run's start where it was not.
         """
-        with self._write() as db:
+        with self.writing() as db:
             if live is not None:
                 rows = db.execute(
                     "SELECT * FROM starts WHERE draft_id = ? AND revision = ? AND kind = ? ORDER BY at DESC",
@@ -220,24 +184,24 @@ class Index:
 
     def forget_start(self, run_id: str) -> None:
         """Takes back a note of a run that did not start."""
-        with self._write() as db:
+        with self.writing() as db:
             db.execute("DELETE FROM starts WHERE run_id = ?", (run_id,))
 
     def starts(self, draft_id: str) -> list[StartRow]:
         """Runs that were started from a draft, newest first."""
-        with self._read() as db:
+        with self.reading() as db:
             rows = db.execute("SELECT * FROM starts WHERE draft_id = ? ORDER BY at DESC", (draft_id,)) if db else ()
             return [StartRow(**dict(row)) for row in rows]
 
     def stamp(self, run_id: str) -> Stamp | None:
         """The last stamp of a run."""
-        with self._read() as db:
+        with self.reading() as db:
             row = db.execute("SELECT at, seq, snapshot FROM stamps WHERE run_id = ?", (run_id,)).fetchone() if db else 0
             return Stamp(row["at"], row["seq"], _load(row["snapshot"])) if row else None
 
     def set_stamp(self, run_id: str, stamp: Stamp) -> None:
         """Replaces the stamp of a run; an older one never replaces a newer one."""
-        with self._write() as db:
+        with self.writing() as db:
             db.execute(
                 "INSERT INTO stamps VALUES (?, ?, ?, ?) ON CONFLICT (run_id) DO UPDATE SET at = excluded.at, "
                 "seq = max(seq, excluded.seq), snapshot = excluded.snapshot WHERE excluded.at >= stamps.at",
@@ -245,7 +209,7 @@ class Index:
             )
 
     @contextmanager
-    def _read(self) -> Iterator[sqlite3.Connection | None]:
+    def reading(self) -> Iterator[sqlite3.Connection | None]:
         """A connection to read from, or None where there is no database yet."""
         if not self.path.exists():
             yield None
@@ -254,7 +218,7 @@ class Index:
             yield db
 
     @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> Iterator[sqlite3.Connection]:
         """A connection within a write transaction, committed at the end and rolled back on an exception."""
         if not self.path.exists():
             self._create()
@@ -330,12 +294,12 @@ class Index:
 
     def _migrate(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version == len(_MIGRATIONS):
+        if version == len(MIGRATIONS):
             return
-        if version > len(_MIGRATIONS):
+        if version > len(MIGRATIONS):
             raise NotPossibleNow(
                 f"{self.path} was written by a newer version of Toprope (its version {version}, ours "
-                f"{len(_MIGRATIONS)}); it was left as it is.",
+                f"{len(MIGRATIONS)}); it was left as it is.",
                 hint="Update Toprope, or set TOPROPE_HOME to another folder.",
             )
         tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -345,11 +309,11 @@ class Index:
         db.execute("BEGIN IMMEDIATE")
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            for script in _MIGRATIONS[version:]:
+            for script in MIGRATIONS[version:]:
                 for statement in script.split(";"):
                     if statement.strip():
                         db.execute(statement)
-            db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+            db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         except BaseException:
             db.execute("ROLLBACK")
             raise

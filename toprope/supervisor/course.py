@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from toprope.analysis.report import gather
@@ -44,12 +42,13 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.orders import StopOrder, take_orders
 from toprope.supervisor.plan import PLOT, Programs, members_of, spare_of
 from toprope.supervisor.reservations import Granted, Reservations, Waits
-from toprope.supervisor.settle import end_unkept, settle
+from toprope.supervisor.watchers import Hands, Watchers, watchers_for
 
-__all__ = ["Course", "keep"]
+__all__ = ["Course", "keepers_failure"]
 
 _LOOK_FOR_ORDERS_S = 0.04
 _LOOK_FOR_ROOM_S = 0.25
+_WATCH_EVERY_S = 1.0
 _AFTER_CONFESSION_S = 1.0
 """A member that said why it fails has so long to exit before the run goes on without its exit code."""
 _PLOT_TIMEOUT_S = 120.0
@@ -114,6 +113,12 @@ class Course:
         self._tasks: set[asyncio.Task[None]] = set()
         self._decision: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
         self._start_limit: asyncio.TimerHandle | None = None
+        self._watchers = self._watch_with()
+
+    def _watch_with(self) -> Watchers:
+        life = self._life
+        hands = Hands(self._folder, self._spec, lambda: life.status, life.event, life.update, self._stop)
+        return Watchers(watchers_for(hands), life.event)
 
     async def run(self) -> None:
         """Lives the run from `queued` to its end.
@@ -157,6 +162,7 @@ class Course:
     async def _until_decided(self) -> _Ending:
         self._look_for_orders()
         self._background(self._read_orders())
+        self._background(self._watch())
         await self._reserve()
         if not self._closing:
             self._life.to("validating", started_at=time.time())
@@ -181,6 +187,11 @@ class Course:
             await asyncio.wait({self._decision}, timeout=_LOOK_FOR_ROOM_S)
             answer = self._reservations.claim(self._spec)
 
+    async def _watch(self) -> None:
+        while not self._closing:
+            self._watchers.looked(asyncio.get_running_loop().time())
+            await asyncio.sleep(_WATCH_EVERY_S)
+
     # Starting and listening
 
     async def _follow(self, component: Component) -> None:
@@ -198,12 +209,12 @@ class Course:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             traceback.print_exception(error)
-            self._decide(_keepers_failure(error))
+            self._decide(keepers_failure(error))
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
         if (error := context.get("exception")) is not None:
-            self._decide(_keepers_failure(error))
+            self._decide(keepers_failure(error))
 
     def _decide(self, ending: _Ending) -> bool:
         """The first decision counts. Whether it was this one."""
@@ -262,6 +273,7 @@ class Course:
                     self._crew.send("environment", Evaluate("after"))
                     grace = self._spec.config.launcher.stop_grace_s
                     asyncio.get_running_loop().call_later(grace, self._hasten, component)
+        self._watchers.heard(name, report)
         self._complete_if_done()
 
     def _set_ready(self, component: Component) -> None:
@@ -359,7 +371,7 @@ class Course:
 
     async def _crash(self, error: Exception, grace_s: float) -> None:
         """The keeper's own code failed: say so, end the crew, and let nothing of that stop the other."""
-        failure = _keepers_failure(error)
+        failure = keepers_failure(error)
         self._decide(failure)
         try:
             if self._folder.path.is_dir() and not self._life.status.ended:
@@ -413,7 +425,7 @@ class Course:
             self._crew.hurry(order.grace_s)
 
 
-def _keepers_failure(error: BaseException) -> Failure:
+def keepers_failure(error: BaseException) -> Failure:
     """What a status says when the keeper's own code raised `error`."""
     lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
     return Failure(
@@ -422,29 +434,3 @@ def _keepers_failure(error: BaseException) -> Failure:
         excerpt=lines[-20:],
         hint="A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
     )
-
-
-def keep(path: Path, lock: RunLock, programs: Programs | None = None) -> int:
-    """What a keeper does from the moment it has the lock; the code to exit with.
-
-    A run that is not queued has been kept before: what its keeper left is settled, and nothing is started.
-    """
-    folder = RunFolder(path)
-    status = settle(folder) if Status.read(folder).state != "queued" else None
-    if status is not None:
-        print(f"{folder.run_id} is {status.state} and was not started again.", file=sys.stderr)
-        return 1
-
-    async def run() -> None:
-        await Course(folder, lock, programs=programs).run()
-
-    try:
-        asyncio.run(run())
-    except Exception as error:
-        traceback.print_exc()
-        if folder.path.is_dir():
-            end_unkept(folder, "failed", failure=_keepers_failure(error))
-        return 1
-    finally:
-        lock.release()
-    return 0

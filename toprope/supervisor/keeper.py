@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
-    from toprope.supervisor.course import keep
+    from toprope.supervisor.keeping import keep
 
     return keep(path, lock, programs)
 

@@ -1,0 +1,43 @@
+"""What a keeper does once it has the run's lock: lives the run's course, and leaves an end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from pathlib import Path
+
+from toprope.records.folder import RunFolder
+from toprope.records.status import Status
+from toprope.supervisor.course import Course, keepers_failure
+from toprope.supervisor.lock import RunLock
+from toprope.supervisor.plan import Programs
+from toprope.supervisor.settle import end_unkept, settle
+
+__all__ = ["keep"]
+
+
+def keep(path: Path, lock: RunLock, programs: Programs | None = None) -> int:
+    """What a keeper does from the moment it has the lock; the code to exit with.
+
+    A run that is not queued has been kept before: what its keeper left is settled, and nothing is started.
+    """
+    folder = RunFolder(path)
+    status = settle(folder) if Status.read(folder).state != "queued" else None
+    if status is not None:
+        print(f"{folder.run_id} is {status.state} and was not started again.", file=sys.stderr)
+        return 1
+
+    async def run() -> None:
+        await Course(folder, lock, programs=programs).run()
+
+    try:
+        asyncio.run(run())
+    except Exception as error:
+        traceback.print_exc()
+        if folder.path.is_dir():
+            end_unkept(folder, "failed", failure=keepers_failure(error))
+        return 1
+    finally:
+        lock.release()
+    return 0

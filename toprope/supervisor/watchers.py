@@ -1,0 +1,75 @@
+"""Who looks at a run while nobody does: findings, budgets, disk, stalls. The keeper calls them; each is its own file.
+
+A watcher hears every report of the crew and is asked to look about once a second. It tells what it saw as events, and
+may have the run stopped, paused or go on. It computes little: it shares the keeper's only thread. One that raises is
+silenced with a warning, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toprope.records.crew import Report
+from toprope.records.folder import RunFolder
+from toprope.records.specification import Specification
+from toprope.records.status import Status
+from toprope.supervisor.orders import StopOrder
+
+__all__ = ["Hands", "Watcher", "Watchers", "watchers_for"]
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What a watcher may do to its run."""
+
+    folder: RunFolder
+    specification: Specification
+    status: Callable[[], Status]
+    """The status as it is now."""
+    event: Callable[..., None]
+    """Appends an event: `event(kind, **data)`."""
+    update: Callable[..., None]
+    """Replaces fields of the status."""
+    stop: Callable[[StopOrder], None]
+    """Ends the run in order, with a last checkpoint."""
+
+
+class Watcher(Protocol):
+    """One kind of attention."""
+
+    def heard(self, component: str, report: Report) -> None:
+        """A member reported."""
+
+    def looked(self, now: float) -> None:
+        """About a second has passed; `now` is the loop's monotonic time in seconds."""
+
+
+class Watchers:
+    """All watchers of one run, called safely."""
+
+    def __init__(self, watchers: list[Watcher], event: Callable[..., None]) -> None:
+        self._watchers, self._event = watchers, event
+
+    def heard(self, component: str, report: Report) -> None:
+        """See `Watcher.heard`."""
+        self._each(lambda watcher: watcher.heard(component, report))
+
+    def looked(self, now: float) -> None:
+        """See `Watcher.looked`."""
+        self._each(lambda watcher: watcher.looked(now))
+
+    def _each(self, call: Callable[[Watcher], Any]) -> None:
+        for watcher in list(self._watchers):
+            try:
+                call(watcher)
+            except Exception as error:
+                self._watchers.remove(watcher)
+                name = type(watcher).__name__
+                self._event("warning", what=f"{name} failed and watches no more: {type(error).__name__}: {error}")
+
+
+def watchers_for(hands: Hands) -> list[Watcher]:
+    """The watchers of a run."""
+    return []
