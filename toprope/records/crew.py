@@ -20,7 +20,9 @@ __all__ = [
     "Failed",
     "Finished",
     "Order",
+    "Pause",
     "Peers",
+    "Proceed",
     "Progress",
     "Ready",
     "Report",
@@ -137,7 +139,17 @@ class Without(msgspec.Struct, tag="without"):
     reason: str
 
 
-Order = Peers | Evaluate | Stop | Without
+class Pause(msgspec.Struct, tag="pause"):
+    """Do no more work than what is at hand, until `Proceed`: no new rollout, no new step."""
+
+    reason: str = ""
+
+
+class Proceed(msgspec.Struct, tag="proceed"):
+    """Go on after a `Pause`."""
+
+
+Order = Peers | Evaluate | Stop | Without | Pause | Proceed
 
 _reports = msgspec.json.Decoder(Report)
 _orders = msgspec.json.Decoder(Order)

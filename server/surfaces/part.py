@@ -1,0 +1,53 @@
+"""What the parts of the surface share: how a tool reaches its work, and parameters that several tools take."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mcp.types import CallToolResult, TextContent
+from pydantic import BeforeValidator, Field
+
+from tools import answers
+
+if TYPE_CHECKING:
+    from tools.workshop import Workshop
+
+__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds"]
+
+DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
+RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
+
+
+def _listed(value: Any) -> Any:
+    """A lone id counts as a list of one."""
+    return [value] if isinstance(value, str) and value and not value.lstrip().startswith("[") else value
+
+
+RunIds = Annotated[list[str] | None, BeforeValidator(_listed)]
+Names = Annotated[list[str] | None, BeforeValidator(_listed)]
+Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(_listed)]
+
+
+class Part:
+    """A part of the surface: its tools are the public methods, over a workshop that is opened at the first call."""
+
+    def __init__(self, open_workshop: Callable[[], Workshop]) -> None:
+        self._open = open_workshop
+        self._workshop: Workshop | None = None
+
+    @property
+    def workshop(self) -> Workshop:
+        """The one workshop of this server."""
+        if self._workshop is None:
+            self._workshop = self._open()
+        return self._workshop
+
+    async def _do(self, module: str, tool: str, **arguments: Any) -> CallToolResult:
+        work: Callable[..., Awaitable[answers.Answer]] = getattr(import_module(f"tools.{module}"), tool)
+        answer = await work(self.workshop, **arguments)
+        return CallToolResult(
+            content=[TextContent(type="text", text=answer.text)],
+            structured_content=answer.data.model_dump(mode="json"),
+        )

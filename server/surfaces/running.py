@@ -1,0 +1,125 @@
+"""Tools of the surface: runs while they live: measure, start, stop, resume, follow.
+
+What a model knows of these tools is what stands here. The work is done in `tools`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mcp.server.mcpserver import Context
+from mcp.types import CallToolResult
+from pydantic import Field
+
+from server.surfaces.part import DraftId, Names, Part, RunId, RunIds
+from tools import answers
+
+__all__ = ["Running"]
+
+
+class Running(Part):
+    """See the module."""
+
+    async def test_inference(
+        self,
+        draft_id: DraftId,
+        models: Annotated[
+            Names,
+            Field(
+                description="Whom to test: 'base' (the draft's policy), models that the owner named, or a preset's, "
+                "such as 'openrouter' (a small, a medium and a large one). At most 8. Omit for the draft's policy."
+            ),
+        ] = None,
+        tasks: Annotated[
+            int | None,
+            Field(ge=1, le=10_000, description="Validation tasks to try; omit for evaluation.validation_tasks."),
+        ] = None,
+        group_size: Annotated[
+            int | None, Field(ge=1, le=1024, description="Answers sampled per task; omit for rollout.group_size.")
+        ] = None,
+        max_new_tokens: Annotated[
+            int | None,
+            Field(
+                ge=1,
+                le=131_072,
+                description="Longest answer of the models given; thinking ones need thousands. Omit for the draft's.",
+            ),
+        ] = None,
+    ) -> Annotated[CallToolResult, answers.Started]:
+        """Starts a short run that measures a draft's policy, or other models, on the draft's tasks; answers its run_id.
+
+        Use it before start_training to see that the environment works and that rewards vary: where all answers to
+        every task score the same, nothing can be learned. Other models show whether the tasks can be solved at all;
+        each is reported by itself, one that fails with its reason. Trains nothing and leaves held-out tasks alone.
+        Next: check_status with wait_s, then get_results for accuracy, reward parts, pass rates and example answers.
+        """
+        return await self._do(
+            "inference",
+            "test_inference",
+            draft_id=draft_id,
+            models=models,
+            tasks=tasks,
+            group_size=group_size,
+            max_new_tokens=max_new_tokens,
+        )
+
+    async def start_training(
+        self,
+        draft_id: DraftId,
+        name: Annotated[
+            str | None, Field(max_length=64, description="Begins the run's id; omit for the environment's name.")
+        ] = None,
+        again: Annotated[
+            bool, Field(description="true: start although a run of this same draft revision is live.")
+        ] = False,
+    ) -> Annotated[CallToolResult, answers.Started]:
+        """Freezes a draft with the owner's locks, starts training from it, and answers the run_id within a second.
+
+        Takes the machine's time until budget.steps or budget.max_train_seconds; the run lives on when client or server
+        end. Loading, held-out evaluation before and after and a last checkpoint are part of it. Later edits of the
+        draft do not touch it. While the machine is taken the run is queued, and check_status says behind what. A draft
+        revision whose run is live is refused unless again=true. Next: check_status with wait_s. To measure without
+        training, call test_inference.
+        """
+        return await self._do("training", "start_training", draft_id=draft_id, name=name, again=again)
+
+    async def stop_training(self, run_id: RunId) -> Annotated[CallToolResult, answers.Stopped]:
+        """Stops a live run of any kind; a training run writes a last checkpoint if it fits into the grace.
+
+        Use it when check_status shows that a run is not worth its time. Logs, metrics and checkpoints stay, and
+        resume_training goes on from the last one; steps after it are lost. Answers the state it ended in. A run that
+        has ended already is no error and nothing happens. Next: get_results.
+        """
+        return await self._do("training", "stop_training", run_id=run_id)
+
+    async def resume_training(self, run_id: RunId) -> Annotated[CallToolResult, answers.Resumed]:
+        """Goes on with a run that was stopped, failed or lost: same run_id, next attempt, from its newest checkpoint.
+
+        Use it after a crash, or when a stopped run was worth its time after all. Step, optimizer, schedule, used budget
+        and rollouts continue; the configuration stays as it was frozen. Without a checkpoint it starts again at step 0.
+        A live or completed run is refused. Next: check_status with wait_s.
+        """
+        return await self._do("training", "resume_training", run_id=run_id)
+
+    async def check_status(
+        self,
+        ctx: Context,
+        run_ids: Annotated[
+            RunIds, Field(description="Ids of one or more runs (at most 20); omit to see which runs are open.")
+        ] = None,
+        wait_s: Annotated[
+            float | None,
+            Field(
+                ge=0, le=45, description="Wait up to this many seconds (45 at most) for news; omit to answer at once."
+            ),
+        ] = None,
+    ) -> Annotated[CallToolResult, answers.StatusAnswer]:
+        """Tells how live runs stand, or waits for news of any of them: state, step, reward, speed, ETA, new events.
+
+        Use it with wait_s after start_training or test_inference instead of calling often. Fresh numbers of a run come
+        at most once per interval (2 % of its expected length, 30 s to 30 min); within it the answer repeats the last
+        ones with their age. Changes of state, evaluations and the end always come through and end a wait. Progress
+        notifications are sent while waiting. Changes nothing. For final figures call get_results, for all runs
+        list_runs.
+        """
+        return await self._do("status", "check_status", run_ids=run_ids, wait_s=wait_s, progress=ctx.report_progress)
