@@ -11,6 +11,7 @@ names valid values where there are any, and what to do next. Anything else that 
     ├── EnvironmentFailed     a user's environment does not load, raises, hangs or answers nonsense
     ├── ComponentFailed       a process of the crew ended or did not answer
     └── Corrupt               something on disk is not what we wrote; it was left as it is
+        └── TooNew            it is what a newer version of us wrote
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "LockedField",
     "NotFound",
     "NotPossibleNow",
+    "TooNew",
     "TopropeError",
     "shown",
 ]
@@ -77,3 +79,7 @@ class ComponentFailed(TopropeError):
 
 class Corrupt(TopropeError):
     """A file or database of ours cannot be read; it was left untouched."""
+
+
+class TooNew(Corrupt):
+    """A file of ours that a newer version wrote; it was left untouched."""

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from toprope.analysis.intervals import Proportion
-from toprope.analysis.report import Accuracy, Results, gather, read_rows
+from toprope.analysis.report import Accuracy, Results, gather
 from toprope.errors import TopropeError
 from toprope.records.folder import RunFolder
+from toprope.records.metrics import read_history
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 
 __all__ = ["draw", "main", "smoothed"]
 
 _INCHES, _DPI = (12.0, 7.0), 100
+_ROWS = 4096
+"""More than there are pixels across."""
 _SHARES = (-0.02, 1.06)
 _REWARD, _SUCCESS, _GREY = "#c2571a", "#1f6f8b", "#5b6570"
 
@@ -48,7 +51,7 @@ def draw(path: Path, results: Results, rows: Sequence[Mapping[str, Any]]) -> Non
     Args:
         path: Where to.
         results: Title and held-out accuracies.
-        rows: metrics.jsonl, a row a step.
+        rows: metrics.jsonl, a row a step or rows at about even distances.
     """
     import matplotlib
 
@@ -167,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = RunFolder(Path(arguments[0]).resolve())
     try:
         results = gather(folder, Specification.read(folder), Status.read(folder))
-        draw(folder.plot, results, read_rows(folder.metrics))
+        draw(folder.plot, results, read_history(folder.metrics, _ROWS).rows)
     except TopropeError as error:
         print(error, file=sys.stderr)
         return 1

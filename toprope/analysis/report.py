@@ -6,7 +6,6 @@ same way as the one that the keeper writes at the end; `gather` reads what it ne
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from toprope.analysis.intervals import Proportion, rose, wilson
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.metrics import read_history, read_rows
 from toprope.records.specification import Specification
 from toprope.records.status import Event, Status, read_events
 from toprope.records.tested import TestedModel, read_answers, read_models
@@ -37,6 +37,8 @@ __all__ = [
 
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
+_TOLD = ("first_step", "state")
+"""Events that tell when training began and ended."""
 
 
 class _Part(BaseModel):
@@ -179,8 +181,8 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             specification,
             status,
             evaluations,
-            read_rows(folder.metrics),
-            list(read_events(folder.events)),
+            read_history(folder.metrics).rows,
+            list(read_events(folder.events, kinds=_TOLD)),
             checkpoint=_existing(folder.path / checkpoint) if checkpoint else None,
             plot=_existing(folder.plot),
         )
@@ -216,8 +218,8 @@ def build(
         specification: The run's.
         status: The run's.
         evaluations: Label -> content of evaluations/<label>.json.
-        rows: metrics.jsonl, a row a step, oldest first.
-        events: Tell when training ended.
+        rows: metrics.jsonl, oldest first: a row a step, or rows at about even distances.
+        events: Tell when training began and ended.
         checkpoint: Path of the last checkpoint.
         plot: Path of the picture.
 
@@ -247,25 +249,6 @@ def build(
         examples=_examples(evaluations),
         counts=status.counts,
     )
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, oldest first; none where there is no file. Lines that are torn are passed over.
-
-    A run that was resumed writes steps again that came after its checkpoint: the later row of a step counts.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    rows: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError, OverflowError):
-            continue
-    return [rows[step] for step in sorted(rows)]
 
 
 def _existing(path: Path) -> str | None:

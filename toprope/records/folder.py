@@ -31,9 +31,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toprope.errors import Corrupt, NotFound, NotPossibleNow, shown
+from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
-__all__ = ["LEFT", "RUN_ID", "RunFolder", "checkpoints_in", "misfits", "read_json", "write_json"]
+__all__ = ["LEFT", "RUN_ID", "RunFolder", "check_version", "checkpoints_in", "misfits", "read_json", "write_json"]
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
@@ -63,21 +63,48 @@ def write_json(path: Path, value: Any) -> None:
         raise
 
 
-def read_json(path: Path) -> Any:
+def check_version(path: Path, value: Any, newest: int) -> None:
+    """Refuses what a newer version wrote. A value that names no version is of the first.
+
+    Args:
+        path: Named in the refusal.
+        value: A file's JSON, or a line's.
+        newest: The newest version of such a file that is known here.
+
+    Raises:
+        TooNew: Its `version` is above.
+    """
+    version = value.get("version") if isinstance(value, dict) else None
+    if isinstance(version, int) and version > newest:
+        raise TooNew(
+            f"{path} was written by a newer version of Toprope (its version {version}, known here: {newest}); it was "
+            "left as it is.",
+            hint="Update Toprope to read it.",
+        )
+
+
+def read_json(path: Path, newest: int | None = None) -> Any:
     """The value in a JSON file.
+
+    Args:
+        path: Which.
+        newest: The newest version of such a file that the caller understands; None: it looks itself.
 
     Raises:
         NotFound: There is no such file.
-        Corrupt: It is no JSON.
+        Corrupt: It is no JSON; TooNew where a newer version wrote it.
     """
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise Corrupt(f"{path} is not valid JSON: {error}.", hint=LEFT) from None
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+    if newest is not None:
+        check_version(path, value, newest)
+    return value
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

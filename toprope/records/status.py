@@ -9,21 +9,24 @@ A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.errors import Corrupt
-from toprope.records.folder import LEFT, RunFolder, misfits, read_json, write_json
+from toprope.records.folder import LEFT, RunFolder, check_version, misfits, read_json, write_json
 
 __all__ = [
     "ENDED",
     "LIVE",
+    "NO_ROOM",
     "RESUMABLE",
     "TRANSITIONS",
     "CrewMember",
@@ -34,6 +37,16 @@ __all__ = [
     "Status",
     "read_events",
 ]
+
+STATUS_VERSION = 1
+EVENT_VERSION = 1
+"""Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What writing fails with where there is no room: disk, quota, or limit of a file's size."""
+
+_TAIL_BYTES = 1 << 15
+_MOST_UNWRITTEN = 1000
 
 State = Literal[
     "queued",
@@ -97,7 +110,7 @@ class Status(_Record):
     """status.json. Times are seconds since the epoch; `progress` holds the newest numbers, all optional:
     step, total_steps, reward, success, rollouts_per_second, eta_s, what, done, total."""
 
-    version: int = 1
+    version: int = STATUS_VERSION
     run_id: str
     kind: str
     environment: str
@@ -127,10 +140,10 @@ class Status(_Record):
 
         Raises:
             NotFound: The run has none yet.
-            Corrupt: It cannot be read.
+            Corrupt: It cannot be read; TooNew where a newer version wrote it.
         """
         try:
-            return cls.model_validate(read_json(folder.status))
+            return cls.model_validate(read_json(folder.status, STATUS_VERSION))
         except ValidationError as error:
             raise Corrupt(f"{folder.status} is not a status: {misfits(error)}.", hint=LEFT) from None
 
@@ -140,39 +153,73 @@ class Status(_Record):
 
 
 class Event(_Record):
-    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, warning, end."""
+    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning, end."""
 
     seq: int
     at: float
     kind: str
     data: dict[str, Any] = {}
+    version: int = EVENT_VERSION
 
 
 class EventLog:
-    """Appends numbered events to a run's events.jsonl; goes on after the last number found there."""
+    """Appends numbered events to a run's events.jsonl; goes on after the last number found there.
+
+    What a full disk does not take is kept, in its order, and written before the next event or by `catch_up`.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.events
-        last = 0
-        for event in read_events(self._path):
-            last = event.seq
-        self._next = last + 1
+        self._next = _last_number(self._path) + 1
+        self._unwritten: deque[bytes] = deque()
         self._torn = _torn(self._path)
 
+    @property
+    def behind(self) -> int:
+        """How many events are not on disk yet."""
+        return len(self._unwritten)
+
     def append(self, kind: str, **data: Any) -> Event:
-        """Writes one event as one line in one write call."""
+        """Writes one event as one line. One that finds no room is written later, see `catch_up`."""
         event = Event(seq=self._next, at=time.time(), kind=kind, data=data)
         self._next += 1
-        line = (event.model_dump_json() + "\n").encode()
-        if self._torn:
-            # A full disk cut the last one short; this one must not become its rest.
-            line, self._torn = b"\n" + line, False
+        self._unwritten.append((event.model_dump_json() + "\n").encode())
+        if len(self._unwritten) > _MOST_UNWRITTEN:
+            # The last ones matter most: they say how it ended.
+            self._unwritten.popleft()
+        self.catch_up()
+        return event
+
+    def catch_up(self) -> bool:
+        """Writes what is left; whether nothing is left.
+
+        Raises:
+            OSError: It is not for lack of room.
+        """
+        try:
+            if self._unwritten:
+                self._write()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+        return not self._unwritten
+
+    def _write(self) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(descriptor, line)
+            while self._unwritten:
+                # A full disk cut a line short; this one must not become its rest.
+                line = (b"\n" if self._torn else b"") + self._unwritten[0]
+                written = os.write(descriptor, line)
+                if written < len(line):
+                    self._torn = self._torn or written > 0
+                    if written == len(line) - 1:
+                        self._unwritten[0] = b""  # all but its end: that comes next
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._torn = False
+                self._unwritten.popleft()
         finally:
             os.close(descriptor)
-        return event
 
 
 def _torn(path: Path) -> bool:
@@ -183,18 +230,74 @@ def _torn(path: Path) -> bool:
         return False
 
 
-def read_events(path: Path, after: int = 0) -> Iterator[Event]:
-    """Events with a number above `after`, oldest first; a torn last line is passed over."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    for line in lines:
-        if not line.endswith(b"\n"):
-            return
+def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Event]:
+    """Events with a number above `after`, oldest first; a torn last line is passed over.
+
+    Args:
+        path: events.jsonl. Only its end is read where `after` is near the last number.
+        after: The last number that is known.
+        kinds: Only events of these kinds; None: all.
+
+    Raises:
+        TooNew: A newer version wrote one of them.
+    """
+    marks = None if kinds is None else [f'"kind":"{kind}"'.encode() for kind in kinds]
+    for line in _lines_after(path, after):
+        if marks is not None and not any(mark in line for mark in marks):
+            continue
         try:
-            event = Event.model_validate(json.loads(line))
+            value = json.loads(line)
+            event = Event.model_validate(value)
         except ValueError:
             continue
-        if event.seq > after:
+        check_version(path, value, EVENT_VERSION)
+        if event.seq > after and (kinds is None or event.kind in kinds):
             yield event
+
+
+def _lines_after(path: Path, after: int) -> list[bytes]:
+    """Whole lines of the file: at least those of events above `after`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            length = size if after <= 0 else _TAIL_BYTES
+            while True:
+                start = max(0, size - length)
+                file.seek(start)
+                lines = file.read(size - start).splitlines(keepends=True)
+                if lines and not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                if start == 0:
+                    return lines
+                lines = lines[1:]  # the rest of a line that begins before
+                first = next((number for line in lines if (number := _number(line)) is not None), None)
+                if first is not None and first <= after:
+                    return lines
+                length *= 8
+    except FileNotFoundError:
+        return []
+
+
+def _last_number(path: Path) -> int:
+    length = _TAIL_BYTES
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - length))
+                lines = file.read(size).split(b"\n")
+                for line in reversed(lines if length >= size else lines[1:]):
+                    if (number := _number(line)) is not None:
+                        return number
+                if length >= size:
+                    return 0
+                length *= 8
+    except FileNotFoundError:
+        return 0
+
+
+def _number(line: bytes) -> int | None:
+    try:
+        return Event.model_validate_json(line).seq
+    except ValueError:
+        return None
