@@ -30,8 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(PY) -P -m server.demo
 
+# A test that fails and passes when it is run again, alone, hangs on timing: it is named, and does not fail the rest.
 test: $(STAMP)
-	@$(PY) -P -m pytest
+	@$(PY) -P -m pytest || { [ $$? -eq 1 ] || exit 1; echo "Running once more what failed:"; \
+		$(PY) -P -m pytest --last-failed --last-failed-no-failures none && \
+		echo "What failed at first has passed alone: mend it all the same, it hangs on timing."; }
 
 # The tools ask for a newer Node than many systems have, so one is installed beside them.
 tools-node:

@@ -143,16 +143,17 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
 
 
 def test_each_model_is_measured_by_itself(tmp_path: Path, server: OpenAiStandIn) -> None:
+    found = play(tmp_path, server, ["forbidden", "base", "right", "mute"])
     began = time.monotonic()
-    found = play(tmp_path, server, ["forbidden", "base", "right", "mute", "silent"], seconds_per_model=5.0)
+    found += play(tmp_path, server, ["silent"], seconds_per_model=3.0)
+    assert time.monotonic() - began < 30  # the model that never answers would take for ever
     forbidden, base, right, mute, silent = found
-    assert time.monotonic() - began < 15
     assert right.sampled["accuracy"] == 1.0 and right.sampled["rollouts"] == 20 and right.error is None
     assert right.sampled["parse_failures"] == 0 and len(right.examples) == 6
     assert mute.error is None and mute.sampled["accuracy"] == 0.0
     assert mute.sampled["truncated"] == 1.0 and mute.sampled["parse_failures"] == 1.0
     # What failed has no number at all: a zero would be a measurement.
-    for failed, why in [(forbidden, "401"), (base, "no memory"), (silent, "time limit of 5 s")]:
+    for failed, why in [(forbidden, "401"), (base, "no memory"), (silent, "time limit of 3 s")]:
         assert failed.sampled is None and why in failed.error
     best = best_of(found)
     assert best is not None and best.name == "right"
