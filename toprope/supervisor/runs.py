@@ -21,6 +21,7 @@ from toprope.records.status import RESUMABLE, Event, Failure, Status, read_event
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.reservations import Machine, Reservations
+from toprope.supervisor.seen import SeenStatuses
 from toprope.supervisor.settle import end_unkept, prepare_attempt, settle
 
 __all__ = ["Runs", "Until"]
@@ -44,6 +45,7 @@ class Runs:
     def __init__(self, path: Path, launcher: Launcher, machine: Callable[[], Machine] = Machine.detect) -> None:
         self.path = path
         self._launcher, self._machine = launcher, machine
+        self._seen = SeenStatuses()
 
     def folder(self, run_id: str) -> RunFolder:
         """The folder of a run.
@@ -171,7 +173,7 @@ class Runs:
         return self._status(self.folder(run_id))
 
     def _status(self, folder: RunFolder) -> Status:
-        status = Status.read(folder)
+        status = self._seen.read(folder)
         if (status.ended and status.ended_at is not None) or held(folder.lock):
             return status
         lock = RunLock.acquire(folder.lock)
@@ -190,11 +192,17 @@ class Runs:
         """
         found = []
         try:
-            entries = [entry for entry in os.scandir(self.path) if entry.is_dir() and RUN_ID.fullmatch(entry.name)]
+            with os.scandir(self.path) as entries:
+                names = [entry.name for entry in entries if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
         except FileNotFoundError:
             return []
-        for entry in entries:
-            folder = RunFolder(Path(entry.path))
+        self._seen.keep_only(set(names))
+        for name in names:
+            known = self._seen.known(name, f"{self.path}/{name}/status.json")
+            if known is not None and known.ended and known.ended_at is not None:
+                found.append(known)
+                continue
+            folder = RunFolder(self.path / name)
             try:
                 found.append(self._status(folder))
             except (Corrupt, NotFound, OSError) as error:
