@@ -18,7 +18,10 @@ from typing import Literal, Protocol
 from toprope.records.groups import MASKED, Batch, Group
 from toprope.settings.schema import Config
 
-__all__ = ["BatchSource", "Ending", "GroupBatch", "GroupReader", "Row", "advantages", "rows_of"]
+__all__ = ["PARSED", "BatchSource", "Ending", "GroupBatch", "GroupReader", "Row", "advantages", "rows_of"]
+
+PARSED = "parsed"
+"""The reward part by which an environment says whether it could read an answer at all: 1 or 0."""
 
 _POLL_S = 1.0
 _RATE_WINDOW = 50
@@ -54,6 +57,8 @@ class Row:
     logprobs: list[float]
     advantage: float
     truncated: bool
+    version: int | None = None
+    """The oldest policy version that sampled a token of it; None where unknown."""
 
 
 @dataclass
@@ -63,6 +68,8 @@ class GroupBatch:
     groups: list[Group]
     cursor: int
     metrics: dict[str, float] = field(default_factory=dict)
+    version: int | None = None
+    """The policy version that is trained on them."""
 
 
 def rewards_of(group: Group) -> list[float]:
@@ -112,6 +119,9 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
                     logprobs=[value if kept else 0.0 for value, kept in zip(logprobs[start:], trained, strict=True)],
                     advantage=scaled[rollout],
                     truncated=group.outcomes[rollout].truncated if group.outcomes else False,
+                    version=min((version for version, _ in group.versions[index]), default=None)
+                    if group.versions
+                    else None,
                 )
             )
     return rows
@@ -146,6 +156,7 @@ class BatchSource:
         """Rollouts delivered so far, trained on or not."""
         self.dropped: Counter[str] = Counter(dropped or {})
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
+        self._waiting = 0
 
     def next(self, version: int) -> GroupBatch:
         """The next step's groups.
@@ -181,7 +192,7 @@ class BatchSource:
         self.rollouts += sum(len(rewards_of(group)) for group in seen)
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        return GroupBatch(kept, self.cursor, _numbers(seen, kept, stale, waited) | self._totals())
+        return GroupBatch(kept, self.cursor, _numbers(seen, kept, stale, waited) | self._totals(), version)
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
         while True:
@@ -189,7 +200,7 @@ class BatchSource:
                 raise Ending
             answer = self._reader.next_batch(self._position, sequences, _POLL_S)
             if answer.batch:
-                self._position = answer.cursor
+                self._position, self._waiting = answer.cursor, answer.waiting
                 if answer.stale:  # the API held the limit before they came here
                     self.dropped["stale"] += answer.stale
                 yield from zip(answer.sequence_numbers, answer.batch, strict=True)
@@ -200,8 +211,7 @@ class BatchSource:
             return "stale"
         if not any(mask != MASKED for masks in group.masks for mask in masks):
             return "empty"
-        rewards = rewards_of(group)
-        if self._config.algorithm.drop_zero_signal and max(rewards) - min(rewards) < 1e-9:
+        if self._config.algorithm.drop_zero_signal and _is_flat(group):
             return "zero_signal"
         return None
 
@@ -209,24 +219,27 @@ class BatchSource:
         first, last = self._pace[0], self._pace[-1]
         rate = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
         totals = {"rollouts": float(self.rollouts), "rollouts_per_second": round(rate, 1)}
+        totals["groups/waiting"] = float(self._waiting)
         return totals | {f"dropped/{reason}": float(count) for reason, count in sorted(self.dropped.items())}
 
 
 def _numbers(seen: list[Group], kept: list[Group], stale: list[int], waited: float) -> dict[str, float]:
     """A step's numbers over everything that was delivered for it, under TRL's names where it has one."""
     rewards = [reward for group in seen for reward in rewards_of(group)]
-    spreads = [max(own) - min(own) for own in (rewards_of(group) for group in seen)]
+    flat = [_is_flat(group) for group in seen]
     outcomes = [outcome for group in seen for outcome in group.outcomes or []]
     lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
     numbers = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        "frac_reward_zero_std": sum(spread < 1e-9 for spread in spreads) / len(spreads),
+        "frac_reward_zero_std": sum(flat) / len(flat),
+        **_flat_shares([group for group, is_flat in zip(seen, flat, strict=True) if is_flat], len(seen)),
         "groups/delivered": float(len(seen)),
         "groups/trained": float(len(kept)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/max_length": float(max(lengths)),
         "staleness/mean": statistics.fmean(stale),
+        "staleness/min": float(min(stale)),
         "staleness/max": float(max(stale)),
         "wait_seconds": round(waited, 4),
     }
@@ -234,11 +247,35 @@ def _numbers(seen: list[Group], kept: list[Group], stale: list[int], waited: flo
         numbers["success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
         numbers["completions/clipped_ratio"] = sum(outcome.truncated for outcome in outcomes) / len(outcomes)
         numbers["errors"] = float(sum(outcome.error is not None for outcome in outcomes))
+        numbers["errors/share"] = numbers["errors"] / len(outcomes)
+        if any(PARSED in outcome.parts for outcome in outcomes):
+            unread = sum(outcome.parts.get(PARSED, 1.0) <= 0 for outcome in outcomes)
+            numbers["parse_failures"] = unread / len(outcomes)
         numbers["turns/mean"] = statistics.fmean(outcome.turns for outcome in outcomes)
         for name in sorted({name for outcome in outcomes for name in outcome.parts}):
             values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
             numbers[f"rewards/{name}/mean"] = statistics.fmean(values)
     return numbers
+
+
+def _is_flat(group: Group) -> bool:
+    """Whether all its rewards are equal: no signal for group-relative advantages."""
+    rewards = rewards_of(group)
+    return max(rewards) - min(rewards) < 1e-9
+
+
+def _flat_shares(flat: list[Group], of: int) -> dict[str, float]:
+    """Why groups carry no signal, as shares of all: all answers wrong, all right, or neither (a scorer that gives
+    everything the same)."""
+    right = wrong = 0
+    for group in flat:
+        if group.outcomes:
+            won = [outcome.success for outcome in group.outcomes]
+            right, wrong = right + all(won), wrong + (not any(won) and group.outcomes[0].reward <= 0)
+        else:
+            right, wrong = right + (group.scores[0] >= 1), wrong + (group.scores[0] <= 0)
+    shares = {"all_right": right, "all_wrong": wrong, "other": len(flat) - right - wrong}
+    return {f"frac_reward_zero_std/{why}": count / of for why, count in shares.items()}
 
 
 def _shuffled(group: Group, seed: int) -> list[float]:

@@ -15,13 +15,11 @@ from toprope.errors import ComponentFailed
 from toprope.records.folder import RunFolder, write_json
 from toprope.records.groups import Outcome
 from toprope.sdk.errors import WorkerError
+from toprope.training.batches import PARSED
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts import Made, RolloutMaker
 
-__all__ = ["PARSED", "Evaluator", "example_of", "newest_version", "summarize", "tally", "unplayed"]
-
-PARSED = "parsed"
-"""The reward part by which an environment says whether it could read an answer at all: 1 or 0."""
+__all__ = ["Evaluator", "example_of", "newest_version", "summarize", "tally", "unplayed"]
 
 _LONGEST_ERROR = 500
 

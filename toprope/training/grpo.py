@@ -21,6 +21,7 @@ from trl.trainer.utils import use_adapter
 
 from toprope.settings.schema import Config
 from toprope.training.batches import GroupBatch, Row, rows_of
+from toprope.training.measures import AGES, Movement, StepClock, ages
 
 __all__ = ["GroupTrainer", "arguments", "collate"]
 
@@ -155,6 +156,8 @@ class GroupTrainer(GRPOTrainer):
         )
         self._toprope, self._next_batch, self._on_row = config, next_batch, on_row
         self._numbers: dict[str, float] = {}
+        self._logps: torch.Tensor | None = None
+        self._movement, self._clock = Movement(), StepClock()
         self.first_step = 0
         """Steps that were done before `train` is called, by an earlier attempt of the run."""
         for callback in (PrinterCallback, ProgressCallback):
@@ -196,10 +199,21 @@ class GroupTrainer(GRPOTrainer):
         return size * self.args.steps_per_generation / max(total, 1)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().compute_loss(model, inputs, *args, **kwargs) * self._shares[self._part]
+        loss = super().compute_loss(model, inputs, *args, **kwargs) * self._shares[self._part]
+        if self._logps is not None:
+            self._movement.add(self._logps, inputs)
+            self._logps = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if kwargs.get("compute_entropy"):  # the loss asks for it, the reference's pass does not
+            self._logps = found[0].detach()
+        return found
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
         batch = self._next_batch()
+        self._clock.prepares()
         self._numbers = batch.metrics
         algorithm = self._toprope.algorithm
         rows = rows_of(batch.groups, self._toprope)
@@ -209,8 +223,10 @@ class GroupTrainer(GRPOTrainer):
         tensors = collate(
             rows, self._pad, mask_truncated=algorithm.mask_truncated_completions, device=self.accelerator.device
         )
+        tensors[AGES] = ages(rows, batch.version, self.accelerator.device)
         if self.beta != 0.0:
             tensors["ref_per_token_logps"] = self._reference_logprobs(tensors)
+        self._clock.prepared()
         return tensors
 
     @property
@@ -238,6 +254,7 @@ class GroupTrainer(GRPOTrainer):
             finite = [value for value in values if value == value]
             numbers[name] = sum(finite) / len(finite) if finite else None
         self._metrics["train"].clear()
+        numbers |= self._movement.take() | self._clock.take(numbers, self._numbers.get("wait_seconds", 0.0))
         numbers |= self._numbers
         if self.args.report_to:
             super().log({name: value for name, value in numbers.items() if value is not None}, start_time)
