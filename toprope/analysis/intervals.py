@@ -8,12 +8,23 @@ Binomial Proportion, Statistical Science 16, 2001).
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from toprope.errors import InvalidValue
 
-__all__ = ["Proportion", "rose", "wilson"]
+__all__ = [
+    "Interval",
+    "Proportion",
+    "mean_interval",
+    "paired_difference",
+    "rose",
+    "seeds_margin",
+    "t_quantile",
+    "wilson",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,19 @@ class Proportion:
     low: float
     high: float
     n: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies within, the ends included."""
+        return self.low <= value <= self.high
 
 
 def wilson(successes: float, n: int, confidence: float = 0.95) -> Proportion:
@@ -54,3 +78,138 @@ def wilson(successes: float, n: int, confidence: float = 0.95) -> Proportion:
 def rose(before: Proportion, after: Proportion) -> bool:
     """Whether a share rose by more than both intervals: they do not meet. Stricter than a test of the difference."""
     return after.low > before.high
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """The quantile of Student's t, by bisection of its distribution function, to about ten digits.
+
+    Standard library only: the server compares runs and loads no scipy.
+
+    Args:
+        probability: Within [0.5, 1).
+        freedom: Degrees of freedom, above 0; Welch's are no whole number.
+
+    Raises:
+        InvalidValue: There is no such quantile.
+    """
+    if not 0.5 <= probability < 1 or not freedom > 0:
+        raise InvalidValue(f"There is no quantile {probability} of t with {freedom} degrees of freedom.")
+    low, high = 0.0, 1.0
+    while _t_below(high, freedom) < probability:
+        low, high = high, high * 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if _t_below(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+        if high - low <= 1e-11 * max(1.0, high):
+            break
+    return (low + high) / 2
+
+
+def _t_below(t: float, freedom: float) -> float:
+    """P(T <= t) for t >= 0: DLMF 8.17.6 with x = freedom / (freedom + t^2)."""
+    return 1.0 - 0.5 * _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by the continued fraction of DLMF 8.17.22 (Lentz's method)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - _incomplete_beta(1 - x, b, a)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x) - math.log(a)
+    )
+    tiny = 1e-300
+    value, c, d = 1.0, 1.0, 0.0
+    for number in range(400):
+        m = number // 2
+        if number == 0:
+            term = 1.0
+        elif number % 2 == 0:
+            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        else:
+            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        d = 1.0 / ((1.0 + term * d) or tiny)
+        c = (1.0 + term / c) or tiny
+        value *= c * d
+        if number and abs(c * d - 1.0) < 1e-15:
+            break
+    return front * (value - 1.0)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The mean of independent values (one a seed) with Student's t interval.
+
+    Args:
+        values: At least two.
+        confidence: Probability that the interval covers the true mean.
+
+    Raises:
+        InvalidValue: Fewer than two values.
+    """
+    if len(values) < 2:
+        raise InvalidValue("An interval of a mean needs at least two values.")
+    mean = statistics.fmean(values)
+    half = t_quantile((1 + confidence) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def seeds_margin(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> float | None:
+    """How large a difference of two means has to be before the spread between seeds cannot make it.
+
+    That is the half-width of Welch's interval (Biometrika 34, 1947). A side with a single run is taken to spread like
+    the other.
+
+    Args:
+        a, b: One value a seed.
+        confidence: Of the interval.
+
+    Returns:
+        The margin; None where neither side has two seeds.
+    """
+    variances = [statistics.variance(side) if len(side) > 1 else None for side in (a, b)]
+    known = [variance for variance in variances if variance is not None]
+    if not known:
+        return None
+    parts = [(known[0] if one is None else one) / len(side) for one, side in zip(variances, (a, b), strict=True)]
+    spread = sum(parts)
+    if spread == 0:
+        return 0.0
+    if len(known) == 1:
+        freedom: float = max(len(a), len(b)) - 1
+    else:
+        freedom = spread**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
+    return t_quantile((1 + confidence) / 2, freedom) * math.sqrt(spread)
+
+
+def paired_difference(both: int, only_b: int, only_a: int, neither: int, confidence: float = 0.95) -> Interval:
+    """The difference of two shares over the same tasks, b less a, with the interval of Newcombe's method 10 (Statistics
+    in Medicine 17, 1998, 2635-2650): Wilson's intervals of the two shares, joined by their correlation.
+
+    Args:
+        both, only_b, only_a, neither: Tasks by who solved them; at least one.
+        confidence: Of the interval.
+
+    Raises:
+        InvalidValue: There is no task.
+    """
+    n = both + only_b + only_a + neither
+    share_b, share_a = wilson(both + only_b, n, confidence), wilson(both + only_a, n, confidence)
+    product = (both + only_b) * (only_a + neither) * (both + only_a) * (only_b + neither)
+    covered = both * neither - only_b * only_a
+    if covered > n / 2:
+        covered -= n / 2
+    elif covered >= 0:
+        covered = 0
+    phi = covered / math.sqrt(product) if product else 0.0
+    difference = share_b.value - share_a.value
+
+    def distance(x: float, y: float) -> float:
+        return math.sqrt(max(0.0, x * x - 2 * phi * x * y + y * y))
+
+    low = difference - distance(share_b.value - share_b.low, share_a.high - share_a.value)
+    high = difference + distance(share_b.high - share_b.value, share_a.value - share_a.low)
+    return Interval(difference, max(-1.0, low), min(1.0, high))
