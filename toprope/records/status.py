@@ -2,6 +2,7 @@
 
     queued -> validating -> starting -> training -> evaluating -> completed
     any of these -> stopping -> stopped          any of these -> failed | lost
+    starting | training | evaluating <-> paused
     stopped | failed | lost -> (resume: same run, next attempt) -> queued
 
 A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
@@ -9,11 +10,9 @@ A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.errors import Corrupt
 from toprope.records.folder import LEFT, RunFolder, check_version, misfits, read_json, write_json
+from toprope.records.lines import PatientLines
 
 __all__ = [
     "ENDED",
     "LIVE",
-    "NO_ROOM",
     "RESUMABLE",
     "TRANSITIONS",
     "CrewMember",
@@ -42,11 +41,7 @@ STATUS_VERSION = 1
 EVENT_VERSION = 1
 """Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What writing fails with where there is no room: disk, quota, or limit of a file's size."""
-
 _TAIL_BYTES = 1 << 15
-_MOST_UNWRITTEN = 1000
 
 State = Literal[
     "queued",
@@ -70,10 +65,10 @@ RESUMABLE: frozenset[str] = frozenset({"stopped", "failed", "lost"})
 TRANSITIONS: dict[str, frozenset[str]] = {
     "queued": frozenset({"validating", "stopping", "failed", "lost"}),
     "validating": frozenset({"starting", "stopping", "failed", "lost"}),
-    "starting": frozenset({"training", "evaluating", "stopping", "failed", "lost"}),
+    "starting": frozenset({"training", "evaluating", "paused", "stopping", "failed", "lost"}),
     "training": frozenset({"evaluating", "paused", "stopping", "failed", "lost"}),
-    "paused": frozenset({"training", "stopping", "failed", "lost"}),
-    "evaluating": frozenset({"completed", "stopping", "failed", "lost"}),
+    "paused": frozenset({"starting", "training", "evaluating", "stopping", "failed", "lost"}),
+    "evaluating": frozenset({"completed", "paused", "stopping", "failed", "lost"}),
     "stopping": frozenset({"stopped", "failed", "lost"}),
     "completed": frozenset(),
     "stopped": frozenset({"queued"}),
@@ -165,69 +160,32 @@ class Event(_Record):
 class EventLog:
     """Appends numbered events to a run's events.jsonl; goes on after the last number found there.
 
-    What a full disk does not take is kept, in its order, and written before the next event or by `catch_up`.
+    What a full disk does not take is kept, and written before the next event or by `catch_up`.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.events
-        self._next = _last_number(self._path) + 1
-        self._unwritten: deque[bytes] = deque()
-        self._torn = _torn(self._path)
+        self._next = _last_number(folder.events) + 1
+        self._lines = PatientLines(folder.events)
 
     @property
     def behind(self) -> int:
         """How many events are not on disk yet."""
-        return len(self._unwritten)
+        return self._lines.behind
 
     def append(self, kind: str, **data: Any) -> Event:
-        """Writes one event as one line. One that finds no room is written later, see `catch_up`."""
+        """Writes one event as one line; one that finds no room, later.
+
+        Raises:
+            OSError: It cannot be written, and not for lack of room.
+        """
         event = Event(seq=self._next, at=time.time(), kind=kind, data=data)
         self._next += 1
-        self._unwritten.append((event.model_dump_json() + "\n").encode())
-        if len(self._unwritten) > _MOST_UNWRITTEN:
-            # The last ones matter most: they say how it ended.
-            self._unwritten.popleft()
-        self.catch_up()
+        self._lines.append((event.model_dump_json() + "\n").encode())
         return event
 
     def catch_up(self) -> bool:
-        """Writes what is left; whether nothing is left.
-
-        Raises:
-            OSError: It is not for lack of room.
-        """
-        try:
-            if self._unwritten:
-                self._write()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-        return not self._unwritten
-
-    def _write(self) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            while self._unwritten:
-                # A full disk cut a line short; this one must not become its rest.
-                line = (b"\n" if self._torn else b"") + self._unwritten[0]
-                written = os.write(descriptor, line)
-                if written < len(line):
-                    self._torn = self._torn or written > 0
-                    if written == len(line) - 1:
-                        self._unwritten[0] = b""  # all but its end: that comes next
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._torn = False
-                self._unwritten.popleft()
-        finally:
-            os.close(descriptor)
-
-
-def _torn(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
-    except FileNotFoundError:
-        return False
+        """Writes what is left; whether nothing is left. Raises: see `append`."""
+        return self._lines.catch_up()
 
 
 def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Event]:

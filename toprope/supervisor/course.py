@@ -40,6 +40,7 @@ from toprope.supervisor.crew import Crew
 from toprope.supervisor.life import Life
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.orders import StopOrder, take_orders
+from toprope.supervisor.pausing import Pausing
 from toprope.supervisor.plan import PLOT, Programs, members_of, spare_of
 from toprope.supervisor.reservations import Granted, Reservations, Waits
 from toprope.supervisor.watchers import Hands, Watchers, watchers_for
@@ -104,6 +105,7 @@ class Course:
             surroundings=os.environ if surroundings is None else surroundings,
             checkpoint=self._resumes,
         )
+        self._pausing = Pausing(self._life, self._crew)
         self._ready: set[str] = set()
         self._finished: set[str] = set()
         self._evaluated: set[str] = set()
@@ -117,7 +119,17 @@ class Course:
 
     def _watch_with(self) -> Watchers:
         life = self._life
-        hands = Hands(self._folder, self._spec, lambda: life.status, life.event, life.update, self._stop)
+        pausing, stop = self._pausing, self._stop
+        hands = Hands(
+            self._folder,
+            self._spec,
+            lambda: life.status,
+            life.event,
+            life.update,
+            stop,
+            pausing.pause,
+            pausing.proceed,
+        )
         return Watchers(watchers_for(hands), life.event)
 
     async def run(self) -> None:
@@ -149,6 +161,7 @@ class Course:
                 case StopOrder():
                     self._end("stopped", ending.reason)
                 case _Completed():
+                    self._pausing.release()
                     await self._conclude()
                     self._end("completed")
                 case Failure():
@@ -274,6 +287,8 @@ class Course:
                     grace = self._spec.config.launcher.stop_grace_s
                     asyncio.get_running_loop().call_later(grace, self._hasten, component)
         self._watchers.heard(name, report)
+        if not self._closing:
+            self._pausing.enforce()
         self._complete_if_done()
 
     def _set_ready(self, component: Component) -> None:

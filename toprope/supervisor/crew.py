@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from toprope.records.crew import Order, Peers, Stop
+from toprope.records.crew import Evaluate, Order, Peers, Stop, Without
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.supervisor import guard
@@ -61,6 +61,7 @@ class Crew:
         self._secret = secrets.token_urlsafe(32)
         self._components: dict[str, Component] = {}
         self._addresses: dict[str, str] = {}
+        self._lasting: dict[str, dict[str, Order]] = {}
         self._deadline = float("inf")
         self._hurry = asyncio.Event()
 
@@ -95,6 +96,8 @@ class Crew:
         self._components[name] = component
         if self._addresses:
             component.send(Peers(dict(self._addresses)))
+        for order in self._lasting.get(name, {}).values():
+            component.send(order)
         return component
 
     def announce(self, name: str, address: str) -> None:
@@ -107,6 +110,15 @@ class Crew:
         """Hands an order to one member, if there is such a member."""
         if name in self._components:
             self._components[name].send(order)
+
+    def order(self, name: str, order: Order) -> None:
+        """Hands over an order that holds until it is settled: a member that is started later, or again, gets it too."""
+        self._lasting.setdefault(name, {})[_key(order)] = order
+        self.send(name, order)
+
+    def settle(self, name: str, order: Order) -> bool:
+        """An order was carried out or taken back; whether it was open."""
+        return self._lasting.get(name, {}).pop(_key(order), None) is not None
 
     def excerpt(self, name: str, lines: int = 20) -> list[str]:
         """What a component printed last, without the run's secret and the owner's keys."""
@@ -177,3 +189,9 @@ class Crew:
                 component.kill_guard()
             await gone
             await sweep_orphans(list(self._components.values()))
+
+
+def _key(order: Order) -> str:
+    """What an order is about: a later one about the same takes its place."""
+    about = order.label if isinstance(order, Evaluate) else order.component if isinstance(order, Without) else ""
+    return f"{type(order).__name__} {about}"

@@ -40,12 +40,14 @@ class Life:
     def state(self) -> str:
         return self.status.state
 
-    def to(self, state: State, reason: str = "", **fields: Any) -> None:
+    def to(self, state: State, reason: str = "", *, can_wait: bool = False, **fields: Any) -> None:
         """Enters `state` and writes it. To the state it is in: nothing.
 
         Args:
             state: A state that TRANSITIONS allows now.
             reason: Why, for people.
+            can_wait: Whether a disk without room only delays the writing: a run that is paused for that reason cannot
+                say so at once.
             fields: More of the status to replace.
 
         Raises:
@@ -59,7 +61,10 @@ class Life:
         self._work = {}
         update = {"state": state, "reason": reason, "since": now, "progress": dict(self._steps), **fields}
         self.status = self.status.model_copy(update=update)
-        self.write()
+        if can_wait:
+            self._write_later()
+        else:
+            self.write()
         failure: Failure | None = fields.get("failure")
         detail = {"component": failure.component} if failure else {}
         self.event("state", **{"from": old, "to": state, "reason": reason, **detail})
@@ -140,7 +145,9 @@ class Life:
         self.status.write(self._folder)
 
     def _write_later(self) -> None:
-        self._due = None
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         try:
             self.write()
         except OSError as error:

@@ -34,6 +34,11 @@ class Hands:
     """Replaces fields of the status."""
     stop: Callable[[StopOrder], None]
     """Ends the run in order, with a last checkpoint."""
+    pause: Callable[[str], None]
+    """Has the crew finish what is at hand and begin nothing new: `pause(reason)`. The state is `paused` as soon as the
+    run has come far enough to be held; called again, the reason changes."""
+    proceed: Callable[[], None]
+    """Lets a paused run go on, in the state that it was in; nothing where it is not paused."""
 
 
 class Watcher(Protocol):
