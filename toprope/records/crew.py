@@ -19,6 +19,7 @@ __all__ = [
     "Evaluated",
     "Failed",
     "Finished",
+    "NoRoom",
     "Order",
     "Pause",
     "Peers",
@@ -26,8 +27,9 @@ __all__ = [
     "Progress",
     "Ready",
     "Report",
-    "Stop",
     "Stepped",
+    "Stop",
+    "Warned",
     "Without",
     "decode_order",
     "decode_report",
@@ -111,7 +113,21 @@ class Failed(msgspec.Struct, tag="failed"):
     hint: str = ""
 
 
-Report = Ready | Checked | Progress | Stepped | Evaluated | Checkpointed | CountsReport | Finished | Failed
+class Warned(msgspec.Struct, tag="warned"):
+    """Something that whoever follows the run should know, and that does not end it."""
+
+    what: str
+
+
+class NoRoom(msgspec.Struct, tag="no_room"):
+    """The member could not write something for lack of room on the disk, and goes on; it tries again later."""
+
+    what: str
+
+
+Report = (
+    Ready | Checked | Progress | Stepped | Evaluated | Checkpointed | CountsReport | Finished | Failed | Warned | NoRoom
+)
 
 
 class Peers(msgspec.Struct, tag="peers"):

@@ -184,7 +184,7 @@ class RunFolder:
         return self.logs / f"{component}.log"
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, None where there is none."""
+        """The newest complete checkpoint, None where there is none. Whether it is sound says `records.checkpoints`."""
         found = checkpoints_in(self.checkpoints)
         return found[-1] if found else None
 

@@ -6,8 +6,10 @@
       random.safetensors      states of torch's generators
       state.json              step, cursor, policy version, counts, optimizer's and scheduler's numbers,
                               Python's random state
+      manifest.json           size and SHA-256 of every other file
 
-A folder of that name is complete: it appears by a rename after everything in it was synced.
+A folder of that name is complete: it appears by a rename after everything in it was synced. See
+`toprope.records.checkpoints` for the manifest, by which damage is found before a checkpoint is used.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from toprope.errors import Corrupt
+from toprope.records.checkpoints import STATE_VERSION, problem_of, seal, set_aside
 from toprope.records.folder import checkpoints_in
+from toprope.records.lines import NO_ROOM
 
 __all__ = ["CheckpointState", "latest", "load", "load_weights", "save"]
+
+
+_HASH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class CheckpointState:
     train_seconds: float
     rollouts: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    version: int = 1
+    version: int = STATE_VERSION
 
 
 def save(
@@ -57,13 +64,36 @@ def save(
     """Writes checkpoint `step-N` into `folder` and removes all but the newest `keep`.
 
     Returns:
-        Its path. If it was there already it is left as it is.
+        Its path. If it was there already and is sound it is left as it is; a damaged one gets another name.
+
+    Raises:
+        OSError: It could not be written, for lack of room perhaps. What was written of it is gone again, and the
+            checkpoints before it stand.
     """
     final = folder / f"step-{state.step:06d}"
     if final.exists():
-        return final
+        if problem_of(final) is None:
+            return final
+        set_aside(final)
     aside = folder / f".writing-{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _write(aside, state, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler)
+        seal(aside)
+        os.rename(aside, final)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        said = _no_room_in(str(error))
+        if said is not None and not isinstance(error, OSError):
+            raise OSError(said, os.strerror(said)) from error
+        raise
+    _sync(folder)
+    for old in checkpoints_in(folder)[: -max(keep, 1)]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _write(aside: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any) -> None:
     (aside / "model").mkdir(parents=True, mode=0o700)
     # TRL keeps a copy of the starting adapters beside those that it trains; the policy is the trained ones.
     adapters = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
@@ -89,14 +119,11 @@ def save(
         "python_random": random.getstate(),
     }
     (aside / "state.json").write_text(json.dumps(document))
-    for path in sorted(aside.rglob("*")):
-        _sync(path)
-    _sync(aside)
-    os.rename(aside, final)
-    _sync(folder)
-    for old in checkpoints_in(folder)[: -max(keep, 1)]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+
+
+def _no_room_in(text: str) -> int | None:
+    """The system's error number: the libraries that write tensors and tokenizers say it only in words."""
+    return next((number for number in NO_ROOM if f"(os error {number})" in text), None)
 
 
 def latest(folder: Path) -> Path | None:
@@ -114,6 +141,7 @@ def load_weights(path: Path, model: Any) -> None:
     Raises:
         Corrupt: They are damaged, or those of another model.
     """
+    _check(path)
     folder = path / "model"
     try:
         if hasattr(model, "peft_config"):
@@ -138,8 +166,9 @@ def load(path: Path, *, model: Any, optimizer: torch.optim.Optimizer, scheduler:
     `path / "model"`.
 
     Raises:
-        Corrupt: Something is missing or does not fit the model.
+        Corrupt: Something is missing, damaged, or does not fit the model.
     """
+    _check(path)
     try:
         document = json.loads((path / "state.json").read_text())
         moments = load_file(path / "optimizer.safetensors")
@@ -170,7 +199,13 @@ def load(path: Path, *, model: Any, optimizer: torch.optim.Optimizer, scheduler:
     return CheckpointState(**{key: value for key, value in document.items() if key in known})
 
 
-def _unusable(path: Path, error: Exception) -> Corrupt:
+def _check(path: Path) -> None:
+    """What costs little: whoever resumes has compared all of it (`records.checkpoints.newest_sound`)."""
+    if (problem := problem_of(path, hash_bytes=_HASH_BYTES)) is not None:
+        raise _unusable(path, problem)
+
+
+def _unusable(path: Path, error: Exception | str) -> Corrupt:
     return Corrupt(
         f"The checkpoint {path} cannot be used: {error}.",
         hint="It was left as it is. Move the folder away to resume from the checkpoint before it.",
