@@ -63,6 +63,10 @@ class Group(msgspec.Struct, omit_defaults=True):
     outcomes: list[Outcome] | None = None
     versions: list[list[tuple[int, int]]] | None = None
     """For each row, runs of (policy version, count) over its sampled tokens, in order."""
+    prompt: str | None = None
+    """What the task asked, as text for people: cut, and no part of what is trained on."""
+    answers: list[str] | None = None
+    """For each outcome what was answered, all turns of it, likewise."""
     seconds: float | None = None
     """Wall time from asking for the first token to the score."""
 

@@ -79,6 +79,11 @@ class AlgorithmSection(_Section):
     shuffle_rewards: bool = Field(
         False, description="A control: rewards are shuffled within each group, so that nothing can be learned."
     )
+    deterministic: bool = Field(
+        False,
+        description="Two runs give the same numbers, on the same machine and versions: sampling waits for each step's "
+        "weights, one rollout group at a time, with fixed seeds. Several times slower.",
+    )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of sampling, tasks' order and weights' init.")
 
 

@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Driver:
                 self._member.folder,
                 maker,
                 sampling,
-                concurrency=max(64, rollout.concurrency),
+                concurrency=1 if self._config.algorithm.deterministic else max(64, rollout.concurrency),
                 progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
             )
             if self._spec.kind == "test":
@@ -101,7 +101,9 @@ class Driver:
 
     def _sampling(self) -> Sampling:
         rollout = self._config.rollout
-        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop))
+        algorithm = self._config.algorithm
+        seed = algorithm.seed if algorithm.deterministic else None
+        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
     def _maker(self, link: Link, player: PolicyClient | EndpointClient) -> RolloutMaker:
         return RolloutMaker(
@@ -119,6 +121,8 @@ class Driver:
         given = {
             name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")
         }
+        if self._config.algorithm.deterministic:
+            given.setdefault("PYTHONHASHSEED", "0")  # else sets of texts have another order in every process
         link = await Link.start(
             source.interpreter, env=worker_environment(given), stderr=_OwnLog(), timeout=section.load_timeout_s
         )
@@ -292,23 +296,31 @@ class Driver:
                 pass
             room.set()
 
+        async def one() -> int:
+            """Makes and posts a group; how many wait with it."""
+            number = next(numbers)
+            group_id = f"{self._spec.run_id}-{self._member.attempt}-{number}"
+            try:
+                made = await maker.make("train", number, rollout.group_size, sampling)
+            except (WorkerError, PromptTooLong) as error:
+                self._count_failure(error)
+                return 0
+            group = made.group(self._spec.environment.name, group_id)
+            if not group.tokens:
+                self._count_failure("no rollout of it holds a sampled token")
+                return 0
+            self._failed_in_a_row = 0
+            self._sampled_by(newest_version(made))
+            return await api.post_group(group)
+
+        if self._config.algorithm.deterministic:
+            await self._in_step(one, api, evaluator)
+            return
+
         async def work() -> None:
             while True:
                 await room.wait()
-                number = next(numbers)
-                group_id = f"{self._spec.run_id}-{self._member.attempt}-{number}"
-                try:
-                    made = await maker.make("train", number, rollout.group_size, sampling)
-                except (WorkerError, PromptTooLong) as error:
-                    self._count_failure(error)
-                    continue
-                group = made.group(self._spec.environment.name, group_id)
-                if not group.tokens:
-                    self._count_failure("no rollout of it holds a sampled token")
-                    continue
-                self._failed_in_a_row = 0
-                self._sampled_by(newest_version(made))
-                waiting = await api.post_group(group)
+                waiting = await one()
                 if waiting >= rollout.queue_groups and room.is_set():
                     room.clear()
                     tasks.create_task(watch_room())
@@ -318,6 +330,18 @@ class Driver:
                 tasks.create_task(work())
             if self._config.evaluation.every_steps:
                 tasks.create_task(self._evaluate_along(evaluator))
+
+    async def _in_step(self, make_one: Callable[[], Awaitable[int]], api: ApiClient, evaluator: Evaluator) -> None:
+        """Makes groups one after the other, and only for a trainer that waits: each is sampled by exactly the weights
+        that it trains, and no clock decides what a step is made of."""
+        due = self._config.evaluation.every_steps
+        while True:
+            wanted = await api.wanted(wait_s=_ROOM_WAIT_S)
+            if not wanted.rows:
+                continue
+            if due and wanted.version >= due:
+                due = await self._evaluate_now(evaluator, wanted.version)
+            await make_one()
 
     def _sampled_by(self, version: int) -> None:
         if version > self._version:
@@ -333,10 +357,13 @@ class Driver:
             self._news.clear()
             if self._version < due:
                 continue
-            label = f"step-{self._version}"
-            summary = await evaluator.along(label, self._validation)
-            self._member.report(Evaluated(label, summary))
-            due = (self._version // evaluation.every_steps + 1) * evaluation.every_steps
+            due = await self._evaluate_now(evaluator, self._version)
+
+    async def _evaluate_now(self, evaluator: Evaluator, version: int) -> int:
+        """Evaluates on validation tasks; the version at which the next time is due."""
+        label, every = f"step-{version}", self._config.evaluation.every_steps
+        self._member.report(Evaluated(label, await evaluator.along(label, self._validation)))
+        return (version // every + 1) * every
 
     def _count_failure(self, error: WorkerError | PromptTooLong | str) -> None:
         self._failed_in_a_row += 1

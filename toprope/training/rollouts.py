@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ from toprope.training.inference.client import Answer, PolicyClient, PromptTooLon
 from toprope.training.inference.sessions import Turn, join_turns
 
 __all__ = ["Made", "RolloutMaker"]
+
+_HEAD, _TAIL = 1200, 800
+"""Characters of a text's beginning and end that are kept for people to read."""
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Made:
     outcomes: list[Outcome]
     turns: list[list[Turn]]
     seconds: float
+    talks: list[str] = field(default_factory=list)
+    """Per rollout what was said after the first messages, cut; empty where nothing was played."""
 
     def group(self, environment: str, group_id: str) -> Group:
         """The group as the trajectory API takes it: one row a segment, rollouts without a token left out."""
@@ -65,6 +71,8 @@ class Made:
             task_id=self.task_id,
             rollouts=None if plain else owners,
             outcomes=self.outcomes,
+            prompt=_cut("\n".join(str(message.get("content", "")) for message in self.messages)),
+            answers=self.talks or None,
             seconds=round(self.seconds, 4),
         )
 
@@ -93,7 +101,7 @@ class RolloutMaker:
             toprope.sdk.errors.WorkerFailure: The worker failed; see there.
             ComponentFailed: Inference failed.
         """
-        began = time.monotonic()
+        began, sampling = time.monotonic(), sampling.at(split, index)
         start = await self._link.call("begin", timeout=self._timeout, split=split, index=index, count=size)
         first = start["messages"]
         own = start.get("per_rollout")
@@ -125,7 +133,12 @@ class RolloutMaker:
             outcomes=[rollout.outcome or Outcome(0.0, error="unfinished") for rollout in rollouts],
             turns=[rollout.turns for rollout in rollouts],
             seconds=time.monotonic() - began,
+            talks=[_talk(rollout, len(own[place] if own else first)) for place, rollout in enumerate(rollouts)],
         )
+
+    def sealed(self) -> AbstractAsyncContextManager[None]:
+        """See `Link.sealed`."""
+        return self._link.sealed()
 
     async def _answers(
         self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None
@@ -134,10 +147,13 @@ class RolloutMaker:
         numbers = {id(rollout): place for place, rollout in enumerate(everyone or rollouts)}
         many = len(numbers) > 1
 
+        def seeded(rollout: _Rollout) -> Sampling:
+            return sampling.at(len(rollout.turns), numbers[id(rollout)])
+
         async def one(rollout: _Rollout) -> Answer | None:
             key = f"{session}/{numbers[id(rollout)]}" if session and many else session
             try:
-                return (await self._policy.chat(rollout.messages, sampling, session=key))[0]
+                return (await self._policy.chat(rollout.messages, seeded(rollout), session=key))[0]
             except PromptTooLong:
                 if not rollout.turns:  # even the task does not fit: the configuration is at fault, not the policy
                     raise
@@ -177,3 +193,15 @@ class RolloutMaker:
 
     async def _forget(self, session: str) -> None:
         await self._policy.close_session(session)
+
+
+def _talk(rollout: _Rollout, asked: int) -> str:
+    """What was said in a rollout after the `asked` first messages, for people."""
+    if len(rollout.messages) <= asked + 1:
+        return _cut(rollout.text)
+    said = rollout.messages[asked:]
+    return _cut("\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in said))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n[...]\n{text[-_TAIL:]}"

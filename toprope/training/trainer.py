@@ -12,16 +12,24 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import TopropeError
-from toprope.records.crew import ENV_CHECKPOINT, Checkpointed, Failed, Finished, Ready, Stepped
+from toprope.records.checkpoints import newest_sound, nothing_sound, set_aside
+from toprope.records.crew import ENV_CHECKPOINT, Checkpointed, Failed, Finished, NoRoom, Ready, Stepped, Warned
+from toprope.records.lines import NO_ROOM, PatientLines
+from toprope.records.metrics import header
 from toprope.settings.schema import Config
 from toprope.training.crew import Member
 from toprope.training.wandb_note import note_wandb
 
 __all__ = ["TrainingRun", "main", "rate_factor"]
+
+_SAVE_AGAIN_S = 2.0
+_ROWS_IN_MEMORY = 100_000
+"""Rows that wait for room on the disk; of more the oldest are lost."""
 
 
 def rate_factor(config: Config, step: int, elapsed_s: float) -> float:
@@ -37,7 +45,7 @@ def rate_factor(config: Config, step: int, elapsed_s: float) -> float:
     if optimizer.lr_scheduler_type in ("constant", "constant_with_warmup"):
         return 1.0
     progress = (step - warmup) / max(1, budget.steps - warmup)
-    if budget.max_train_seconds is not None:
+    if budget.max_train_seconds is not None and not config.algorithm.deterministic:
         progress = max(progress, elapsed_s / budget.max_train_seconds)
     progress = min(max(progress, 0.0), 1.0)
     if optimizer.lr_scheduler_type == "linear":
@@ -53,7 +61,9 @@ class TrainingRun:
         self._began: float | None = None
         self._earlier_s = 0.0
         self._step, self._saved_step = 0, -1
-        self._metrics = _open_rows(member.folder.metrics)
+        self._unsaved_since: float | None = None
+        self._metrics = PatientLines(member.folder.metrics, most=_ROWS_IN_MEMORY)
+        self._metrics.append(header(member.attempt))
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Trains until the budget is used or a stop is asked for; leaves a checkpoint in both cases.
@@ -69,6 +79,8 @@ class TrainingRun:
         import transformers
 
         torch.set_num_threads(self._config.launcher.threads)
+        if self._config.algorithm.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # TRL and accelerate are not ours to mend
         transformers.logging.set_verbosity_error()
         from toprope.training.api.sync_client import SyncApiClient
         from toprope.training.batches import BatchSource, Ending
@@ -100,7 +112,7 @@ class TrainingRun:
             optimizers=(self._optimizer, self._scheduler),
             callbacks=[_after_step(self)],
         )
-        state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(checkpoint)
+        state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(self._sound(checkpoint))
         trainer.first_step = state.step
         self._source = BatchSource(self._api, config, member.ending.is_set, state.cursor, state.rollouts, state.dropped)
         member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
@@ -109,12 +121,31 @@ class TrainingRun:
                 trainer.train()
             except Ending:
                 pass
-        self._save()
+        self._save_at_last()
         if report_to:
             import wandb
 
             wandb.finish()
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
+
+    def _sound(self, checkpoint: Path) -> Path:
+        """The checkpoint, or where it is damaged the one before it that is not.
+
+        Raises:
+            Corrupt: None is sound.
+        """
+        folder, step = self._member.folder, int(checkpoint.name.removeprefix("step-"))
+        found, damaged = newest_sound(folder, below=step)
+        if found is None:
+            raise nothing_sound(folder, damaged)
+        for damage in damaged:
+            aside = set_aside(damage.path)
+            self._member.report(
+                Warned(f"{damage} It is kept as {aside.name}; training goes on from step {found.step}.")
+            )
+        if damaged:
+            self._member.report(Checkpointed(found.step, str(found.path.relative_to(folder.path)), found.cursor))
+        return found.path
 
     def _take_up(self, checkpoint: Path) -> Any:
         """Becomes what the checkpoint was, and lets inference have its weights under their version."""
@@ -128,9 +159,15 @@ class TrainingRun:
             self._publisher.version = state.policy_version - 1
             self._publisher.publish()
         # A trainer that was killed may have written the checkpoint and not have said so.
-        self._api.commit(state.cursor)
-        print(f"going on from step {state.step}, group {state.cursor}", file=sys.stderr, flush=True)
-        return state
+        cursor = self._api.take_up(state.cursor)
+        if cursor != state.cursor:
+            lost = f"ends {state.cursor - cursor} groups before it" if cursor < state.cursor else "is past it"
+            self._member.report(
+                Warned(f"The checkpoint of step {state.step} was made at group {state.cursor}, and the journal {lost}: "
+                       f"training goes on with what comes after group {cursor} there.")
+            )  # fmt: skip
+        print(f"going on from step {state.step}, group {cursor}", file=sys.stderr, flush=True)
+        return replace(state, cursor=cursor)
 
     def note_reporting(self) -> None:
         """Leaves word of where Weights & Biases keeps this run, if it does."""
@@ -161,14 +198,16 @@ class TrainingRun:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row |= {name: _short(value) for name, value in numbers.items()}
         row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
-        os.write(self._metrics, (json.dumps(row) + "\n").encode())
+        if not self._metrics.append((json.dumps(row) + "\n").encode()):
+            self._member.report(NoRoom(f"{self._metrics.behind} rows of metrics.jsonl wait for room on the disk"))
         self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
         if numbers.get("loss") is None or not math.isfinite(numbers["loss"] or 0.0):
             raise TopropeError(
                 f"The loss at step {step} is not a number.",
                 hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; metrics.jsonl has the steps before.",
             )
-        if step % self._config.logging.save_steps == 0:
+        waited = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= _SAVE_AGAIN_S
+        if waited or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):
             self._save()
 
     def _eta(self, step: int) -> float:
@@ -178,37 +217,49 @@ class TrainingRun:
             left = min(left, max(budget.max_train_seconds - elapsed, 0.0))
         return round(left, 1)
 
-    def _save(self) -> None:
+    def _save_at_last(self) -> None:
+        """The checkpoint of the end, for which a full disk is waited for unless the run is to end at once."""
+        while not (self._save() and self._metrics.catch_up()):
+            if self._member.ending.wait(_SAVE_AGAIN_S):
+                text = f"There was no room for a checkpoint of step {self._step}; the one before it stands."
+                self._member.report(Warned(text))
+                return
+
+    def _save(self) -> bool:
+        """Writes a checkpoint, unless this step has one; False where there is no room for it on the disk.
+
+        Raises:
+            TopropeError: It cannot be written for another reason.
+        """
         from toprope.training.checkpoints import CheckpointState, save
 
         if self._saved_step == self._step:
-            return
+            return True
         source = self._source
         state = CheckpointState(
             self._step, source.cursor, self._publisher.version, self._elapsed(), source.rollouts, dict(source.dropped)
         )
-        path = save(
-            self._member.folder.checkpoints,
-            state,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            keep=self._config.logging.save_total_limit,
-        )
-        self._saved_step = self._step
+        try:
+            path = save(
+                self._member.folder.checkpoints,
+                state,
+                model=self._model,
+                tokenizer=self._tokenizer,
+                optimizer=self._optimizer,
+                scheduler=self._scheduler,
+                keep=self._config.logging.save_total_limit,
+            )
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise TopropeError(f"The checkpoint of step {self._step} could not be written: {error}.") from error
+            self._unsaved_since = time.monotonic()
+            self._member.report(NoRoom(f"the checkpoint of step {self._step} waits for room on the disk"))
+            return False
+        self._saved_step, self._unsaved_since = self._step, None
         self._api.commit(state.cursor)
         relative = str(path.relative_to(self._member.folder.path))
         self._member.report(Checkpointed(self._step, relative, state.cursor))
-
-
-def _open_rows(path: Path) -> int:
-    """metrics.jsonl, to append to; a row that a killed trainer left half written ends here."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return descriptor
+        return True
 
 
 def _optimizer(config: Config, parameters: dict[str, Any]) -> Any:
@@ -265,6 +316,13 @@ def main() -> int:
         TrainingRun(member).run(None if checkpoint is None else Path(checkpoint))
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
+        return 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        member.report(
+            Failed(f"There is no room on the disk of {member.folder.path}: {error}.", "Make room, then resume.")
+        )
         return 1
     return 0
 

@@ -95,6 +95,7 @@ def create_app(
         Route("/counts", endpoints.counts, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/room", endpoints.room, methods=["GET"]),
+        Route("/wanted", endpoints.wanted, methods=["GET"]),
     ]
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         Refused: _on_refused,
@@ -226,6 +227,13 @@ class _Endpoints:
             lambda: queue.waiting < below,
         )
         return _json({"room": queue.waiting < below, "waiting": queue.waiting})
+
+    async def wanted(self, request: Request) -> Response:
+        """What the trainer waits for, so that whoever samples can wait for the trainer in turn."""
+        hot, wait_s = self._hot, wait_of(parameters(request.scope))
+        found = await wait_for(self._store, request.receive, wait_s, hot.wanted, lambda: hot.wanted() is not None)
+        version, rows = found or (self._store.version, 0)
+        return _json({"version": version, "rows": rows})
 
     async def _small(self, request: Request) -> bytes:
         return await read_body(request.scope, request.receive, Limits(body_bytes=65_536, decoded_bytes=65_536))

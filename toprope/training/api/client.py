@@ -74,6 +74,11 @@ class ApiClient:
         """Whether fewer than `below` groups wait, at the latest after `wait_s` seconds (at most 60)."""
         return (await self._call(wire.ROOM, "GET", wire.room_path(below, wait_s), wait_s=wait_s)).room
 
+    async def wanted(self, wait_s: float = 0.0) -> wire.Wanted:
+        """What the waiting trainer lacks for its next batch; no rows where it still lacked none after `wait_s` seconds
+        (at most 60)."""
+        return await self._call(wire.WANTED, "GET", wire.wanted_path(wait_s), wait_s=wait_s)
+
     async def counts(self) -> Counts:
         """The account of groups."""
         return await self._call(wire.COUNTS, "GET", "/counts")

@@ -46,11 +46,21 @@ class Hot:
 
     def __init__(self, store: TrajectoryStore, commit: GroupCommit | None, matcher: Matcher | None) -> None:
         self._store, self._commit, self._matcher = store, commit, matcher
+        self._asked: tuple[int, int] | None = None
+        """Version and rows of the batch that the trainer waits for, while it does."""
         self.routes = {
             ("POST", "/scored_data"): self.scored_data,
             ("POST", "/scored_data_list"): self.scored_data_list,
             ("GET", "/batch"): self.batch,
         }
+
+    def wanted(self) -> tuple[int, int] | None:
+        """The version that the waiting trainer will train, and the rows that its batch lacks; None: it lacks none."""
+        if self._asked is None:
+            return None
+        version, rows = self._asked
+        missing = rows - self._store.queue.waiting_rows
+        return (version, missing) if missing > 0 else None
 
     async def durable(self) -> None:
         """Returns when everything so far is on disk, where that is the policy."""
@@ -116,13 +126,20 @@ class Hot:
                 "Nobody has said how many sequences a batch has: POST /register first, or ask for ?sequences=N.",
                 status=409,
             )
-        formed = await wait_for(
-            store,
-            receive,
-            wait_s,
-            lambda: store.next_batch(cursor, sequences, version),
-            lambda: store.queue.waiting_rows >= sequences or (cursor is not None and cursor != store.queue.delivered),
-        )
+        self._asked = (store.version if version is None else version, sequences)
+        store.changed.notify()
+        try:
+            formed = await wait_for(
+                store,
+                receive,
+                wait_s,
+                lambda: store.next_batch(cursor, sequences, version),
+                lambda: (
+                    store.queue.waiting_rows >= sequences or (cursor is not None and cursor != store.queue.delivered)
+                ),
+            )
+        finally:
+            self._asked = None
         await self.durable()
         tail = b"}"
         if cursor is not None:

@@ -23,10 +23,12 @@ __all__ = [
     "POSTED",
     "READ_TIMEOUT_S",
     "ROOM",
+    "WANTED",
     "ANYTHING",
     "Backoff",
     "Posted",
     "Room",
+    "Wanted",
     "batch_path",
     "check_url",
     "commit_body",
@@ -35,6 +37,7 @@ __all__ = [
     "group_body",
     "headers",
     "room_path",
+    "wanted_path",
 ]
 
 PATIENCE_S = 30.0
@@ -60,10 +63,18 @@ class Room(msgspec.Struct):
     waiting: int
 
 
+class Wanted(msgspec.Struct):
+    """The answer of /wanted: rows that the trainer's next batch lacks, to be trained at this policy version."""
+
+    version: int
+    rows: int
+
+
 POSTED = msgspec.json.Decoder(Posted)
 BATCH = msgspec.json.Decoder(Batch)
 COUNTS = msgspec.json.Decoder(Counts)
 ROOM = msgspec.json.Decoder(Room)
+WANTED = msgspec.json.Decoder(Wanted)
 ANYTHING = msgspec.json.Decoder()
 
 _encode = msgspec.json.Encoder().encode
@@ -90,6 +101,11 @@ def batch_path(cursor: int, sequences: int, wait_s: float, version: int | None =
 def room_path(below: int, wait_s: float) -> str:
     """GET /room."""
     return f"/room?below={below}&wait_s={wait_s:g}"
+
+
+def wanted_path(wait_s: float) -> str:
+    """GET /wanted."""
+    return f"/wanted?wait_s={wait_s:g}"
 
 
 def commit_body(cursor: int) -> bytes:

@@ -22,6 +22,8 @@ def main() -> int:
         import transformers
 
         torch.set_num_threads(config.launcher.threads)
+        if config.algorithm.deterministic:
+            torch.use_deterministic_algorithms(True)
         transformers.logging.set_verbosity_error()
         from toprope.training.inference.app import InferenceServer
         from toprope.training.inference.engine import Engine
@@ -40,6 +42,8 @@ def main() -> int:
         tokenizer,
         weights=WeightReader(member.folder.crew, dict(model.named_parameters())),
         max_context=config.policy.max_context,
+        # Who shares a decode batch moves the last bits of its logits: alone, a request has always the same company.
+        **({"max_rows": 1} if config.algorithm.deterministic else {}),
         seed=config.algorithm.seed,
     )
     server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)

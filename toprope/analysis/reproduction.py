@@ -1,0 +1,141 @@
+"""Whether a second run of the same specification came out the same, and if not, which of its inputs differs.
+
+Numbers that a clock makes are left out by name. What is left must be equal to the last digit for runs in deterministic
+mode; other runs are sampled anew each time, and only their held-out accuracy can be held against noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from toprope.analysis.intervals import Proportion
+
+__all__ = ["Reproduction", "compare_runs_of_one", "differing_inputs", "is_timing"]
+
+_TIMING = frozenset({"time", "step_time", "eta_s"})
+_MOST_NAMED = 12
+
+
+class Reproduction(BaseModel):
+    """How a run compares with the one that it repeats."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    of: str
+    deterministic: bool
+    steps: int
+    """Steps that both have."""
+    steps_first: int
+    steps_second: int
+    compared: int
+    """Metrics that both have, timing left out."""
+    differing: list[str]
+    """Metrics that differ at some step."""
+    first_difference: int | None = None
+    """The first step at which any metric differs."""
+    inputs: dict[str, list[Any]]
+    """Inputs that differ, by name: the first run's, the second's."""
+    heldout: str = ""
+    """What the held-out accuracies after training say, in words; empty where they were not measured."""
+
+    @property
+    def same(self) -> bool:
+        """Whether every compared metric is equal at every step, and both have as many."""
+        return not self.differing and self.steps_first == self.steps_second
+
+    @property
+    def says(self) -> str:
+        """The result in one or two sentences."""
+        inputs = (
+            "Inputs that differ: " + "; ".join(f"{name} {a} / {b}" for name, (a, b) in list(self.inputs.items())[:8])
+            if self.inputs
+            else "No recorded input differs."
+        )
+        if self.steps == 0:
+            return f"Nothing to compare with {self.of} yet: there is no step that both have. {inputs}"
+        if self.deterministic:
+            if self.same:
+                return f"Same as {self.of}: {self.compared} metrics equal over all {self.steps} steps. {inputs}"
+            if not self.differing:
+                return (
+                    f"Same as {self.of} over the {self.steps} steps that both have; they have {self.steps_first} and "
+                    f"{self.steps_second}. {inputs}"
+                )
+            named = ", ".join(self.differing[:_MOST_NAMED])
+            return (
+                f"Not the same as {self.of}: {len(self.differing)} of {self.compared} metrics differ from step "
+                f"{self.first_difference} on ({named}). {inputs}"
+            )
+        heldout = self.heldout or "Held-out accuracy was not measured in both."
+        return f"Beside {self.of}, which was not deterministic, so steps cannot be equal: {heldout} {inputs}"
+
+
+def is_timing(metric: str) -> bool:
+    """Whether a metric's value is made by a clock."""
+    return metric in _TIMING or metric.startswith("time/") or metric.endswith(("_seconds", "_per_second"))
+
+
+def compare_runs_of_one(
+    of: str,
+    first: Sequence[Mapping[str, Any]],
+    second: Sequence[Mapping[str, Any]],
+    *,
+    deterministic: bool,
+    inputs: Mapping[str, list[Any]] | None = None,
+    heldout: tuple[Proportion | None, Proportion | None] = (None, None),
+) -> Reproduction:
+    """Compares the rows of two runs of one specification.
+
+    Args:
+        of: The first run's id.
+        first, second: Rows of metrics.jsonl, a row a step, in order.
+        deterministic: Whether equality is promised.
+        inputs: From `differing_inputs`.
+        heldout: Accuracies after training.
+    """
+    other = {row["step"]: row for row in second}
+    shared = [(row, other[row["step"]]) for row in first if row["step"] in other]
+    names: set[str] = set()
+    differing: dict[str, int] = {}
+    for one, two in shared:
+        for name in (one.keys() | two.keys()) - {"step"}:
+            if is_timing(name):
+                continue
+            names.add(name)
+            if one.get(name) != two.get(name):
+                differing.setdefault(name, one["step"])
+    return Reproduction(
+        of=of,
+        deterministic=deterministic,
+        steps=len(shared),
+        steps_first=len(first),
+        steps_second=len(second),
+        compared=len(names),
+        differing=sorted(differing, key=lambda name: (differing[name], name)),
+        first_difference=min(differing.values(), default=None),
+        inputs=dict(inputs or {}),
+        heldout=_heldout(*heldout),
+    )
+
+
+def _heldout(first: Proportion | None, second: Proportion | None) -> str:
+    if first is None or second is None:
+        return ""
+    figures = f"held-out accuracy {100 * first.value:.1f}% and {100 * second.value:.1f}%"
+    apart = first.high < second.low or second.high < first.low
+    return f"{figures}, {'further apart than' if apart else 'within'} their 95 % intervals."
+
+
+def differing_inputs(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """The leaves of two manifests that differ, by dotted name, each with both values; None where one has none."""
+    found: dict[str, list[Any]] = {}
+    for key in [*first, *(key for key in second if key not in first)]:
+        name, one, two = f"{prefix}{key}", first.get(key), second.get(key)
+        if isinstance(one, dict) and isinstance(two, dict):
+            found |= differing_inputs(one, two, f"{name}.")
+        elif one != two:
+            found[name] = [one, two]
+    return found
