@@ -18,6 +18,7 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import EnvironmentSource, Specification, TestPlan
 from toprope.records.status import Status
 from toprope.settings.schema import Config
+from toprope.supervisor.containment import Wanted
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
@@ -44,6 +45,7 @@ class House:
         self.programs: dict[str, list[str]] = {}
         self.machine = Machine(threads=64)
         """Room for every run that a test starts, unless the test is about that."""
+        self.contained: Wanted = "auto"
 
     def runs(self, behaviours: dict[str, dict[str, Any]] | None = None, *, plot: bool | list[str] = False) -> Runs:
         """A front end whose launcher starts stand-ins; `plot`: the real program, none, or this one."""
@@ -53,7 +55,7 @@ class House:
         table = self.path / f"programs-{uuid.uuid4().hex}.json"
         table.write_text(json.dumps(self.programs))
         command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
-        return Runs(self.path / "runs", LocalLauncher(command), lambda: self.machine)
+        return Runs(self.path / "runs", LocalLauncher(command, contained=lambda: self.contained), lambda: self.machine)
 
     def specification(self, kind: str = "train", **launcher: Any) -> Specification:
         config = Config()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import msgspec
 
 from toprope.records.crew import ENV_REPORT_FD, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
+from toprope.supervisor.containment import enter, level_of
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.logs import tail
 
@@ -117,14 +119,16 @@ class Component:
             command += ["--hold", str(lock.fileno())]
         command += ["--log", str(log), "--log-bytes", str(LOG_BYTES), "--log-keep", str(LOG_KEEP)]
         command += ["--grace", str(grace_s), "--", *argv]
+        entry = enter(command, level_of(os.environ))
+        self._namespace = bool(entry.descriptors)
         try:
             self._guard = subprocess.Popen(
-                command,
+                entry.command,
                 stdin=orders,
                 stdout=subprocess.DEVNULL,
                 env={**variables, ENV_REPORT_FD: str(report)},
                 cwd=folder,
-                pass_fds=passed,
+                pass_fds=[*passed, *entry.descriptors],
                 start_new_session=True,
             )
         except BaseException:
@@ -132,7 +136,7 @@ class Component:
                 os.close(descriptor)
             raise
         finally:
-            for descriptor in (orders, control, report):
+            for descriptor in (orders, control, report, *entry.descriptors):
                 os.close(descriptor)
         self._unsent = b""
         for descriptor in (self._orders, self._report):
@@ -271,7 +275,9 @@ class Component:
             if not self._readable():
                 break
         self._close_report()
-        self._ended(Exit() if code < 0 else Exit(code))
+        # bwrap ends like the guard within it: by a code, also where that was killed and said nothing.
+        killed = code < 0 or (self._namespace and code == 128 + signal.SIGKILL)
+        self._ended(Exit() if killed else Exit(code))
         os.close(self._control)
         self.gone.set()
 

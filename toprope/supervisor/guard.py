@@ -7,7 +7,7 @@ says that it has no children.
 
 Standard library only and runnable by path, because every component pays for its memory and its start:
 
-    python -I -S guard.py --control FD [--report FD] [--hold FD] [--log PATH --log-bytes N --log-keep K]
+    python -I -S guard.py --control FD [--report FD] [--hold FD] [--proc FD] [--log PATH --log-bytes N --log-keep K]
                           --grace SECONDS -- argv...
 
 --control  Read end of a pipe. A line `stop SECONDS` (or any byte: --grace seconds) asks for a graceful stop; a later
@@ -16,15 +16,18 @@ Standard library only and runnable by path, because every component pays for its
            {"type":"guard_exited","code":int|null,"signal":"SIGKILL"|null}. The component inherits it too.
 --hold     Descriptor that is kept open and not passed on: the keeper's lock, which is free only when the keeper and all
            its guards are gone.
+--proc     The guard is the first process of a pid namespace (see `containment`); the descriptor is the /proc of the
+           keeper, by which the component's process id is told as the keeper knows it.
 --log      File that gets the component's standard output and error, rotated at N bytes to PATH.1 ... PATH.K, mode 0600.
            Without it they are inherited.
 
 A stop is SIGTERM to the component, the grace, then SIGKILL to all descendants. The component's standard input and all
 inheritable descriptors pass through. The guard exits with the component's code, 128 + n after signal n.
 
-What can escape: on Linux a process that outlives a SIGKILL of this guard (the keeper, a subreaper too, then sweeps it),
-one that gained another user's rights, and one stuck in the kernel for longer than SWEEP_LIMIT_S. On macOS, which has no
-subreaper, whatever left the component's process group (setsid, a double-forked daemon).
+What can escape: in a pid namespace nothing, for the kernel ends what is in it with its first process. Else, on Linux, a
+process that outlives a SIGKILL of this guard (the keeper, a subreaper too, then sweeps it), one that gained another
+user's rights, and one stuck in the kernel for longer than SWEEP_LIMIT_S. On macOS, which has no subreaper, whatever
+left the component's process group (setsid, a double-forked daemon).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ SWEEP_LIMIT_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RESET = (*_CAUGHT, signal.SIGPIPE, signal.SIGXFSZ)
+_OPTIONS = ("--control", "--report", "--hold", "--proc", "--log", "--log-bytes", "--log-keep", "--grace")
 _CHUNK = 1 << 16
 _DRAIN_BYTES = 1 << 20
 
@@ -159,15 +163,18 @@ class Guard:
         hold: int = -1,
         grace: float = 5.0,
         log: _Log | None = None,
+        proc: int = -1,
     ) -> None:
         self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
-        for descriptor in (control, hold):
+        self._proc = proc
+        for descriptor in (control, hold, proc):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
         self._selector = selectors.DefaultSelector()
         self._wake, self._wake_writer = os.pipe()
         self._output = -1
         self._pid = 0
+        self._known_as: int | None = None
         self._status: int | None = None
         self._deadline: float | None = None
         self._asked = False
@@ -189,7 +196,7 @@ class Guard:
             self._kill_all()
 
     def _watch(self) -> int:
-        self._say({"type": "guard_started", "pid": self._pid})
+        self._say({"type": "guard_started", "pid": self._known_as})
         while self._status is None:
             timeout = None
             if self._deadline is not None:
@@ -222,6 +229,7 @@ class Guard:
             self._output, writer = os.pipe()
             os.set_blocking(self._output, False)
             self._selector.register(self._output, selectors.EVENT_READ, self._pump)
+        names = os.pipe() if self._proc >= 0 else None
         # Blocked until the component has its own handlers, so that an early SIGTERM reaches it and is not lost in ours.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
         self._pid = os.fork()
@@ -229,6 +237,8 @@ class Guard:
             try:
                 os.setsid()
                 signal.set_wakeup_fd(-1)
+                if names is not None:
+                    os.write(names[1], os.readlink("self", dir_fd=self._proc).encode())
                 for number in _RESET:
                     signal.signal(number, signal.SIG_DFL)
                 if writer >= 0:
@@ -241,6 +251,12 @@ class Guard:
             finally:
                 os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._known_as = self._pid
+        if names is not None:
+            os.close(names[1])
+            said = os.read(names[0], 32)
+            os.close(names[0])
+            self._known_as = int(said) if said.isdigit() else None
         if writer >= 0:
             os.close(writer)
         # The component alone reads its orders: with our copy closed, the keeper's next write says that it is gone.
@@ -297,6 +313,12 @@ class Guard:
                 self._status = status
 
     def _kill_all(self) -> None:
+        if self._proc >= 0 and os.getpid() == 1:
+            try:
+                os.kill(-1, signal.SIGKILL)  # everything in the namespace but this process
+            except (ProcessLookupError, PermissionError):
+                pass
+            return
         tree = children_by_parent()
         if tree:
             kill(descendants(tree.get(os.getpid(), []), tree))
@@ -375,7 +397,7 @@ def main(arguments: list[str]) -> int:
     rest = list(arguments)
     while rest and rest[0] != "--":
         name = rest.pop(0)
-        if name not in ("--control", "--report", "--hold", "--log", "--log-bytes", "--log-keep", "--grace") or not rest:
+        if name not in _OPTIONS or not rest:
             sys.stderr.write(f"guard: {name!r} is not an option, or has no value\n")
             return 2
         options[name] = rest.pop(0)
@@ -392,6 +414,7 @@ def main(arguments: list[str]) -> int:
         hold=int(options.get("--hold", -1)),
         grace=float(options.get("--grace", 5.0)),
         log=log,
+        proc=int(options.get("--proc", -1)),
     ).run()
 
 

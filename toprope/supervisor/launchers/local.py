@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.folder import RunFolder, write_json
+from toprope.supervisor import containment
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.logs import tail
 from toprope.supervisor.variables import OwnersVariables, for_keeper
 
 __all__ = ["LocalLauncher"]
+
+_TRIED = ".containment.json"
+"""Beside the runs: how the last trial of bubblewrap came out."""
 
 KEEPER = (sys.executable, "-P", "-m", "toprope.supervisor.keeper")
 
@@ -28,10 +32,16 @@ class LocalLauncher:
     Args:
         command: The keeper's argv, before its own arguments.
         timeout_s: Seconds a keeper may take until it holds the lock; it needs a few hundredths.
+        contained: The owner's setting of how components are held, asked at every start.
     """
 
-    def __init__(self, command: Sequence[str] = KEEPER, timeout_s: float = 20.0) -> None:
-        self._command, self._timeout_s = list(command), timeout_s
+    def __init__(
+        self,
+        command: Sequence[str] = KEEPER,
+        timeout_s: float = 20.0,
+        contained: Callable[[], containment.Wanted] = lambda: "auto",
+    ) -> None:
+        self._command, self._timeout_s, self._contained = list(command), timeout_s, contained
 
     def submit(self, folder: RunFolder, variables: OwnersVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
@@ -45,6 +55,7 @@ class LocalLauncher:
                 mine.release()
 
     def _start(self, folder: RunFolder, variables: OwnersVariables, lock: RunLock) -> None:
+        level = containment.find(self._contained(), folder.path.parent / _TRIED).level
         ready, said = os.pipe()
         log = os.open(folder.log("keeper"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -54,7 +65,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=for_keeper(variables),
+                env={**for_keeper(variables), containment.ENV_CONTAINMENT: level},
                 cwd=folder.path,
                 pass_fds=(lock.fileno(), said),
                 start_new_session=True,
