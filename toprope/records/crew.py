@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "Beat",
     "Checked",
     "Checkpointed",
     "CountsReport",
@@ -19,6 +20,7 @@ __all__ = [
     "Evaluated",
     "Failed",
     "Finished",
+    "Making",
     "NoRoom",
     "Order",
     "Pause",
@@ -26,6 +28,7 @@ __all__ = [
     "Proceed",
     "Progress",
     "Ready",
+    "Renewed",
     "Report",
     "Stepped",
     "Stop",
@@ -111,6 +114,31 @@ class Failed(msgspec.Struct, tag="failed"):
 
     reason: str
     hint: str = ""
+    again: bool = False
+    """Whether the cause may have gone by itself: starting the member again can help."""
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """The member's own thread of work goes on; sent about once a second from the loop that would hang."""
+
+
+class Making(msgspec.Struct, tag="making"):
+    """The environment's account of groups since it was started: `begun` of them, of which `posted` are with the API,
+    `posting` wait for its answer, `given_up` by reason came to nothing, and the others are being made."""
+
+    begun: int
+    posting: int
+    posted: int
+    given_up: dict[str, int] = {}
+
+
+class Renewed(msgspec.Struct, tag="renewed"):
+    """The member started a process of its own again, for the `number`th time within the window."""
+
+    what: str
+    reason: str
+    number: int
+    limit: int
 
 
 class Warned(msgspec.Struct, tag="warned"):
@@ -126,7 +154,20 @@ class NoRoom(msgspec.Struct, tag="no_room"):
 
 
 Report = (
-    Ready | Checked | Progress | Stepped | Evaluated | Checkpointed | CountsReport | Finished | Failed | Warned | NoRoom
+    Ready
+    | Checked
+    | Progress
+    | Stepped
+    | Evaluated
+    | Checkpointed
+    | CountsReport
+    | Finished
+    | Failed
+    | Warned
+    | NoRoom
+    | Beat
+    | Making
+    | Renewed
 )
 
 

@@ -99,6 +99,10 @@ class CrewMember(_Record):
     pid: int | None = None
     exit_code: int | None = None
     since: float
+    restarts: int = 0
+    """How often it was started again in this attempt."""
+    worker_restarts: int = 0
+    """How often the environment started its worker again."""
 
 
 class Status(_Record):
@@ -121,6 +125,10 @@ class Status(_Record):
     progress: dict[str, Any] = {}
     crew: dict[str, CrewMember] = {}
     counts: dict[str, Any] = {}
+    making: dict[str, Any] = {}
+    """What the environment says of the groups that it made, over all its lives: `begun`, `posted`, `unanswered` (it
+    ended before the API had answered the post; the API's account says whether it has them), and `given_up` by reason.
+    Once the run has ended, begun = posted + unanswered + the sum of given_up."""
     evaluations: dict[str, dict[str, Any]] = {}
     checkpoint: dict[str, Any] | None = None
     failure: Failure | None = None
@@ -148,7 +156,8 @@ class Status(_Record):
 
 
 class Event(_Record):
-    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning, end."""
+    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning,
+    restart, end."""
 
     seq: int
     at: float

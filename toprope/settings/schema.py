@@ -185,6 +185,26 @@ class LauncherSection(_Section):
         le=600,
         description="Seconds the trainer gets for a last checkpoint at a stop; others get at most 4 to end in order.",
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        le=100,
+        description="Times that each component, and the environment's worker, is started again in place within "
+        "restart_window_s when it dies or hangs; one more ends the run. 0: the first ends it.",
+    )
+    restart_window_s: float = Field(3600.0, gt=0, le=604_800, description="Seconds over which restarts are counted.")
+    restart_backoff_s: float = Field(
+        0.5, ge=0, le=600, description="Seconds before the first restart in the window; doubled for each after it."
+    )
+    hang_timeout_s: float = Field(
+        120.0,
+        ge=1,
+        le=86_400,
+        description="Seconds without a sign of life after which api, inference or environment counts as hung.",
+    )
+    trainer_hang_timeout_s: float = Field(
+        1800.0, ge=1, le=86_400, description="The same for the trainer, which is silent within a forward or backward."
+    )
 
 
 class BudgetSection(_Section):
