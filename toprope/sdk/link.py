@@ -13,14 +13,15 @@ import itertools
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 
 __all__ = ["Link", "worker_environment"]
 
@@ -57,6 +58,14 @@ class _Call:
         self.future = future
 
 
+class _Seal:
+    """What is printed until `mark` comes is dropped."""
+
+    def __init__(self, mark: bytes) -> None:
+        self.mark, self.held, self.dropped = mark, b"", 0
+        self.broken = asyncio.Event()
+
+
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
     """Says when the process has ended. `Process.wait` waits until its pipes are closed as well, and a daemon that the
     environment left holds them open for as long as it likes."""
@@ -82,6 +91,7 @@ class Link:
         self._timer: asyncio.TimerHandle | None = None
         self._timed_out: str = ""
         self._tail: deque[bytes] = deque()
+        self._sealed: _Seal | None = None
         self._end: WorkerDied | WorkerTimeout | None = None
         self._closing = False
         self._stderr_task = asyncio.create_task(self._read_stderr())
@@ -179,6 +189,21 @@ class Link:
             await stdin.drain()
         return await call.future
 
+    @contextlib.asynccontextmanager
+    async def sealed(self) -> AsyncIterator[None]:
+        """Within it, nothing that the worker prints is kept: held-out tasks are being played, and an author's code may
+        print what it likes. How much was dropped is said in its place. Not to be nested."""
+        seal = self._sealed = _Seal(f"seal {secrets.token_hex(16)}".encode())
+        try:
+            yield
+        finally:
+            try:
+                if self.alive:
+                    await self.call("mark", text=seal.mark.decode())
+                    await seal.broken.wait()
+            except WorkerFailure:
+                pass  # it is gone, and what it printed last stays sealed
+
     async def close(self, grace: float = 2.0) -> None:
         """Ends the worker: by the end of its input, after `grace` seconds by force. Never raises; may be repeated."""
         self._closing = True
@@ -242,11 +267,27 @@ class Link:
         stderr = self._process.stderr
         assert stderr is not None  # it was asked for as a pipe
         while chunk := await stderr.read(_CHUNK):
+            if self._sealed is not None and not (chunk := self._open_seal(self._sealed, chunk)):
+                continue
             if self._sink is not None:
                 self._sink.write(chunk)
             self._tail.append(chunk[-_TAIL_BYTES:])
             while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _TAIL_BYTES:
                 self._tail.popleft()
+
+    def _open_seal(self, seal: _Seal, chunk: bytes) -> bytes:
+        """What comes after the mark, with a word about what came before it; empty while the mark has not come."""
+        seal.held += chunk
+        before, found, after = seal.held.partition(seal.mark + b"\n")
+        if not found:
+            seal.dropped += max(0, len(seal.held) - len(seal.mark))
+            seal.held = seal.held[-len(seal.mark) :]
+            return b""
+        self._sealed = None
+        seal.broken.set()
+        dropped = seal.dropped + len(before)
+        said = b"[toprope] %d bytes printed while held-out tasks were played are not kept\n" % dropped
+        return (said if dropped else b"") + after
 
     async def _watch(self) -> None:
         """Waits for the worker's end, then clears up: nobody waits for an answer that cannot come."""
@@ -257,6 +298,8 @@ class Link:
         await asyncio.wait([self._stdout_task, self._stderr_task], timeout=1.0)
         for task in (self._stdout_task, self._stderr_task):
             task.cancel()
+        if self._sealed is not None:
+            self._sealed.broken.set()
         if self._timer is not None:
             self._timer.cancel()
         if self._timed_out:

@@ -6,8 +6,11 @@ caller should understand it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +24,7 @@ from toprope.sdk.splits import SPLITS, Splits
 
 __all__ = ["OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
-OPERATIONS = ("open", "card", "tasks", "begin", "advance", "discard", "score", "survey", "ping")
+OPERATIONS = ("open", "card", "tasks", "begin", "advance", "discard", "score", "survey", "ping", "mark")
 
 
 class UnknownOperation(InvalidRequest):
@@ -70,6 +73,13 @@ class Service:
 
     def _ping(self) -> str:
         return "pong"
+
+    def _mark(self, text: str) -> None:
+        """Writes a line to standard error, after everything that was printed before."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # an author may have put anything in their place
+                stream.flush()
+        os.write(2, text.encode() + b"\n")
 
     def _open(
         self,

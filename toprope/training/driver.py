@@ -31,18 +31,20 @@ from toprope.records.crew import (
     Stop,
     Without,
 )
+from toprope.records.digests import measuring
 from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.link import Link, worker_environment
 from toprope.training.api.client import ApiClient
 from toprope.training.asking import ask
+from toprope.training.contents import Contents, write_contents
 from toprope.training.contest import best_of, contest
 from toprope.training.crew import Member
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, newest_version
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
-from toprope.training.rollouts import RolloutMaker
+from toprope.training.rollouts import Made, RolloutMaker
 
 __all__ = ["Driver", "main"]
 
@@ -57,6 +59,7 @@ class Driver:
     def __init__(self, member: Member) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._failed_in_a_row = 0
+        self._contents = Contents()
         self._version, self._news = 0, asyncio.Event()
         # Out of this process's variables before a worker is started from it.
         names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
@@ -89,6 +92,8 @@ class Driver:
                 sampling,
                 concurrency=1 if self._config.algorithm.deterministic else max(64, rollout.concurrency),
                 progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
+                evaluator=self._measured_by,
+                seen=self._saw,
             )
             if self._spec.kind == "test":
                 await self._test(evaluator, sizes)
@@ -115,6 +120,7 @@ class Driver:
 
     async def _open(self) -> Link:
         source: EnvironmentSource = self._spec.environment
+        loaded = measuring(source)
         section = self._config.environment
         # The keeper gave this process what the environment may have, keys that the owner named for it included; by the
         # run's folder whatever the environment starts is known as the run's.
@@ -139,6 +145,7 @@ class Driver:
         except BaseException:
             await link.close()
             raise
+        self._loaded = {"loaded": loaded, "versions": self._card["versions"]}
         return link
 
     async def _check(self, link: Link) -> dict[str, int]:
@@ -250,6 +257,7 @@ class Driver:
                 summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
             else:
                 summary = {}
+            write_contents(self._member.folder, self._member.attempt, self._contents)
             self._member.report(Evaluated(label, summary))
 
         # What was measured before training stays; a resumed run has another policy by now.
@@ -273,6 +281,7 @@ class Driver:
         finally:
             if producing is not None:
                 await _cancelled(producing)
+            write_contents(self._member.folder, self._member.attempt, self._contents)
             await api.close()
 
     async def _evaluations(self) -> AsyncIterator[str]:
@@ -310,6 +319,7 @@ class Driver:
                 self._count_failure("no rollout of it holds a sampled token")
                 return 0
             self._failed_in_a_row = 0
+            self._saw("train", made)
             self._sampled_by(newest_version(made))
             return await api.post_group(group)
 
@@ -342,6 +352,14 @@ class Driver:
             if due and wanted.version >= due:
                 due = await self._evaluate_now(evaluator, wanted.version)
             await make_one()
+
+    def _saw(self, split: str, made: Made) -> None:
+        self._contents.saw(split, made.task_id, made.messages)
+
+    def _measured_by(self) -> dict[str, Any]:
+        """What this attempt measures with, as it was loaded, and as it lies on the disk now."""
+        now = measuring(self._spec.environment)
+        return self._loaded | {"on_disk": now} if now != self._loaded["loaded"] else dict(self._loaded)
 
     def _sampled_by(self, version: int) -> None:
         if version > self._version:

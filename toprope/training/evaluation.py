@@ -1,27 +1,39 @@
 """Measures the policy: held-out accuracy before and after, and the test of an environment.
 
-The held-out split is sealed: its tasks' texts go into no file. Examples for people come from the validation split.
+The held-out split is sealed: its tasks' texts go into no file, no log and no message; of what an author's code raises
+over one of them the kind is kept and not the text. How each task went is kept under a hash of its content, so that runs
+can be compared task by task. Examples for people come from the validation split.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
+
+import msgspec
 
 from toprope.errors import ComponentFailed
 from toprope.records.folder import RunFolder, write_json
 from toprope.records.groups import Outcome
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.batches import PARSED
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts import Made, RolloutMaker
 
-__all__ = ["Evaluator", "example_of", "newest_version", "summarize", "tally", "unplayed"]
+__all__ = ["SEALED", "Evaluator", "by_task", "example_of", "newest_version", "summarize", "tally", "unplayed"]
+
+SEALED = "heldout"
+"""The split whose texts nobody gets to see."""
 
 _LONGEST_ERROR = 500
+_RAISED = re.compile(r"^([A-Za-z_][\w.]*):")
+"""How the kind of what an author's code raised begins an error."""
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
@@ -59,8 +71,12 @@ class Evaluator:
         *,
         concurrency: int,
         progress: Callable[[str, int, int], None],
+        evaluator: Callable[[], Mapping[str, Any]] = dict,
+        seen: Callable[[str, Made], None] = lambda split, made: None,
     ) -> None:
+        """`evaluator` tells what measures (hashes of sources), for the file; `seen` hears of whatever is played."""
         self._folder, self._maker = folder, maker
+        self._evaluator, self._seen = evaluator, seen
         self._sampling, self._progress = sampling, progress
         self._limit = asyncio.Semaphore(concurrency)
 
@@ -71,22 +87,21 @@ class Evaluator:
             The summary that goes into the run's status; the whole lies in the file.
         """
         began = time.time()
-        sampled = await self._play(f"evaluating ({label})", "heldout", tasks, 1, self._sampling)
+        sampled = await self._play(f"evaluating ({label})", SEALED, tasks, 1, self._sampling)
         result: dict[str, Any] = {
             "version": 1,
             "label": label,
             "at": began,
             "policy_version": _version(sampled),
             "temperature": self._sampling.temperature,
-            "sampled": {"split": "heldout"} | summarize(_outcomes(sampled)),
+            "evaluator": dict(self._evaluator()),
+            "sampled": self._counted(SEALED, sampled),
             "greedy": None,
             "examples": await self._examples(examples),
         }
         if greedy:
-            most_likely = await self._play(
-                f"evaluating ({label}, greedy)", "heldout", tasks, 1, self._sampling.greedy()
-            )
-            result["greedy"] = {"split": "heldout"} | summarize(_outcomes(most_likely))
+            most_likely = await self._play(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
+            result["greedy"] = self._counted(SEALED, most_likely)
         return self._write(label, result, began)
 
     async def along(self, label: str, tasks: int) -> dict[str, Any]:
@@ -99,7 +114,8 @@ class Evaluator:
             "at": began,
             "policy_version": _version(groups),
             "temperature": self._sampling.temperature,
-            "sampled": {"split": "validation"} | summarize(_outcomes(groups)),
+            "evaluator": dict(self._evaluator()),
+            "sampled": self._counted("validation", groups),
             "greedy": None,
             "examples": [],
         }
@@ -109,13 +125,14 @@ class Evaluator:
         """`group_size` sampled answers to each of `tasks` validation tasks."""
         began = time.time()
         groups = await self._play("testing", "validation", tasks, group_size, self._sampling)
-        sampled = {"split": "validation"} | tally(groups, group_size)
+        sampled = {"split": "validation"} | tally(groups, group_size) | {"by_task": by_task(groups)}
         result = {
             "version": 1,
             "label": "test",
             "at": began,
             "policy_version": _version(groups),
             "temperature": self._sampling.temperature,
+            "evaluator": dict(self._evaluator()),
             "sampled": sampled,
             "greedy": None,
             "examples": [example_of(made) for made in groups[:8]],
@@ -134,14 +151,32 @@ class Evaluator:
             async with self._limit:
                 try:
                     made = await self._maker.make(split, index, size, sampling)
+                    self._seen(split, made)
                 except (WorkerError, PromptTooLong) as error:
                     made = unplayed(index, size, str(error))
+            if split == SEALED:
+                made = _without_texts(made)
             done += 1
             if done % 20 == 0 or done == tasks:
                 self._progress(what, done, tasks)
             return made
 
-        return list(await asyncio.gather(*(one(index) for index in range(tasks))))
+        try:
+            async with self._maker.sealed() if split == SEALED else nullcontext():
+                return list(await asyncio.gather(*(one(index) for index in range(tasks))))
+        except WorkerFailure as failure:
+            if split != SEALED:
+                raise
+            # Its last words may be about the task that it died of.
+            raise ComponentFailed(
+                f"The environment's worker failed while held-out tasks were played ({type(failure).__name__}); what it "
+                "said is sealed with them.",
+                hint="test_inference plays validation tasks, whose failures are told in full.",
+            ) from None
+
+    def _counted(self, split: str, groups: list[Made]) -> dict[str, Any]:
+        """The summary of one answer to each task, how each went, and what the answers look like."""
+        return {"split": split} | summarize(_outcomes(groups)) | _looks(groups) | {"by_task": by_task(groups)}
 
     def _write(self, label: str, result: dict[str, Any], began: float) -> dict[str, Any]:
         result["seconds"] = round(time.time() - began, 3)
@@ -153,6 +188,40 @@ class Evaluator:
         if greedy is not None:
             summary["greedy_accuracy"] = greedy["accuracy"]
         return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
+
+
+def by_task(groups: list[Made]) -> dict[str, Any]:
+    """How each task went, in the order of the split: `tasks`, the hashes of their contents, and `wins`, how many of the
+    answers to each were a success."""
+    return {
+        "tasks": [made.task_id for made in groups],
+        "wins": [sum(outcome.success for outcome in made.outcomes) for made in groups],
+    }
+
+
+def _looks(groups: list[Made]) -> dict[str, float | None]:
+    """What answers look like, whatever they earn: their mean length in tokens, and the share nobody could read."""
+    played = [(text, outcome) for made in groups for text, outcome in zip(made.texts, made.outcomes, strict=True)]
+    lengths = [sum(len(turn.completion_ids) for turn in turns) for made in groups for turns in made.turns]
+    return {
+        "parse_failures": _unread(played) / len(played) if played else None,
+        "answer_tokens": round(sum(lengths) / len(lengths), 3) if lengths else None,
+    }
+
+
+def _unread(played: list[tuple[str, Outcome]]) -> int:
+    return sum(not text.strip() or outcome.parts.get(PARSED, 1.0) <= 0 for text, outcome in played)
+
+
+def _without_texts(made: Made) -> Made:
+    """The group with the kinds of its errors alone: what an author's code raises may quote the task."""
+    outcomes = [
+        msgspec.structs.replace(outcome, error=f"{raised[1]} (its text is sealed)")
+        if outcome.error and (raised := _RAISED.match(outcome.error))
+        else outcome
+        for outcome in made.outcomes
+    ]
+    return dataclasses.replace(made, outcomes=outcomes)
 
 
 def _outcomes(groups: list[Made]) -> list[Outcome]:
@@ -186,14 +255,13 @@ def tally(groups: list[Made], group_size: int) -> dict[str, Any]:
     `parsed` is 0).
     """
     played = [(text, outcome) for made in groups for text, outcome in zip(made.texts, made.outcomes, strict=True)]
-    unread = sum(not text.strip() or outcome.parts.get(PARSED, 1.0) <= 0 for text, outcome in played)
     wins = [sum(outcome.success for outcome in made.outcomes) for made in groups]
     summary = summarize([outcome for _, outcome in played])
     return summary | {
         "rollouts": len(played),
         "tasks": len(groups),
         "group_size": group_size,
-        "parse_failures": unread / len(played) if played else None,
+        "parse_failures": _unread(played) / len(played) if played else None,
         "pass_at_k": sum(won > 0 for won in wins) / len(wins) if wins else None,
         "all_wrong_share": sum(won == 0 for won in wins) / len(wins) if wins else None,
         "all_right_share": sum(won == group_size for won in wins) / len(wins) if wins else None,
