@@ -112,4 +112,4 @@ def test_a_broken_checkpoint_is_refused_and_left(tiny_policy: Path, tmp_path: Pa
 
 def test_the_state_names_its_version(tiny_policy: Path, tmp_path: Path) -> None:
     path, *_ = after_one_step(tiny_policy, tmp_path)
-    assert json.loads((path / "state.json").read_text())["version"] == 1
+    assert json.loads((path / "state.json").read_text())["version"] == 2

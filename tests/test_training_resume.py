@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from toprope.errors import Corrupt
+from toprope.records.checkpoints import seal
 from toprope.records.crew import Checkpointed, Finished, Ready, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
@@ -59,6 +60,10 @@ class StandInApi:
     def commit(self, cursor: int) -> None:
         self.commits.append(cursor)
 
+    def take_up(self, cursor: int) -> int:
+        self.commit(cursor)
+        return cursor
+
 
 class StandInMember:
     """A member without a keeper: the policy's folder is its only peer."""
@@ -67,7 +72,7 @@ class StandInMember:
         self.folder, self.secret, self.ending = folder, "secret", threading.Event()
         self.spec = SimpleNamespace(config=config)
         self.reports: list[Any] = []
-        self._policy, self._stop_after = policy, stop_after
+        self._policy, self._stop_after, self.attempt = policy, stop_after, 1
 
     def address(self, peer: str) -> str:
         return str(self._policy) if peer == "policy" else "http://127.0.0.1:1"
@@ -116,7 +121,7 @@ def attempt(tiny_policy, monkeypatch):
 
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines() if '"step"' in line]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,14 @@ def test_the_seconds_of_earlier_attempts_count(attempt, tmp_path):
     state = json.loads(path.read_text())
     assert state["train_seconds"] > 0
     path.write_text(json.dumps(state | {"train_seconds": 50.0}))
+    seal(path.parent)
     member, _ = attempt(folder, small(budget__max_train_seconds=50.0))
     assert member.of(Stepped) == []
     member, _ = attempt(folder, small(budget__max_train_seconds=3600.0))
     assert member.of(Stepped)[0].values["train_seconds"] > 50
     # Half of the seconds are used: so is half of the decay, though few steps are done.
     path.write_text(json.dumps(state | {"train_seconds": 1800.0}))
+    seal(path.parent)
     rate = trainer.rate_factor(small(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
     assert rate == pytest.approx(0.5, abs=0.01)
 
@@ -226,7 +233,8 @@ def test_a_row_that_was_half_written_spoils_none(attempt, tmp_path):
     folder.metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
     attempt(folder, small(budget__steps=1))
     lines = folder.metrics.read_text().splitlines()
-    assert lines[1] == '{"step": 2, "rew' and json.loads(lines[2])["step"] == 1
+    assert lines[1] == '{"step": 2, "rew' and json.loads(lines[3])["step"] == 1
+    assert json.loads(lines[2]) == {"version": 1, "attempt": 1}
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -278,5 +286,6 @@ def test_a_resume_reads_what_a_version_without_counts_wrote(attempt, tmp_path):
     path = folder.newest_checkpoint() / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in state.items() if key not in ("rollouts", "dropped")}))
+    seal(path.parent)
     member, _ = attempt(folder, small())
     assert [report.step for report in member.of(Stepped)] == [3, 4, 5, 6]

@@ -8,6 +8,7 @@ names valid values where there are any, and what to do next. Anything else that 
     ├── InvalidValue          a value has the wrong type, is out of bounds, or does not fit its neighbours
     │   └── LockedField       the owner keeps this field
     ├── NotPossibleNow        the request is fine, the moment is not (a run that ended, a lock that is held)
+    │   └── DiskFull          there is no room on a disk; nothing is lost, and the same may pass when there is
     ├── EnvironmentFailed     a user's environment does not load, raises, hangs or answers nonsense
     ├── ComponentFailed       a process of the crew ended or did not answer
     └── Corrupt               something on disk is not what we wrote; it was left as it is
@@ -19,6 +20,7 @@ from __future__ import annotations
 __all__ = [
     "ComponentFailed",
     "Corrupt",
+    "DiskFull",
     "EnvironmentFailed",
     "InvalidValue",
     "LockedField",
@@ -67,6 +69,10 @@ class LockedField(InvalidValue):
 
 class NotPossibleNow(TopropeError):
     """The state of things does not allow this; the message says which state would."""
+
+
+class DiskFull(NotPossibleNow):
+    """There is no room on a disk for what was to be written; nothing was lost, and it may pass later."""
 
 
 class EnvironmentFailed(TopropeError):

@@ -1,7 +1,7 @@
 """Which checkpoints can be trusted: each carries a manifest of its files' sizes and digests, and is held against it
 before anybody uses it.
 
-    checkpoints/step-000120/manifest.json   {"version": 1, "files": {"state.json": {"bytes": 912, "sha256": "..."}, ...}}
+    step-000120/manifest.json   {"version": 1, "files": {"state.json": {"bytes": 912, "sha256": "..."}, ...}}
 
 The manifest is written last, after every file was synced, so a checkpoint that lacks it was not finished. Those that
 older versions wrote have none (their state.json says version 1); of them only state.json can be looked at. Nothing

@@ -28,8 +28,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from toprope.errors import Corrupt, NotFound, NotPossibleNow
+from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
 from toprope.records.frames import FRAME, GROUP, MARK, Frame, pack, scan
+from toprope.records.lines import NO_ROOM
 from toprope.records.marks import (
     Committed,
     Delivered,
@@ -407,7 +408,8 @@ class FileJournal:
                 f"The disk below the journal in {self._folder} failed ({self._broken}): nothing more is taken in.",
                 hint="Look after that disk, then resume the run; nothing that was acknowledged is lost.",
             )
-        return NotPossibleNow(
+        kind = DiskFull if error.errno in NO_ROOM else NotPossibleNow
+        return kind(
             f"The journal in {self._folder} cannot be written: {error.strerror or error}.",
             hint="Free space on that disk; nothing that was acknowledged is lost.",
         )

@@ -13,9 +13,9 @@ import os
 import time
 from typing import Any, Literal
 
-from toprope.errors import Corrupt
+from toprope.records.checkpoints import Damage, newest_sound, nothing_sound, set_aside
 from toprope.records.crew import ENV_FOLDER
-from toprope.records.folder import RunFolder, read_json
+from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import EventLog, Failure, Status, read_events
 from toprope.supervisor.reservations import Reservations
@@ -25,6 +25,8 @@ __all__ = ["end_unkept", "prepare_attempt", "settle", "sweep_marked"]
 _ROUNDS = 5
 _WAIT_S = 2.0
 _BEFORE = "before"
+_HASH_BYTES = 2 << 30
+"""A few seconds' worth: whoever asks for the next attempt waits for it."""
 
 
 def settle(folder: RunFolder) -> Status:
@@ -94,7 +96,8 @@ def prepare_attempt(folder: RunFolder, former: Status) -> Status:
         NotFound, Corrupt: Specification or checkpoint cannot be read; nothing was changed.
     """
     specification = Specification.read(folder)
-    checkpoint = _checkpoint(folder) if specification.kind == "train" else None
+    checkpoint, damaged = _checkpoint(folder) if specification.kind == "train" else (None, [])
+    kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
     for path in (*folder.orders.glob("*"), *folder.orders.glob(".*"), folder.results):
         path.unlink(missing_ok=True)
@@ -130,25 +133,24 @@ def prepare_attempt(folder: RunFolder, former: Status) -> Status:
     status.write(folder)
     step = checkpoint["step"] if checkpoint else 0
     data = {"from": former.state, "to": "queued", "reason": f"attempt {status.attempt}, from step {step}"}
-    EventLog(folder).append("state", **data)
+    events = EventLog(folder)
+    for text in kept:
+        events.append("warning", what=f"{text} The run goes on from step {step}.")
+    events.append("state", **data)
     return status
 
 
-def _checkpoint(folder: RunFolder) -> dict[str, Any] | None:
-    """The newest checkpoint as a status tells it. A keeper that was killed may not have heard of it."""
-    path = folder.newest_checkpoint()
-    if path is None:
-        return None
-    state = read_json(path / "state.json")
-    try:
-        step, cursor = int(state["step"]), int(state["cursor"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise Corrupt(
-            f"{path / 'state.json'} is not a checkpoint's state: {type(error).__name__} {error}.",
-            hint="It was left as it is. Move the folder away to resume from the checkpoint before it.",
-        ) from None
-    at = path.stat().st_mtime
-    return {"step": step, "path": str(path.relative_to(folder.path)), "cursor": cursor, "at": at}
+def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]:
+    """The newest sound checkpoint as a status tells it, and what is damaged after it. A keeper that was killed may not
+    have heard of it. Of a large one the trainer compares the rest.
+
+    Raises:
+        Corrupt: There are checkpoints, and none of them is sound.
+    """
+    found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    if found is None and damaged:
+        raise nothing_sound(folder, damaged)
+    return None if found is None else found.told(folder), damaged
 
 
 def sweep_marked(folder: RunFolder) -> int:

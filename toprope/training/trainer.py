@@ -12,11 +12,12 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import TopropeError
+from toprope.errors import DiskFull, TopropeError
 from toprope.records.checkpoints import newest_sound, nothing_sound, set_aside
 from toprope.records.crew import ENV_CHECKPOINT, Checkpointed, Failed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.lines import NO_ROOM, PatientLines
@@ -63,7 +64,7 @@ class TrainingRun:
         self._step, self._saved_step = 0, -1
         self._unsaved_since: float | None = None
         self._metrics = PatientLines(member.folder.metrics, most=_ROWS_IN_MEMORY)
-        self._metrics.append(header(member.attempt))
+        self._header = header(member.attempt)
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Trains until the budget is used or a stop is asked for; leaves a checkpoint in both cases.
@@ -100,6 +101,7 @@ class TrainingRun:
             self._optimizer, lambda step: rate_factor(config, step, self._elapsed())
         )
         self._api = SyncApiClient(member.address("api"), member.secret)
+        self._api.waits = lambda: not member.ending.is_set()
         report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
         args = arguments(config, str(member.folder.crew / "trainer"), describe_device(config), report_to)
         trainer = GroupTrainer(
@@ -184,7 +186,12 @@ class TrainingRun:
 
     def _next_batch(self) -> Any:
         self._api.policy_version = self._publisher.version
-        batch = self._source.next(self._publisher.version)
+        try:
+            batch = self._source.next(self._publisher.version)
+        except DiskFull:  # it waits for room unless the run is to end
+            from toprope.training.batches import Ending
+
+            raise Ending from None
         if self._began is None:
             self._began = time.monotonic()
         return batch
@@ -198,7 +205,8 @@ class TrainingRun:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row |= {name: _short(value) for name, value in numbers.items()}
         row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
-        if not self._metrics.append((json.dumps(row) + "\n").encode()):
+        line, self._header = self._header + (json.dumps(row) + "\n").encode(), b""
+        if not self._metrics.append(line):
             self._member.report(NoRoom(f"{self._metrics.behind} rows of metrics.jsonl wait for room on the disk"))
         self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
         if numbers.get("loss") is None or not math.isfinite(numbers["loss"] or 0.0):
@@ -256,7 +264,8 @@ class TrainingRun:
             self._member.report(NoRoom(f"the checkpoint of step {self._step} waits for room on the disk"))
             return False
         self._saved_step, self._unsaved_since = self._step, None
-        self._api.commit(state.cursor)
+        with suppress(DiskFull):  # the next attempt says it again
+            self._api.commit(state.cursor)
         relative = str(path.relative_to(self._member.folder.path))
         self._member.report(Checkpointed(self._step, relative, state.cursor))
         return True

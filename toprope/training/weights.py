@@ -62,7 +62,12 @@ class WeightFile:
         aside.unlink(missing_ok=True)
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(descriptor, _ALIGN + 2 * max(offset, _ALIGN))
+            size = _ALIGN + 2 * max(offset, _ALIGN)
+            if hasattr(os, "posix_fallocate"):
+                # Writing to a mapped file that finds no room on the disk would kill the trainer.
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)

@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -103,8 +104,11 @@ async def run(member: MemberLike) -> None:
         remembered = member.folder.journal / "api.port"
 
         def ready(address: str) -> None:
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(str(urlsplit(address).port))
+            try:
+                remembered.parent.mkdir(parents=True, exist_ok=True)
+                remembered.write_text(str(urlsplit(address).port))
+            except OSError as error:  # only those who knew the address before are the worse for it
+                print(f"{remembered} could not be written: {error}", file=sys.stderr, flush=True)
             member.report(Ready(address))
 
         commit, matcher = GroupCommit(journal, disk_failed), InferenceMatcher(member.secret)
@@ -130,7 +134,8 @@ async def run(member: MemberLike) -> None:
             matcher.close()
             commit.close()
             if not broken:
-                store.tally()
+                with suppress(NotPossibleNow):
+                    store.tally()
             member.report(_counts(store))
         if broken:
             raise broken[0]

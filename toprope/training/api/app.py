@@ -91,6 +91,7 @@ def create_app(
         Route("/latest_example", endpoints.latest_example, methods=["GET"]),
         Route("/reset_data", endpoints.reset_data, methods=["POST"]),
         Route("/commit", endpoints.commit, methods=["POST"]),
+        Route("/take_up", endpoints.take_up, methods=["POST"]),
         Route("/dropped", endpoints.dropped, methods=["POST"]),
         Route("/counts", endpoints.counts, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
@@ -199,6 +200,16 @@ class _Endpoints:
         newly = self._store.commit(decode(await self._small(request), _Cursor).cursor)
         await self._hot.durable()
         return _json({"status": "success", "committed": newly, "cursor": self._store.queue.committed})
+
+    async def take_up(self, request: Request) -> Response:
+        """Where a trainer goes on whose checkpoint was made at this cursor: there, or as near to it as the journal
+        allows. A journal that was lost ends before the cursor; one whose newest checkpoint was lost is past it."""
+        queue = self._store.queue
+        cursor = decode(await self._small(request), _Cursor).cursor
+        cursor = min(max(cursor, queue.committed), queue.delivered)
+        self._store.commit(cursor)
+        await self._hot.durable()
+        return _json({"cursor": cursor})
 
     async def dropped(self, request: Request) -> Response:
         items = decode(await read_body(request.scope, request.receive, self._limits), _Drops).items

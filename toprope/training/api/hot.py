@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.errors import DiskFull, InvalidValue, NotPossibleNow
 from toprope.training.api.door import Parcel, read_body
 from toprope.training.api.durable import GroupCommit
 from toprope.training.api.gate import on_undelivered
@@ -197,6 +197,8 @@ def refusal_of(error: InvalidValue | NotPossibleNow) -> Refused:
     """The refusal that an error of ours is answered with."""
     if isinstance(error, Refused):
         return error
+    if isinstance(error, DiskFull):
+        return Refused("disk_full", str(error), status=503, retry_after=5)
     if isinstance(error, NotPossibleNow):
         return Refused("storage", str(error), status=503, retry_after=5)
     return Refused("invalid_value", str(error))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from toprope.errors import DiskFull
 from toprope.records.groups import Batch, Counts, Group
 from toprope.training.api import wire
 from toprope.training.api.refusal import Refused
@@ -36,6 +37,8 @@ class SyncApiClient:
         self._headers = wire.headers(secret)
         self._patience_s = patience_s
         self._connection: http.client.HTTPConnection | None = None
+        self.waits: Callable[[], bool] = lambda: True
+        """Whether to wait for room on the API's disk; else `DiskFull` is raised."""
         self.policy_version: int | None = None
         """The version that will be trained next, if the API is to pass over groups that are too old for it."""
 
@@ -66,6 +69,11 @@ class SyncApiClient:
         """See `ApiClient.commit`."""
         self._call(wire.ANYTHING, "POST", "/commit", wire.commit_body(cursor))
 
+    def take_up(self, cursor: int) -> int:
+        """Goes on from a checkpoint that was made at `cursor`; returns the cursor to read from, which is another one
+        where the journal was lost, or where a later checkpoint was committed and lost."""
+        return self._call(wire.POSITION, "POST", "/take_up", wire.commit_body(cursor)).cursor
+
     def dropped(self, items: Iterable[tuple[int, str]]) -> None:
         """See `ApiClient.dropped`."""
         self._call(wire.ANYTHING, "POST", "/dropped", wire.dropped_body(items))
@@ -89,6 +97,8 @@ class SyncApiClient:
                 self.close()
                 pause: float | None = backoff.after_error(error, time.monotonic())
             except Refused as refusal:
+                if refusal.kind == "disk_full" and not self.waits():
+                    raise DiskFull(refusal.message) from refusal
                 pause = backoff.after_refusal(refusal, time.monotonic())
                 if pause is None:
                     raise

@@ -20,12 +20,14 @@ __all__ = [
     "BATCH",
     "COUNTS",
     "PATIENCE_S",
+    "POSITION",
     "POSTED",
     "READ_TIMEOUT_S",
     "ROOM",
     "WANTED",
     "ANYTHING",
     "Backoff",
+    "Position",
     "Posted",
     "Room",
     "Wanted",
@@ -56,6 +58,12 @@ class Posted(msgspec.Struct):
     waiting: int
 
 
+class Position(msgspec.Struct):
+    """The answer of /take_up: the cursor to read from."""
+
+    cursor: int
+
+
 class Room(msgspec.Struct):
     """The answer of /room."""
 
@@ -74,6 +82,7 @@ POSTED = msgspec.json.Decoder(Posted)
 BATCH = msgspec.json.Decoder(Batch)
 COUNTS = msgspec.json.Decoder(Counts)
 ROOM = msgspec.json.Decoder(Room)
+POSITION = msgspec.json.Decoder(Position)
 WANTED = msgspec.json.Decoder(Wanted)
 ANYTHING = msgspec.json.Decoder()
 
@@ -162,7 +171,7 @@ class Backoff:
 
     def after_refusal(self, refusal: Refused, now: float) -> float | None:
         """Seconds to wait after a 503, None for a refusal that will stay one. A full queue is waited for without end:
-        that is what it is for.
+        that is what it is for. So is a full disk: the run pauses until there is room.
 
         Raises:
             NotPossibleNow: The patience is over.
@@ -171,6 +180,8 @@ class Backoff:
             return None
         if refusal.kind == "queue_full":
             return 0.25
+        if refusal.kind == "disk_full":
+            return 1.0
         if self._over(now):
             raise NotPossibleNow(refusal.message) from refusal
         return 0.5
