@@ -2,6 +2,7 @@
 
     <run_id>/
       spec.json          the frozen specification            (written once, before the keeper starts)
+      manifest.json      what its numbers depend on          (keeper only; toprope.diff beside it)
       status.json        state with its data                 (keeper only, replaced atomically)
       events.jsonl       what happened, numbered             (keeper only, appended)
       orders/            what front ends ask of the keeper   (renamed into place, removed when carried out)

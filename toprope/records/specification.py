@@ -92,6 +92,10 @@ class Specification(BaseModel):
     config: Config
     locks: dict[str, Any] = {}
     """The owner's locks that held when this was frozen, as read."""
+    beside_preset: dict[str, list[Any]] = {}
+    """Fields whose value is not the preset's, each with the preset's value and this one."""
+    reproduces: str | None = None
+    """The run that this one repeats, to see whether it comes out the same."""
     test: TestPlan | None = None
     ask: AskPlan | None = None
     policy_cache: str

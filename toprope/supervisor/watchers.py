@@ -16,6 +16,7 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 from toprope.supervisor.orders import StopOrder
+from toprope.supervisor.provenance import Provenance
 
 __all__ = ["Hands", "Watcher", "Watchers", "watchers_for"]
 
@@ -77,4 +78,4 @@ class Watchers:
 
 def watchers_for(hands: Hands) -> list[Watcher]:
     """The watchers of a run."""
-    return []
+    return [Provenance(hands)]

@@ -1,0 +1,264 @@
+"""Writes a run's manifest: what can be known at its start, then what policy and environment turn out to be.
+
+It hashes files and asks git, which may take a moment, so it does so in a thread of its own: a run never waits for its
+manifest, and one that cannot be written costs a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import toprope
+from toprope.analysis.reproduction import differing_inputs
+from toprope.records.crew import Checked, Ready, Report
+from toprope.records.folder import RunFolder
+from toprope.records.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
+from toprope.records.specification import Specification
+
+if TYPE_CHECKING:
+    from toprope.supervisor.watchers import Hands
+
+__all__ = ["CHANGES", "Provenance", "collect", "hash_of_policy"]
+
+CHANGES = "toprope.diff"
+"""In the run folder: how the code differed from its commit."""
+_LIBRARIES = (
+    "torch", "transformers", "trl", "peft", "accelerate", "safetensors", "tokenizers", "datasets", "numpy", "msgspec",
+    "pydantic",
+)  # fmt: skip
+_ROOT = Path(toprope.__file__).resolve().parent.parent
+_MOST_CHANGES = 512 * 1024
+_MOST_FILE = 1 << 30
+_MOST_POLICY = 4 << 30
+_GIT_TIMEOUT_S = 15.0
+
+
+class Provenance:
+    """The watcher that keeps the manifest."""
+
+    def __init__(self, hands: Hands) -> None:
+        self._hands = hands
+        self._work: queue.SimpleQueue[Callable[[Manifest], None]] = queue.SimpleQueue()
+        self._failed: str | None = None
+        self._loaded: set[str] = set()
+        self._attempt = hands.status().attempt
+        threading.Thread(target=self._run, name="manifest", daemon=True).start()
+
+    def heard(self, component: str, report: Report) -> None:
+        """Policy and environment say what they are."""
+        if component == "policy" and isinstance(report, Ready) and report.address:
+            folder = Path(report.address)
+            self._work.put(lambda manifest: self._policy(manifest, folder))
+        if component == "environment" and isinstance(report, Checked):
+            versions = dict(report.detail.get("versions") or {})
+            self._work.put(lambda manifest: self._environment(manifest, versions))
+
+    def looked(self, now: float) -> None:
+        """Says once that something went wrong."""
+        if self._failed:
+            said, self._failed = self._failed, None
+            self._hands.event("warning", what=f"the manifest could not be written: {said}")
+
+    def _policy(self, manifest: Manifest, folder: Path) -> None:
+        manifest.policy = hash_of_policy(manifest.policy.model, folder)
+        self._loaded.add("policy")
+
+    def _environment(self, manifest: Manifest, versions: dict[str, Any]) -> None:
+        manifest.environment.versions = {str(name): str(version) for name, version in sorted(versions.items())}
+        self._loaded.add("environment")
+
+    def _run(self) -> None:
+        folder = self._hands.folder
+        try:
+            first = Manifest.read(folder) if self._attempt > 1 else None
+            manifest = collect(folder, self._hands.specification)
+            while True:
+                self._write(folder, manifest, first)
+                self._work.get()(manifest)
+                manifest.complete = self._loaded >= {"policy", "environment"}
+        except Exception as error:  # whatever git, a disk or a damaged file does, the run goes on
+            if folder.path.is_dir():
+                self._failed = f"{type(error).__name__}: {error}"
+
+    def _write(self, folder: RunFolder, manifest: Manifest, first: Manifest | None) -> None:
+        if first is None:
+            manifest.write(folder)
+        elif manifest.complete:  # before that, what has not loaded yet would look different
+            differing = differing_inputs(first.inputs, manifest.inputs)
+            later = {**first.later_attempts, str(self._attempt): differing}
+            first.model_copy(update={"later_attempts": later}).write(folder)
+
+
+def collect(folder: RunFolder, specification: Specification) -> Manifest:
+    """What is known of a run before anything of it has loaded.
+
+    Args:
+        folder: Where the difference to the commit is put, if there is one.
+        specification: The run's.
+    """
+    config = specification.config
+    return Manifest(
+        run_id=specification.run_id,
+        kind=specification.kind,
+        made_at=time.time(),
+        reproduces=specification.reproduces,
+        code=_code(folder),
+        configuration=Configuration(
+            sha256=_digest(config.model_dump(mode="json")),
+            preset=specification.preset,
+            beside_preset=specification.beside_preset,
+            locks_sha256=_digest(specification.locks),
+            deterministic=config.algorithm.deterministic,
+            seed=config.algorithm.seed,
+        ),
+        environment=_environment(specification),
+        policy=Policy(model=config.policy.model),
+        hardware=_hardware(config.launcher.threads),
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        libraries={name: version for name in _LIBRARIES if (version := _version(name))},
+    )
+
+
+def hash_of_policy(model: str, folder: Path) -> Policy:
+    """What a placed policy is, by its files; beyond 4 GB by their names and sizes, and the folder's own name, which is
+    the commit in the Hub's cache.
+
+    Args:
+        model: As the configuration names it.
+        folder: Where it was put.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    total = sum(path.stat().st_size for path in files)
+    whole = hashlib.sha256()
+    contents = total <= _MOST_POLICY
+    if not contents:
+        whole.update(folder.name.encode())
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        own = _hash_of(path) if contents else str(path.stat().st_size)
+        whole.update(f"{name}\0{own}\n".encode())
+    hashed = "contents" if contents else "names and sizes"
+    return Policy(model=model, sha256=whole.hexdigest(), hashed=hashed, bytes=total)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _code(folder: RunFolder) -> Code:
+    code = Code(version=toprope.__version__)
+    if not (_ROOT / ".git").exists():
+        return code
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return code
+    changes = _git("diff", "--no-ext-diff", "--no-color", "HEAD") or b""
+    for name in (_git("ls-files", "--others", "--exclude-standard", "-z", "*.py", "*.yaml") or b"").split(b"\0"):
+        path = _ROOT / os.fsdecode(name)
+        if name and path.is_file():
+            changes += b"untracked " + name + b" sha256 " + _hash_of(path).encode() + b"\n"
+    code.commit = commit.decode().strip()
+    if changes:
+        code.changes_sha256 = hashlib.sha256(changes).hexdigest()
+        code.changes_file = CHANGES
+        cut = b"" if len(changes) <= _MOST_CHANGES else b"\n[cut: %d bytes in all]\n" % len(changes)
+        path = folder.path / CHANGES
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(changes[:_MOST_CHANGES] + cut)
+    return code
+
+
+def _git(*arguments: str) -> bytes | None:
+    """What git says of our own checkout; None where it does not. It takes no lock there."""
+    command = ["git", "-C", str(_ROOT), "-c", "core.fsmonitor=false", *arguments]
+    variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _environment(specification: Specification) -> EnvironmentInputs:
+    source = specification.environment
+    if source.file:
+        path: Path | None = Path(source.file)
+    else:
+        path = _ROOT / "toprope" / "sdk" / "adapters" / f"{source.adapter}.py" if source.adapter else None
+    there = path is not None and path.is_file()
+    named = [value for value in specification.config.environment.knobs.values() if isinstance(value, str)]
+    files = {name: _hash_of(Path(name)) for name in named if _is_small_file(name)}
+    return EnvironmentInputs(
+        name=source.name,
+        source=source.file or f"{source.adapter}: {source.target}",
+        sha256=_hash_of(path) if path is not None and there else None,
+        files=files,
+        python=source.interpreter or "",
+    )
+
+
+def _is_small_file(name: str) -> bool:
+    try:
+        return os.path.isabs(name) and os.path.isfile(name) and os.path.getsize(name) <= _MOST_FILE
+    except (OSError, ValueError):
+        return False
+
+
+def _hardware(threads: int) -> Hardware:
+    import psutil
+
+    return Hardware(
+        cpu=_cpu(),
+        architecture=platform.machine(),
+        system=f"{platform.system()} {platform.release()}",
+        threads=threads,
+        cores=os.cpu_count() or 0,
+        memory_gb=round(psutil.virtual_memory().total / 2**30, 1),
+        gpus=_gpus(),
+    )
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that the driver shows, without loading anything of CUDA."""
+    found = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith("Model:"):
+                found.append(line.partition(":")[2].strip())
+    return found
