@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toprope.errors import Corrupt
 from toprope.records.folder import LEFT, RunFolder, misfits, read_json, write_json
 from toprope.settings.endpoints import Endpoint
+from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
-__all__ = ["AskPlan", "EnvironmentSource", "ModelUnderTest", "Specification", "TestPlan"]
+__all__ = ["AskPlan", "EnvironmentSource", "ModelUnderTest", "SeedGroup", "Specification", "TestPlan"]
 
 
 class EnvironmentSource(BaseModel):
@@ -75,6 +76,16 @@ class AskPlan(BaseModel):
     """Whose answers these are, in words: "step 120 of run x", "the base policy embedded"."""
 
 
+class SeedGroup(BaseModel):
+    """Which of several runs this is that differ in their seed alone: number `index`, from 0, of `size`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    index: int = Field(ge=0)
+    size: int = Field(ge=1)
+
+
 class Specification(BaseModel):
     """spec.json of a run."""
 
@@ -96,6 +107,9 @@ class Specification(BaseModel):
     """Fields whose value is not the preset's, each with the preset's value and this one."""
     reproduces: str | None = None
     """The run that this one repeats, to see whether it comes out the same."""
+    seed_group: SeedGroup | None = None
+    limits: FrozenLimits | None = None
+    """The owner's limits that held when this was started, to which its keeper holds it."""
     test: TestPlan | None = None
     ask: AskPlan | None = None
     policy_cache: str

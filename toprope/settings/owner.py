@@ -5,7 +5,7 @@ under HOME, and the variables that runs need (HF_TOKEN, CUDA_VISIBLE_DEVICES, WA
 the owner's configuration folder. Nothing is created until it is needed: clients start disposable servers as probes.
 
     home (TOPROPE_HOME)                 owner's configuration (TOPROPE_CONFIG)
-      runs/       one folder a run        locks.yaml     instead of the shipped one
+      runs/       one folder a run        locks.yaml     instead of the shipped one; so is limits.yaml
       datasets/   files to train on       datasets/      the same
       policies/   embedded policies       presets/       before the shipped ones
       index.db    drafts, stamps          environments/  one Python file each
@@ -19,13 +19,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import toprope
 from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
+from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
@@ -49,6 +50,8 @@ class StatusLimit(BaseModel):
     share: float = Field(0.02, ge=0, le=1)
     min_s: float = Field(30.0, ge=0, le=86_400)
     max_s: float = Field(1800.0, ge=0, le=86_400)
+    waits: dict[str, Annotated[float, Field(ge=0, le=3600)]] = Field(default_factory=dict)
+    """Seconds that a client holds out for one call, by the name it gives: {my-agent: 600}. Unknown ones get 45."""
 
     def interval(self, expected_s: float | None) -> float:
         """Seconds between fresh numbers of a run that is expected to take `expected_s`; unknown: the shortest."""
@@ -100,6 +103,8 @@ class OwnerSettings(BaseModel):
     status: StatusLimit = Field(default_factory=StatusLimit)
     machine: MachineLimit = Field(default_factory=MachineLimit)
     """Beyond it runs are queued."""
+    containment: Literal["auto", "bubblewrap", "guard"] = "auto"
+    """How the processes of runs are held: in pid namespaces by bubblewrap where that works, always, or never."""
     http: HttpDoor = Field(default_factory=HttpDoor)
     """The HTTP door."""
 
@@ -167,6 +172,12 @@ class Home:
         return own if own.exists() else SHIPPED / "configs" / "locks.yaml"
 
     @property
+    def limits_file(self) -> Path:
+        """The owner's limits where there is a file of them, else the shipped ones."""
+        own = self.configuration / "limits.yaml"
+        return own if own.exists() else SHIPPED / "configs" / "limits.yaml"
+
+    @property
     def preset_folders(self) -> list[Path]:
         return [self.configuration / "presets", SHIPPED / "configs" / "presets"]
 
@@ -177,6 +188,11 @@ class Home:
     def locks(self) -> Locks:
         """The owner's locks as they are on disk now."""
         return Locks.read(self.locks_file)
+
+    def limits(self) -> Limits:
+        """The owner's limits as they are on disk now."""
+        path = self.limits_file
+        return Limits.read(path, owners=path.parent == self.configuration)
 
     def environment_folders(self, settings: OwnerSettings) -> list[Path]:
         """The owner's folders with environments. A relative path is one within the owner's configuration folder."""

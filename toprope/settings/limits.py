@@ -1,0 +1,195 @@
+"""What runs may use, all together, each by itself, and in a day: the owner's limits, and what an hour costs.
+
+The file is read anew whenever a run is to start, so a limit holds from the moment it is saved, and a file that cannot
+be read stops every start. What held at a run's start is frozen with it: its keeper stops it at the cap, whoever is
+connected. A limit is a number, or a number with the owner's reason:
+
+    concurrent_runs: 4
+    per_run:
+      wall_hours: 12
+    per_day:
+      cost_usd: {max: 5, reason: The month's budget is 150 USD.}
+    prices:
+      cpu_hour_usd: 0.04
+      gpu_hour_usd: {H100: 2.5}
+    confirm: {above: {cost_usd: 1}}
+
+A day is a calendar day of this machine. CPU-hours are processor time as the kernel counts it, over all processes of a
+run; GPU-hours are hours for which a run has a GPU to itself; wall time runs from when the run leaves the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from toprope.errors import InvalidValue
+from toprope.settings.yamlfiles import check_keys, read_yaml
+
+__all__ = ["ALL", "PER_DAY", "PER_RUN", "UNITS", "Cap", "FrozenLimits", "Limit", "Limits", "Prices"]
+
+PER_RUN = ("wall_hours", "steps", "cpu_hours", "gpu_hours", "cost_usd", "disk_gb")
+PER_DAY = ("runs", "cpu_hours", "gpu_hours", "cost_usd")
+ALL = ("concurrent_runs", "disk_gb")
+UNITS: Mapping[str, str] = {
+    "wall_hours": "hours of wall time",
+    "steps": "steps",
+    "cpu_hours": "CPU-hours",
+    "gpu_hours": "GPU-hours",
+    "cost_usd": "USD",
+    "disk_gb": "GB on disk",
+    "runs": "runs",
+    "concurrent_runs": "runs at the same time",
+}
+_KEYS = (*ALL, "per_run", "per_day", "prices", "confirm")
+_ANY = "*"
+
+Confirm = Literal["never", "always", "above"]
+
+
+class Limit(BaseModel):
+    """One limit: `name` as the file has it (`per_day.cost_usd`), its value, and the owner's reason."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    max: float
+    reason: str = ""
+
+
+class Prices(BaseModel):
+    """USD for an hour of a CPU, and of a GPU by a part of its name (`*`: any other). None or absent: unknown."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    cpu_hour_usd: float | None = None
+    gpu_hour_usd: dict[str, float] = {}
+
+    def of_gpu(self, name: str | None) -> float | None:
+        """The price of an hour of that GPU; None where none is named. The longest name that fits counts."""
+        fits = [key for key in self.gpu_hour_usd if key != _ANY and name and key.casefold() in name.casefold()]
+        return self.gpu_hour_usd.get(max(fits, key=len) if fits else _ANY)
+
+
+class Cap(BaseModel):
+    """Where a run is stopped: the value, the limit that it comes from, and the owner's reason."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    value: float
+    limit: str
+    reason: str = ""
+
+
+class FrozenLimits(BaseModel):
+    """What held when a run started, as its specification has it.
+
+    `caps` and `reserved` go by quantity (`wall_hours`, `cpu_hours`, ...). `reserved` is what the run may use at most of
+    what is limited over several runs: it counts as used until the run has ended.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    source: str
+    """Who set them, in words, with the file."""
+    caps: dict[str, Cap] = {}
+    reserved: dict[str, float] = {}
+    cpu_hour_usd: float | None = None
+    gpu_hour_usd: float | None = None
+    gpu: str | None = None
+
+
+class Limits:
+    """The limits of a file."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, Limit],
+        prices: Prices | None = None,
+        *,
+        confirm: Confirm = "never",
+        above: Mapping[str, float] | None = None,
+        source: str = "the limits that ship with Toprope",
+    ) -> None:
+        self._limits = dict(limits)
+        self.prices = prices or Prices()
+        self.confirm, self.above = confirm, dict(above or {})
+        self.source = source
+
+    def get(self, name: str) -> Limit | None:
+        """The limit of that name, if there is one."""
+        return self._limits.get(name)
+
+    def __iter__(self):
+        return iter(self._limits.values())
+
+    @classmethod
+    def read(cls, path: Path, *, owners: bool = True) -> Limits:
+        """The limits in a file.
+
+        Args:
+            path: The file.
+            owners: Whether it is the owner's; else it ships with Toprope.
+
+        Raises:
+            InvalidValue: The file or an entry is wrong; the message names it.
+        """
+        data = check_keys(read_yaml(path), _KEYS, str(path))
+        limits: dict[str, Limit] = {}
+        for name in ALL:
+            _take(limits, name, data.get(name), path)
+        for section, names in (("per_run", PER_RUN), ("per_day", PER_DAY)):
+            entries = check_keys(data.get(section) or {}, names, f"{path}, {section}")
+            for name, given in entries.items():
+                _take(limits, f"{section}.{name}", given, path)
+        confirm, above = _confirm(data.get("confirm"), path)
+        source = f"the owner, in {path}" if owners else f"the limits that ship with Toprope ({path})"
+        return cls(limits, _prices(data.get("prices"), path), confirm=confirm, above=above, source=source)
+
+
+def _take(limits: dict[str, Limit], name: str, given: Any, path: Path) -> None:
+    if given is None:
+        return
+    reason = ""
+    if isinstance(given, dict):
+        entry = check_keys(given, ("max", "reason"), f"{path}, {name}")
+        given, reason = entry.get("max"), entry.get("reason") or ""
+        if not isinstance(reason, str):
+            raise InvalidValue(f"{path}, {name}: reason must be a text.", hint="Mend the file.")
+    limits[name] = Limit(name=name, max=_number(given, f"{path}, {name}"), reason=reason.strip())
+
+
+def _number(given: Any, where: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
+        raise InvalidValue(f"{where} must be a number of at least 0, not {given!r}.", hint="Mend the file.")
+    return float(given)
+
+
+def _prices(given: Any, path: Path) -> Prices:
+    entry = check_keys(given or {}, ("cpu_hour_usd", "gpu_hour_usd"), f"{path}, prices")
+    cpu, gpus = entry.get("cpu_hour_usd"), entry.get("gpu_hour_usd") or {}
+    if not isinstance(gpus, dict):
+        gpus = {_ANY: gpus}
+    return Prices(
+        cpu_hour_usd=None if cpu is None else _number(cpu, f"{path}, prices.cpu_hour_usd"),
+        gpu_hour_usd={str(name): _number(price, f"{path}, prices.gpu_hour_usd.{name}") for name, price in gpus.items()},
+    )
+
+
+def _confirm(given: Any, path: Path) -> tuple[Confirm, dict[str, float]]:
+    if given is None or given is False or given == "never":
+        return "never", {}
+    if given is True or given == "always":
+        return "always", {}
+    if not isinstance(given, dict):
+        raise InvalidValue(
+            f"{path}, confirm must be never, always, or above with quantities, not {given!r}.",
+            hint="For example: confirm: {above: {cost_usd: 1}}",
+        )
+    entry = check_keys(given, ("above",), f"{path}, confirm")
+    above = check_keys(entry.get("above") or {}, PER_RUN, f"{path}, confirm.above")
+    return "above", {name: _number(value, f"{path}, confirm.above.{name}") for name, value in above.items()}
