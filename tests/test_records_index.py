@@ -6,6 +6,7 @@ import pytest
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.index import Index, Stamp, StartRow
+from toprope.records.migrations import MIGRATIONS
 
 
 def make(index, **config):
@@ -29,7 +30,7 @@ def test_the_file_is_wal_and_for_its_owner_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["index.db"]
     with sqlite3.connect(index.path) as db:
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     db.close()
 
 

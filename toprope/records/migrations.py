@@ -41,4 +41,23 @@ MIGRATIONS: tuple[str, ...] = (
         snapshot TEXT NOT NULL
     ) STRICT;
     """,
+    """
+    CREATE TABLE forks (
+        draft_id TEXT PRIMARY KEY,
+        run_id TEXT NOT NULL
+    ) STRICT;
+    CREATE TABLE experiments (
+        id TEXT PRIMARY KEY,
+        at REAL NOT NULL,
+        updated_at REAL NOT NULL,
+        environment TEXT NOT NULL,
+        entry TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX experiments_by_environment ON experiments (environment, at);
+    CREATE TABLE ledger_read (
+        one INTEGER PRIMARY KEY,
+        bytes INTEGER NOT NULL,
+        first_line TEXT NOT NULL
+    ) STRICT;
+    """,
 )

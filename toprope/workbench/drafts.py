@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
 from toprope.records.index import DraftRow, EditRow, Index
-from toprope.records.specification import EnvironmentSource
+from toprope.records.specification import EnvironmentSource, Specification
 from toprope.settings.fields import KNOBS, Change, Field, all_fields, apply
 from toprope.settings.locks import Locks
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
+from toprope.workbench.history import difference, taken_back
 
 __all__ = ["Draft", "Drafts", "Edit"]
 
@@ -134,6 +135,78 @@ class Drafts:
 
         self._row(draft_id)
         return _draft(self._index.edit_draft(draft_id, edit)), done
+
+    def at(self, draft_id: str, revision: int) -> Config:
+        """A draft's configuration as it was at a revision.
+
+        Raises:
+            NotFound: There is no such draft or revision.
+            Corrupt: It cannot be read.
+        """
+        draft = self.get(draft_id)
+        edits = [(edit.revision, edit.changes) for edit in self.history(draft_id)]
+        return taken_back(draft.config, edits, revision, draft.knobs)
+
+    def revert(self, draft_id: str, revision: int, locks: Locks) -> tuple[Draft, list[Change], list[Change]]:
+        """Goes back to a revision by an edit; the history grows, and nothing of it is lost.
+
+        Returns:
+            The draft as it is now, the fields that differ from before, and where the owner's locks have another value
+            than the revision had: the revision's value and the one that holds.
+
+        Raises:
+            NotFound: There is no such draft or revision.
+            InvalidValue: With what the owner allows now, its fields do not fit each other; nothing was changed.
+        """
+        draft = self.get(draft_id)
+        wanted = self.at(draft_id, revision)
+        values = {change.field: change.after for change in difference(draft.config, wanted)}
+        allowed, moved = locks.adjust(wanted, draft.fields)
+        edited, changed = self.edit(draft_id, values | allowed, locks)
+        return edited, changed, moved
+
+    def fork(
+        self, run: Specification, environment: EnvironmentSource, knobs: Iterable[Mapping[str, Any]], locks: Locks
+    ) -> tuple[Draft, list[Change], list[str]]:
+        """Makes a draft with a run's configuration.
+
+        Args:
+            run: The run.
+            environment: Where a worker finds its environment now.
+            knobs: The knobs on the environment's card; those that the run had and the card has not are left out.
+            locks: The owner's, as they are now.
+
+        Returns:
+            The draft, what the locks changed of the run's configuration, and the knobs that are no more.
+
+        Raises:
+            InvalidValue: A knob's value does not fit any more, or the locks make it inconsistent; nothing was made.
+        """
+        knobs = [dict(knob) for knob in knobs]
+        fields = all_fields(knobs)
+        config = run.config.model_copy(deep=True)
+        own = {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
+        gone = [name for name in own if name not in fields]
+        config.environment.knobs = {
+            name.removeprefix(f"{KNOBS}."): field.default
+            for name, field in fields.items()
+            if name.startswith(f"{KNOBS}.")
+        }
+        config, _ = apply(config, {name: value for name, value in own.items() if name in fields}, knobs)
+        allowed, moved = locks.adjust(config, fields)
+        config, _ = apply(config, allowed, knobs, locks)
+        row = self._index.create_draft(
+            run.preset or "", environment.model_dump(mode="json"), knobs, config.model_dump(mode="json")
+        )
+        with self._index.writing() as db:
+            db.execute("INSERT INTO forks VALUES (?, ?)", (row.id, run.run_id))
+        return _draft(row), moved, gone
+
+    def forked_from(self, draft_id: str) -> str | None:
+        """The run that a draft was made from, if it was."""
+        with self._index.reading() as db:
+            row = db.execute("SELECT run_id FROM forks WHERE draft_id = ?", (draft_id,)).fetchone() if db else None
+            return row["run_id"] if row else None
 
     def history(self, draft_id: str) -> list[Edit]:
         """A draft's edits, oldest first."""

@@ -1,0 +1,93 @@
+"""Configurations side by side: a draft at any of its revisions, a run, a preset; and what differs between two of them.
+
+History is never rewritten. A revision is found by taking later edits back in memory; going back to one is an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.errors import InvalidValue, NotFound
+from toprope.settings.fields import KNOBS, Change, all_fields, apply, get_value
+from toprope.settings.presets import Preset
+from toprope.settings.schema import Config
+
+__all__ = ["Side", "beside_preset", "config_of_preset", "difference", "taken_back", "values_of"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One configuration of a comparison."""
+
+    name: str
+    """As it was asked for: `draft-7f3k@3`, a run's id, `preset cpu-embedded`."""
+    environment: str
+    preset: str | None
+    config: Config
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """Every field's value by its dotted name, the environment's own settings last."""
+    values = {name: get_value(config, field) for name, field in all_fields().items()}
+    return values | {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
+
+
+def difference(a: Config, b: Config) -> list[Change]:
+    """The fields whose values differ, in the schema's order; None where one has no such knob."""
+    first, second = values_of(a), values_of(b)
+    names = [*first, *(name for name in second if name not in first)]
+    return [
+        Change(name, first.get(name), second.get(name))
+        for name in names
+        if first.get(name) != second.get(name) or type(first.get(name)) is not type(second.get(name))
+    ]
+
+
+def taken_back(
+    config: Config, edits: Sequence[tuple[int, Sequence[Change]]], revision: int, knobs: Iterable[Mapping[str, Any]]
+) -> Config:
+    """The configuration as it was at an earlier revision.
+
+    Args:
+        config: As it is now.
+        edits: Each edit's revision (the one that it led to) and changes, oldest first.
+        revision: From 1, the draft as it was made.
+        knobs: On the environment's card.
+
+    Raises:
+        NotFound: There is no such revision.
+    """
+    newest = edits[-1][0] if edits else 1
+    if not 1 <= revision <= newest:
+        raise NotFound(f"There is no revision {revision}.", hint=f"There are 1 to {newest}; get_config lists them.")
+    former: dict[str, Any] = {}
+    for led_to, changes in reversed(edits):
+        if led_to > revision:
+            former |= {change.field: change.before for change in changes}
+    return apply(config, former, knobs)[0]
+
+
+def config_of_preset(preset: Preset, environment: str) -> Config:
+    """What a preset says for an environment, its knobs included."""
+    config = preset.config(environment)
+    config.environment.knobs = dict(preset.knobs(environment))
+    return config
+
+
+def beside_preset(config: Config, preset: Preset | None, environment: str) -> dict[str, list[Any]]:
+    """Fields whose value is not the preset's, each with the preset's value and this one. Knobs that the preset leaves
+    alone are left out: their values are the environment's defaults, or stand in an edit."""
+    if preset is None:
+        return {}
+    try:
+        base = config_of_preset(preset, environment)
+    except (InvalidValue, NotFound):
+        return {}
+    given = {f"{KNOBS}.{name}" for name in base.environment.knobs}
+    return {
+        change.field: [change.before, change.after]
+        for change in difference(base, config)
+        if not change.field.startswith(f"{KNOBS}.") or change.field in given
+    }
