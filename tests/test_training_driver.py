@@ -55,6 +55,9 @@ class Member:
     def report(self, report: Any) -> None:
         self.reports.append(report)
 
+    async def hold_async(self) -> None:
+        pass
+
 
 @pytest.fixture
 def member(tmp_path: Path) -> Member:

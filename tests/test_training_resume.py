@@ -82,6 +82,9 @@ class StandInMember:
         if isinstance(report, Stepped) and report.step == self._stop_after:
             self.ending.set()
 
+    def hold(self) -> float:
+        return 0.0
+
     def of(self, kind: type) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]
 

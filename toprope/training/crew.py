@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from toprope.records.crew import (
     ENV_REPORT_FD,
     ENV_SECRET,
     Order,
+    Pause,
     Peers,
+    Proceed,
     Report,
     Stop,
     decode_order,
@@ -32,6 +35,8 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 
 __all__ = ["Member"]
+
+_LOOK_EVERY_S = 0.25
 
 
 class Member:
@@ -45,6 +50,8 @@ class Member:
         self.spec = Specification.read(folder)
         self.ending = threading.Event()
         """Set when a Stop order came or the keeper is gone."""
+        self.paused = threading.Event()
+        """Set while the run is held: finish what is at hand, begin nothing new. See `hold`."""
         self._report_fd = report_fd
         self._writing = threading.Lock()
         self._changed = threading.Condition()
@@ -80,6 +87,26 @@ class Member:
                     line = line[os.write(self._report_fd, line) :]
                 except BrokenPipeError:
                     return
+
+    def hold(self, beat: Callable[[], None] = lambda: None) -> float:
+        """Blocks while the run is held, and returns for how many seconds; at once when it is to end.
+
+        Args:
+            beat: Called about once a second meanwhile.
+        """
+        if not self.paused.is_set() or self.ending.is_set():
+            return 0.0
+        began = time.monotonic()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: not self.paused.is_set() or self.ending.is_set(), 1.0):
+                    return time.monotonic() - began
+            beat()
+
+    async def hold_async(self) -> None:
+        """`hold` without blocking the event loop."""
+        while self.paused.is_set() and not self.ending.is_set():
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def address(self, peer: str, timeout: float | None = None) -> str:
         """Blocks until `peer` is ready and returns its address.
@@ -131,6 +158,10 @@ class Member:
                 self._addresses = order.addresses
             if order is None or isinstance(order, Stop):
                 self.ending.set()
+            elif isinstance(order, Pause):
+                self.paused.set()
+            elif isinstance(order, Proceed):
+                self.paused.clear()
             self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:

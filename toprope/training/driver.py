@@ -32,6 +32,7 @@ from toprope.records.crew import (
     Without,
 )
 from toprope.records.digests import measuring
+from toprope.records.lines import NO_ROOM
 from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerError, WorkerFailure
@@ -257,7 +258,7 @@ class Driver:
                 summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
             else:
                 summary = {}
-            write_contents(self._member.folder, self._member.attempt, self._contents)
+            self._leave_contents()
             self._member.report(Evaluated(label, summary))
 
         # What was measured before training stays; a resumed run has another policy by now.
@@ -281,7 +282,7 @@ class Driver:
         finally:
             if producing is not None:
                 await _cancelled(producing)
-            write_contents(self._member.folder, self._member.attempt, self._contents)
+            self._leave_contents()
             await api.close()
 
     async def _evaluations(self) -> AsyncIterator[str]:
@@ -330,6 +331,7 @@ class Driver:
         async def work() -> None:
             while True:
                 await room.wait()
+                await self._member.hold_async()
                 waiting = await one()
                 if waiting >= rollout.queue_groups and room.is_set():
                     room.clear()
@@ -351,7 +353,16 @@ class Driver:
                 continue
             if due and wanted.version >= due:
                 due = await self._evaluate_now(evaluator, wanted.version)
+            await self._member.hold_async()
             await make_one()
+
+    def _leave_contents(self) -> None:
+        try:
+            write_contents(self._member.folder, self._member.attempt, self._contents)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            print(f"what tasks held could not be written: {error}", file=sys.stderr, flush=True)
 
     def _saw(self, split: str, made: Made) -> None:
         self._contents.saw(split, made.task_id, made.messages)

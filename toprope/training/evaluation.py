@@ -21,6 +21,7 @@ import msgspec
 from toprope.errors import ComponentFailed
 from toprope.records.folder import RunFolder, write_json
 from toprope.records.groups import Outcome
+from toprope.records.lines import NO_ROOM
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.batches import PARSED
 from toprope.training.inference.client import PromptTooLong, Sampling
@@ -31,6 +32,7 @@ __all__ = ["SEALED", "Evaluator", "by_task", "example_of", "newest_version", "su
 SEALED = "heldout"
 """The split whose texts nobody gets to see."""
 
+_WRITE_AGAIN_S = 1.0
 _LONGEST_ERROR = 500
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*):")
 """How the kind of what an author's code raised begins an error."""
@@ -102,7 +104,7 @@ class Evaluator:
         if greedy:
             most_likely = await self._play(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
             result["greedy"] = self._counted(SEALED, most_likely)
-        return self._write(label, result, began)
+        return await self._write(label, result, began)
 
     async def along(self, label: str, tasks: int) -> dict[str, Any]:
         """One sampled answer to each of `tasks` validation tasks, while training goes on."""
@@ -119,7 +121,7 @@ class Evaluator:
             "greedy": None,
             "examples": [],
         }
-        return self._write(label, result, began)
+        return await self._write(label, result, began)
 
     async def test(self, tasks: int, group_size: int) -> dict[str, Any]:
         """`group_size` sampled answers to each of `tasks` validation tasks."""
@@ -137,7 +139,7 @@ class Evaluator:
             "greedy": None,
             "examples": [example_of(made) for made in groups[:8]],
         }
-        return self._write("test", result, began)
+        return await self._write("test", result, began)
 
     async def _examples(self, count: int) -> list[dict[str, Any]]:
         groups = await self._play("answering examples", "validation", count, 1, self._sampling.greedy())
@@ -178,9 +180,17 @@ class Evaluator:
         """The summary of one answer to each task, how each went, and what the answers look like."""
         return {"split": split} | summarize(_outcomes(groups)) | _looks(groups) | {"by_task": by_task(groups)}
 
-    def _write(self, label: str, result: dict[str, Any], began: float) -> dict[str, Any]:
+    async def _write(self, label: str, result: dict[str, Any], began: float) -> dict[str, Any]:
         result["seconds"] = round(time.time() - began, 3)
-        write_json(self._folder.evaluation(label), result)
+        while True:
+            try:
+                write_json(self._folder.evaluation(label), result)
+                break
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+            self._progress(f"waiting for room on the disk ({label})", 0, 1)
+            await asyncio.sleep(_WRITE_AGAIN_S)
         sampled, greedy = result["sampled"], result["greedy"]
         summary = {key: sampled[key] for key in ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")}
         if "rollouts" in sampled:

@@ -184,7 +184,19 @@ class TrainingRun:
         limit = self._config.budget.max_train_seconds
         return limit is not None and self._elapsed() >= limit
 
+    def _hold(self) -> None:
+        """Waits while the run is held, which does not count as training; what found no room on the disk goes there
+        now."""
+        held_s = self._member.hold()
+        if held_s:
+            if self._began is not None:
+                self._began += held_s
+            self._metrics.catch_up()
+            if self._unsaved_since is not None:
+                self._save()
+
     def _next_batch(self) -> Any:
+        self._hold()
         self._api.policy_version = self._publisher.version
         try:
             batch = self._source.next(self._publisher.version)
