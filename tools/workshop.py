@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.index import Index
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.settings.presets import load_preset
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.endpoints import variables_for
+from toprope.workbench.history import beside_preset
 
 __all__ = ["Workshop", "machine_of"]
 
@@ -32,7 +34,9 @@ def machine_of(settings: OwnerSettings) -> Machine:
     """What runs may have of this machine: the owner's limits, else what there is."""
     everyone = settings.variables.get("*", {})
     visible = everyone.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Machine.detect(settings.machine.threads, settings.machine.gpus, visible)
+    floor = settings.machine.disk_floor_mb
+    disk_floor = None if floor is None else int(floor * 1_000_000)
+    return Machine.detect(settings.machine.threads, settings.machine.gpus, visible, disk_floor)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,19 @@ class Workshop:
 
     def start(self, specification: Specification) -> None:
         """Gives a frozen run its keeper, with the owner's variables. Raises: see `Runs.start`."""
+        specification = self._beside_preset(specification)
         self.runs.start(specification, variables_for(specification, self.settings(), self.home.preset_folders))
+
+    def _beside_preset(self, specification: Specification) -> Specification:
+        """The specification with what is not as its preset has it now, for the run's manifest."""
+        if specification.beside_preset or not specification.preset:
+            return specification
+        try:
+            preset = load_preset(specification.preset, self.home.preset_folders)
+        except (NotFound, InvalidValue):
+            return specification
+        beside = beside_preset(specification.config, preset, specification.environment.name)
+        return specification.model_copy(update={"beside_preset": beside})
 
     def resume(self, run_id: str) -> tuple[Status, Specification]:
         """Gives a run that has ended its next attempt, with the owner's variables as they are now.

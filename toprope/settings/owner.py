@@ -82,6 +82,8 @@ class MachineLimit(BaseModel):
     """CPU threads for training; tests may use as many beside it."""
     gpus: list[str] | None = None
     """GPUs by the ids of CUDA_VISIBLE_DEVICES; an empty list: none."""
+    disk_floor_mb: float | None = Field(None, ge=0)
+    """A run pauses when its disk has less room than this and a checkpoint; by default 2 % of it, at most 500 MB."""
 
 
 class OwnerSettings(BaseModel):

@@ -27,7 +27,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, NotFound, TooNew
 from toprope.records.folder import RUN_ID, read_json, write_json
 from toprope.records.specification import Specification
 from toprope.supervisor.lock import RunLock, held
@@ -35,6 +35,7 @@ from toprope.supervisor.plan import members_of
 
 __all__ = ["Granted", "Machine", "Reservations", "Waits"]
 
+RESERVATION_VERSION = 1
 _FOLDER = ".reservations"
 _DECIDE_WITHIN_S = 0.2
 _ANNOUNCE_WITHIN_S = 2.0
@@ -54,10 +55,17 @@ class Machine(BaseModel):
 
     threads: int = Field(ge=1)
     gpus: tuple[str, ...] = ()
+    disk_floor: int | None = None
+    """Bytes that runs leave free on their disk; None: the owner has not said."""
+    version: int = RESERVATION_VERSION
 
     @classmethod
     def detect(
-        cls, threads: int | None = None, gpus: Sequence[str] | None = None, visible: str | None = None
+        cls,
+        threads: int | None = None,
+        gpus: Sequence[str] | None = None,
+        visible: str | None = None,
+        disk_floor: int | None = None,
     ) -> Machine:
         """The machine as it is, or as the owner limits it.
 
@@ -65,6 +73,7 @@ class Machine(BaseModel):
             threads: The owner's limit; None: the CPUs that this process may use.
             gpus: The owner's list of ids; None: those in `visible`, else every one that the driver shows.
             visible: CUDA_VISIBLE_DEVICES where it is set.
+            disk_floor: The owner's, in bytes.
         """
         if threads is None:
             usable = getattr(os, "sched_getaffinity", None)
@@ -78,7 +87,7 @@ class Machine(BaseModel):
                 nodes = []
             # CUDA counts what it may use from 0, whatever the numbers of the nodes.
             gpus = [str(number) for number in range(len(nodes))]
-        return cls(threads=threads, gpus=tuple(dict.fromkeys(gpus)))
+        return cls(threads=threads, gpus=tuple(dict.fromkeys(gpus)), disk_floor=disk_floor)
 
 
 class _Entry(BaseModel):
@@ -86,7 +95,7 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    version: int = 1
+    version: int = RESERVATION_VERSION
     turn: int
     pool: Pool
     threads: int
@@ -129,6 +138,10 @@ class Reservations:
                 write_json(self._path / _MACHINE, machine.model_dump(mode="json"))
             finally:
                 lock.release()
+
+    def machine(self) -> Machine | None:
+        """What was announced last; None: nothing that can be read."""
+        return self._machine()
 
     def claim(self, specification: Specification, *, anew: bool = False) -> Granted | Waits | None:
         """Asks for what a run needs; the caller holds the run's lock.
@@ -199,10 +212,12 @@ class Reservations:
                 continue
             try:
                 if RUN_ID.fullmatch(run_id) and held(self._runs / run_id / "keeper.lock"):
-                    found[run_id] = _Entry.model_validate(read_json(path))
+                    found[run_id] = _Entry.model_validate(read_json(path, RESERVATION_VERSION))
                     continue
             except NotFound:
                 continue
+            except TooNew:
+                raise  # what a newer version's run has is not known here, and is not to be given twice
             except (Corrupt, ValidationError):
                 pass
             # We hold the lock, so a file with another name is what somebody left who was killed while writing.
@@ -211,7 +226,7 @@ class Reservations:
 
     def _machine(self) -> Machine | None:
         try:
-            return Machine.model_validate(read_json(self._path / _MACHINE))
+            return Machine.model_validate(read_json(self._path / _MACHINE, RESERVATION_VERSION))
         except (NotFound, Corrupt, ValidationError):
             return None
 
