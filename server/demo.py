@@ -90,7 +90,7 @@ class _Agent:
                 if answer.is_error:
                     raise DemoFailed(answer.content[0].text)
                 [run] = (answer.structured_content or {})["runs"]
-                for event in run["events"]:
+                for event in run.get("events", ()):
                     if (line := _event_line(event)) is not None:
                         bar.console.print(f"  {escape(line)}", style="dim")
                 if run["state"] == "completed":

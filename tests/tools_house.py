@@ -81,5 +81,5 @@ def step(folder: RunFolder, number: int, total: int = 100, **values):
 def age_stamp(shop, run_id, seconds):
     """Makes the last fresh numbers of a run older."""
     stamp = shop.index.stamp(run_id)
-    with shop.index._write() as db:
+    with shop.index.writing() as db:
         db.execute("UPDATE stamps SET at = ? WHERE run_id = ?", (stamp.at - seconds, run_id))

@@ -27,6 +27,7 @@ __all__ = [
     "FieldChange",
     "FieldValue",
     "LogAnswer",
+    "MetCondition",
     "Result",
     "Resumed",
     "RunItem",
@@ -52,10 +53,13 @@ TOKEN_BUDGET = 10_000
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool says: `text` for the model, `data` as the typed structure."""
+    """What a tool says: `text` for the model, `data` as the typed structure, without what is at its default where
+    `brief`, and a PNG where a picture was asked for."""
 
     text: str
     data: BaseModel
+    brief: bool = False
+    picture: bytes | None = None
 
 
 class _Data(BaseModel):
@@ -174,6 +178,7 @@ class RunStatus(_Data):
     numbers_age_s: float = 0.0
     next_numbers_in_s: float | None = None
     events: list[dict[str, Any]] = []
+    events_left: int = 0
     failure: dict[str, Any] | None = None
 
 
@@ -187,9 +192,17 @@ class RunItem(_Data):
     summary: str = ""
 
 
+class MetCondition(_Data):
+    run_id: str
+    condition: str
+
+
 class StatusAnswer(_Data):
     runs: list[RunStatus]
     open_runs: list[RunItem] = []
+    met: list[MetCondition] = []
+    cursor: str = ""
+    longest_wait_s: float | None = None
 
 
 class Runs(_Data):

@@ -6,15 +6,17 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult, TextContent
 from pydantic import BeforeValidator, Field
 
 from tools import answers
+from tools.patience import Client
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
 
-__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds"]
+__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds", "client_of"]
 
 DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
 RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
@@ -28,6 +30,13 @@ def _listed(value: Any) -> Any:
 RunIds = Annotated[list[str] | None, BeforeValidator(_listed)]
 Names = Annotated[list[str] | None, BeforeValidator(_listed)]
 Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(_listed)]
+
+
+def client_of(ctx: Context) -> Client:
+    """Who calls: the name of its handshake or, without handshakes (2026-07-28), of this very request, where it may be
+    left out."""
+    told = ctx.session.client_params
+    return Client(told.client_info.name if told is not None else "", ctx.headers is not None)
 
 
 class Part:
@@ -49,5 +58,5 @@ class Part:
         answer = await work(self.workshop, **arguments)
         return CallToolResult(
             content=[TextContent(type="text", text=answer.text)],
-            structured_content=answer.data.model_dump(mode="json"),
+            structured_content=answer.data.model_dump(mode="json", exclude_defaults=answer.brief),
         )

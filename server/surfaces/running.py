@@ -11,7 +11,7 @@ from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
 
-from server.surfaces.part import DraftId, Names, Part, RunId, RunIds
+from server.surfaces.part import DraftId, Names, Part, RunId, RunIds, client_of
 from tools import answers
 
 __all__ = ["Running"]
@@ -105,21 +105,45 @@ class Running(Part):
         self,
         ctx: Context,
         run_ids: Annotated[
-            RunIds, Field(description="Ids of one or more runs (at most 20); omit to see which runs are open.")
+            RunIds,
+            Field(description="Ids of one or more runs (at most 20); omit for the cursor's, or to see the open ones."),
         ] = None,
         wait_s: Annotated[
             float | None,
             Field(
-                ge=0, le=45, description="Wait up to this many seconds (45 at most) for news; omit to answer at once."
+                ge=0,
+                le=3600,
+                description="Wait up to this many seconds for news; omit to answer at once. More than your client "
+                "holds out (45 where unknown) is cut, and the answer says so.",
             ),
+        ] = None,
+        until: Annotated[
+            Names,
+            Field(
+                description="What ends the wait: 'end', 'evaluation', 'finding', 'stall', 'step 200', or a state such "
+                "as 'training'; several are alternatives, for any of the runs. Omit for any news."
+            ),
+        ] = None,
+        cursor: Annotated[
+            str | None,
+            Field(description="cursor of your last answer: then every event since is told, whoever asked meanwhile."),
         ] = None,
     ) -> Annotated[CallToolResult, answers.StatusAnswer]:
         """Tells how live runs stand, or waits for news of any of them: state, step, reward, speed, ETA, new events.
 
-        Use it with wait_s after start_training or test_inference instead of calling often. Fresh numbers of a run come
-        at most once per interval (2 % of its expected length, 30 s to 30 min); within it the answer repeats the last
-        ones with their age. Changes of state, evaluations and the end always come through and end a wait. Progress
-        notifications are sent while waiting. Changes nothing. For final figures call get_results, for all runs
-        list_runs.
+        Use it with wait_s and the last answer's cursor instead of calling often. Fresh numbers of a run come at most
+        once per interval (2 % of its expected length, 30 s to 30 min); within it one line repeats the last ones with
+        their age. Changes of state, evaluations, findings, stalls and the end always come through and end a wait; met
+        says which run met what of until. Progress is sent while waiting. Changes nothing. For final figures call
+        get_results, for all runs list_runs.
         """
-        return await self._do("status", "check_status", run_ids=run_ids, wait_s=wait_s, progress=ctx.report_progress)
+        return await self._do(
+            "status",
+            "check_status",
+            run_ids=run_ids,
+            wait_s=wait_s,
+            until=until,
+            cursor=cursor,
+            progress=ctx.report_progress,
+            client=client_of(ctx),
+        )

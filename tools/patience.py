@@ -1,0 +1,49 @@
+"""How long a client lets a tool call take, so that a wait comes back before the client gives up on it.
+
+A client says its name in every request or at its handshake. One that nobody knows is taken for the least patient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["LONGEST_S", "UNKNOWN", "Client", "longest_wait_s"]
+
+UNKNOWN_S = 45.0
+"""Claude Desktop (`claude-ai`) and clients on the TypeScript SDK's default drop a call at about 60 s."""
+LONGEST_S = 3600.0
+"""What the owner's settings may allow at most."""
+
+_PATIENT: dict[str, tuple[float, float]] = {
+    # Ends a silent call after 30 minutes on standard input and output, after 5 over HTTP; half and four fifths of it.
+    # https://code.claude.com/docs/en/mcp; the name: its client is made with name "claude-code",
+    # https://github.com/anthropics/claude-code/issues/43299
+    "claude-code": (900.0, 240.0),
+}
+"""Client's name -> seconds over standard input and output, and over HTTP."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who called: its name as it gives it, empty where it gave none, and whether it came over HTTP."""
+
+    name: str = ""
+    over_http: bool = False
+
+
+UNKNOWN = Client()
+
+
+def longest_wait_s(client: Client, owners: Mapping[str, float]) -> float:
+    """Seconds that a call of this client may take.
+
+    Args:
+        client: Who called.
+        owners: The owner's own figures by client's name, which count before ours.
+    """
+    if client.name in owners:
+        return min(owners[client.name], LONGEST_S)
+    if client.name in _PATIENT:
+        return _PATIENT[client.name][1 if client.over_http else 0]
+    return UNKNOWN_S
