@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.errors import Corrupt
+from toprope.records.findings import Finding
 from toprope.records.folder import LEFT, RunFolder, check_version, misfits, read_json, write_json
 from toprope.records.lines import PatientLines
 
@@ -90,6 +91,10 @@ class Failure(_Record):
     signal: str | None = None
     excerpt: list[str] = []
     hint: str = ""
+    kind: str = ""
+    """What it is called (`toprope.analysis.failures.Kind`); empty where nobody classified it."""
+    evidence: str = ""
+    """The line that says so."""
 
 
 class CrewMember(_Record):
@@ -132,6 +137,8 @@ class Status(_Record):
     evaluations: dict[str, dict[str, Any]] = {}
     checkpoint: dict[str, Any] | None = None
     failure: Failure | None = None
+    findings: list[Finding] = []
+    """What diagnosis holds against the run now, the most severe first."""
 
     @property
     def ended(self) -> bool:
