@@ -1,0 +1,232 @@
+"""Names why a run failed, from how a member ended and what it said last, so that an agent need not read a log.
+
+A member's log is untrusted and long; the cause is usually one line of it. Lines are read from the last to the first,
+because the last error is the one that ended the program, and specific causes count before general ones wherever they
+stand: a trainer that says `worker failed` below `CUDA out of memory` ran out of memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["KINDS", "Classified", "Kind", "classify"]
+
+Kind = Literal[
+    "out_of_memory",
+    "gpu_out_of_memory",
+    "cuda",
+    "no_access",
+    "model_not_found",
+    "disk_full",
+    "version_conflict",
+    "import_error",
+    "nan",
+    "port",
+    "network",
+    "timeout",
+    "environment_error",
+    "crashed",
+    "killed",
+    "unknown",
+]
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A failure's name. `evidence` is the line that says so, empty where the signal or exit code alone does."""
+
+    kind: Kind
+    hint: str = ""
+    evidence: str = ""
+    confidence: Literal["low", "medium", "high"] = "low"
+
+
+@dataclass(frozen=True)
+class _Cause:
+    kind: Kind
+    pattern: re.Pattern[str]
+    hint: str
+    confidence: Literal["low", "medium", "high"] = "high"
+
+
+def _cause(kind: Kind, pattern: str, hint: str, confidence: Literal["low", "medium", "high"] = "high") -> _Cause:
+    return _Cause(kind, re.compile(pattern, re.IGNORECASE), hint, confidence)
+
+
+_LESS_GPU = (
+    "edit_config optimizer.micro_batch_size to a small divisor of the batch, optimizer.gradient_checkpointing to true, "
+    "policy.lora to true or rollout.max_new_tokens lower, then start_training again."
+)
+_LESS_MEMORY = (
+    "edit_config rollout.concurrency and rollout.queue_groups lower or optimizer.micro_batch_size to a small divisor "
+    "of the batch, or take a smaller policy.model; then resume_training."
+)
+_DISK = (
+    "Make room: `toprope doctor` shows the disk, `toprope prune` removes old runs, logging.save_total_limit keeps "
+    "fewer checkpoints; then resume_training."
+)
+
+_SPECIFIC: tuple[_Cause, ...] = (
+    _cause(
+        "gpu_out_of_memory",
+        r"cuda out of memory|CUDA_ERROR_OUT_OF_MEMORY|cuda error: out of memory|"
+        r"OutOfMemoryError.*(cuda|gpu|hip)|cublas_status_alloc_failed|no available memory for the cache blocks",
+        _LESS_GPU,
+    ),
+    _cause(
+        "disk_full",
+        r"no space left on device|errno 28\b|ENOSPC|disk quota exceeded|errno 122\b|"
+        r"disk is full|database or disk is full",
+        _DISK,
+    ),
+    _cause(
+        "out_of_memory",
+        r"\bMemoryError\b|cannot allocate memory|errno 12\b|can't allocate memory|std::bad_alloc|"
+        r"not enough memory|oom-kill|out of memory",
+        _LESS_MEMORY,
+    ),
+    _cause(
+        "no_access",
+        r"gated repo|GatedRepoError|access to model .* is restricted|awaiting a review|"
+        r"401 client error|403 client error|invalid (user )?token|invalid api key|incorrect api key|"
+        r"(HF_TOKEN|WANDB_API_KEY|api[_ ]key)\b.*(not set|missing|required|not configured|needed)|"
+        r"no api key|api_key client option must be set",
+        "The owner sets the key (HF_TOKEN, WANDB_API_KEY or the endpoint's) in the settings and accepts the model's "
+        "terms on its page; or edit_config policy.model to an open one. `toprope doctor` names the keys there are.",
+    ),
+    _cause(
+        "model_not_found",
+        r"RepositoryNotFoundError|RevisionNotFoundError|EntryNotFoundError|404 client error|"
+        r"is not a local folder and is not a valid model identifier|could not be fetched from the hugging face hub|"
+        r"no file named .*(safetensors|config\.json)|is not a saved model|holds no weights|there is no folder|"
+        r"unrecognized model in|model type .* does not recognize|does not appear to have a file named",
+        "Check policy.model and policy.revision (edit_config): a Hub id, a folder with config.json, tokenizer and "
+        "safetensors, or 'embedded'; then start_training again.",
+    ),
+    _cause(
+        "cuda",
+        r"no kernel image is available|device-side assert|illegal memory access|nccl error|ncclSystemError|"
+        r"cudnn_status|cublas_status|no cuda gpus are available|found no nvidia driver|CUDA driver version is "
+        r"insufficient|torch not compiled with cuda|cuda error|unspecified launch failure|Xid|hip error",
+        "`toprope doctor` shows driver and GPU; edit_config launcher.device to cpu runs without. After a driver "
+        "error of the GPU itself, resume_training goes on from the last checkpoint.",
+    ),
+    _cause(
+        "version_conflict",
+        r"but (you have|found|got) [\w.-]+[ =]+\d|is required for a normal functioning|"
+        r"requires .{1,60}(==|>=|<=|~=|<|>).{1,60}(but|which|installed)|incompatible with|VersionConflict|"
+        r"binary incompatibility|numpy\.dtype size changed|compiled using NumPy|undefined symbol|"
+        r"GLIBC(XX)?_[\d.]+' not found|cannot import name '.*' from '(transformers|trl|peft|torch|accelerate)",
+        "Two packages do not fit each other: install the pinned versions (make setup), or the environment's own "
+        "interpreter; then resume_training.",
+    ),
+    _cause(
+        "import_error",
+        r"ModuleNotFoundError|No module named|ImportError|cannot import name|"
+        r"cannot open shared object file",
+        "A module is missing where this program runs: describe_environment names what an environment needs; install "
+        "it for the worker's interpreter, then start_training again.",
+    ),
+    _cause(
+        "nan",
+        r"\bis not a number|loss (is|was|became) nan|nan (loss|gradient|in )|probability tensor contains "
+        r"either|found inf or nan|(weights?|parameters?|logits) (are|is|contain)\b.{0,40}(nan|not finite)|"
+        r"\bnon-?finite\b",
+        "edit_config optimizer.learning_rate to a third, optimizer.max_grad_norm lower, and policy.dtype to float32 "
+        "if it is float16; look whether the scorer's rewards are bounded. Then start_training again.",
+    ),
+    _cause(
+        "port",
+        r"address already in use|errno 98\b|EADDRINUSE|cannot assign requested address",
+        "Another program has the port: resume_training takes a new one.",
+    ),
+    _cause(
+        "timeout",
+        r"timed? ?out|TimeoutError|deadline exceeded|not ready after|no answer within|did not answer "
+        r"within|took longer than",
+        "Raise what ran out: environment.call_timeout_s for a slow scorer, environment.load_timeout_s for a slow "
+        "load, launcher.start_timeout_s for a large model; then resume_training.",
+        "medium",
+    ),
+    _cause(
+        "network",
+        r"name or service not known|temporary failure in name resolution|network is unreachable|"
+        r"max retries exceeded|connection (refused|reset|aborted)|ConnectError|SSLError|getaddrinfo failed|"
+        r"couldn't connect to|offline mode is enabled",
+        "A host could not be reached: check the network, or use policy.model 'embedded' or a local folder and "
+        "logging.wandb offline; then resume_training.",
+        "medium",
+    ),
+)
+_ENVIRONMENT = _cause(
+    "environment_error",
+    r"the environment (failed|raised|has no)|groups one after the other|WorkerFailure|WorkerError|the worker (died|"
+    r"failed|ended)|EnvironmentMistake|LoadError|score\(\)|reset\(\)|step\(\)",
+    "describe_environment shows how it loads and scores; mend its file (read_logs(component='environment') has the "
+    "lines), then start_training again.",
+)
+_ERROR = re.compile(r"^\s*([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failure|Mistake))\b\s*:?")
+_OOM_EXIT = 137
+_CRASHES = {
+    "SIGSEGV": "a bug in native code",
+    "SIGABRT": "native code gave up",
+    "SIGILL": "a CPU instruction that this machine does not have",
+    "SIGFPE": "an arithmetic error in native code",
+}
+
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+
+
+def classify(
+    component: str,
+    exit_code: int | None = None,
+    signal: str | None = None,
+    excerpt: Sequence[str] = (),
+    reason: str = "",
+) -> Classified:
+    """Why a member failed.
+
+    Args:
+        component: Its name; an unexplained error of `environment` is the environment's.
+        exit_code: How it ended, None where it was ended by a signal or has not ended.
+        signal: Name of the signal that ended it (`SIGKILL`).
+        excerpt: The last lines it printed, oldest first. Untrusted.
+        reason: What it said, or its keeper, about why.
+
+    Returns:
+        The kind `unknown` where nothing says why.
+    """
+    lines = [line for text in (*excerpt, reason) for line in str(text).splitlines() if line.strip()]
+    for line in reversed(lines):
+        for cause in _SPECIFIC:
+            if cause.pattern.search(line):
+                return Classified(cause.kind, cause.hint, line.strip()[:300], cause.confidence)
+    for line in reversed(lines):
+        if _ENVIRONMENT.pattern.search(line):
+            return Classified("environment_error", _ENVIRONMENT.hint, line.strip()[:300], "high")
+    if signal == "SIGBUS":
+        return Classified("disk_full", _DISK, "", "medium")  # a mapped file with no room behind it
+    if signal in _CRASHES:
+        return Classified(
+            "crashed",
+            f"{signal}: {_CRASHES[signal]}. read_logs(component={component!r}) has what it printed; resume_training "
+            "goes on from the last checkpoint.",
+            "",
+            "medium",
+        )
+    if signal == "SIGKILL" or exit_code == _OOM_EXIT:
+        return Classified(
+            "killed",
+            "Nobody here sent that signal: the system does when memory runs out. " + _LESS_MEMORY,
+            "",
+            "medium",
+        )
+    if signal is not None:
+        return Classified("killed", f"Somebody outside sent {signal}; resume_training goes on.", "", "medium")
+    error = next((line.strip()[:300] for line in reversed(lines) if _ERROR.match(line)), "")
+    if component == "environment" and error:
+        return Classified("environment_error", _ENVIRONMENT.hint, error, "medium")
+    return Classified("unknown", f"read_logs(component={component!r}) has what it printed.", error, "low")
