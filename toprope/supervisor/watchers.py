@@ -15,6 +15,7 @@ from toprope.records.crew import Report
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
+from toprope.supervisor.diagnosis import DiagnosisWatcher
 from toprope.supervisor.orders import StopOrder
 from toprope.supervisor.provenance import Provenance
 
@@ -78,4 +79,4 @@ class Watchers:
 
 def watchers_for(hands: Hands) -> list[Watcher]:
     """The watchers of a run."""
-    return [Provenance(hands)]
+    return [Provenance(hands), DiagnosisWatcher(hands)]
