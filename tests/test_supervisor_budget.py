@@ -1,0 +1,89 @@
+"""A run's keeper counts what it takes and stops it at the owner's limits; what is left in a folder is the books."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from supervisor_house import House, ended, eventually
+
+from toprope.records.status import read_events
+from toprope.records.usage import Usage, day_of
+from toprope.settings.limits import Cap, FrozenLimits
+from toprope.supervisor.ledger import accounts, gpu_names
+
+
+@pytest.fixture
+def house(tmp_path: Path):
+    found = House(tmp_path)
+    yield found
+    found.close()
+
+
+def started(house, caps=None, reserved=None, behaviours=None, **prices):
+    runs = house.runs(behaviours or {})
+    specification = house.specification()
+    limits = FrozenLimits(source="the owner, in limits.yaml", caps=caps or {}, reserved=reserved or {}, **prices)
+    folder = runs.start(specification.model_copy(update={"limits": limits}))
+    house.started.append(folder)
+    return runs, folder
+
+
+def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_set_it(house):
+    caps = {"wall_hours": Cap(value=1.5 / 3600, limit="per_run.wall_hours", reason="A test.")}
+    runs, folder = started(house, caps, behaviours={"trainer": {"endless": True, "patient": True}})
+    status = ended(runs, folder)
+    assert status.state == "stopped"
+    assert "per_run.wall_hours" in status.reason and "the owner, in limits.yaml" in status.reason
+    assert "A test." in status.reason
+    assert status.checkpoint is not None
+    [finding] = [
+        event.data
+        for event in read_events(folder.events)
+        if event.kind == "finding" and event.data["rule"] == "budget_spent"
+    ]
+    assert finding["level"] == "critical" and finding["observed"]["wall_hours"] >= 1.5 / 3600
+    usage = Usage.read(folder)
+    assert usage is not None
+    assert 1.5 <= usage.wall_s < 30
+    assert usage.cpu_s > 0 and usage.disk_bytes > 0 and usage.usd is None
+    assert sum(day.wall_s for day in usage.days.values()) == pytest.approx(usage.wall_s)
+    house.nothing_left(folder)
+
+
+BUSY = "import time\nend = time.process_time() + 1.0\nwhile time.process_time() < end: pass\n"
+
+
+def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(house, tmp_path):
+    runs = house.runs({}, plot=[sys.executable, "-I", "-S", "-c", BUSY])
+    limits = FrozenLimits(source="x", cpu_hour_usd=3600.0)
+    folder = runs.start(house.specification().model_copy(update={"limits": limits}))
+    house.started.append(folder)
+    assert ended(runs, folder).state == "completed"
+    usage = Usage.read(folder)
+    assert usage is not None and usage.cpu_s >= 1.0
+    assert usage.usd == pytest.approx(usage.cpu_s)
+
+
+def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_used(house):
+    runs, folder = started(house, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
+    [account] = accounts(runs.path)
+    assert account.live and account.started_today
+    assert account.held("cpu_hours") == pytest.approx(5.0, abs=0.1)
+    runs.stop(folder.run_id)
+    ended(runs, folder)
+    account = eventually(lambda: next((one for one in accounts(runs.path) if not one.live), None))
+    usage = Usage.read(folder)
+    assert usage is not None
+    assert account.held("cpu_hours") == pytest.approx(usage.days[day_of(usage.at)].cpu_s / 3600)
+    assert account.held("cpu_hours") < 0.1
+    assert accounts(runs.path, leave_out=[folder.run_id]) == []
+
+
+def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
+    place = tmp_path / "0000:01:00.0"
+    place.mkdir()
+    (place / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 12\n")
+    assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"]
+    assert gpu_names(tmp_path / "none") == []

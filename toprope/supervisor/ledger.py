@@ -1,0 +1,134 @@
+"""The books of one folder of runs: what every run used and may still use, added up from the folders whenever one is to
+start, under a lock, so that two front ends cannot give the same budget twice.
+
+A run that lives counts with what it reserved; one whose keeper is gone counts with what it used. Nobody has to settle
+anything: the moment a run's lock is free, its reservation is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from toprope.analysis.budget import Account
+from toprope.errors import Corrupt, NotFound, NotPossibleNow
+from toprope.records.folder import RUN_ID, RunFolder, read_json
+from toprope.records.usage import Usage, day_of
+from toprope.settings.limits import FrozenLimits
+from toprope.supervisor.lock import RunLock, held
+
+__all__ = ["accounts", "folder_bytes", "gpu_names", "processors", "the_books"]
+
+_FOLDER = ".budget"
+_WITHIN_S = 20.0
+
+
+@contextmanager
+def the_books(runs: Path) -> Iterator[None]:
+    """Holds the books of a folder of runs: whoever starts a run looks and reserves within it.
+
+    Raises:
+        NotPossibleNow: Somebody else has held them for 20 s.
+    """
+    path = runs / _FOLDER
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = RunLock.acquire(path / "lock", _WITHIN_S)
+    if lock is None:
+        raise NotPossibleNow(
+            f"Another front end has been starting a run for {_WITHIN_S:.0f} s; nothing was started.", hint="Try again."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
+    """Every run's account.
+
+    Args:
+        runs: The folder of runs.
+        now: Seconds since the epoch; the clock where it is None.
+        leave_out: Ids of runs that are not to be counted.
+    """
+    today = day_of(time.time() if now is None else now)
+    found = []
+    try:
+        entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    for entry in entries:
+        if entry.name in leave_out:
+            continue
+        try:
+            found.append(_account(RunFolder(Path(entry.path)), today))
+        except FileNotFoundError:
+            continue  # it is being removed
+    return found
+
+
+def _account(folder: RunFolder, today: str) -> Account:
+    live = held(folder.lock)
+    try:
+        usage = Usage.read(folder)
+    except Corrupt:
+        usage = None
+    if usage is None:
+        usage = Usage(disk_bytes=0 if live else folder_bytes(folder.path))
+    spent = usage.days.get(today)
+    used = {} if spent is None else {"cpu_hours": spent.cpu_s / 3600, "gpu_hours": spent.gpu_s / 3600}
+    if spent is not None and spent.usd is not None:
+        used["cost_usd"] = spent.usd
+    try:
+        # The specification is written once, when the run is started.
+        started = day_of(folder.spec.stat().st_mtime)
+    except FileNotFoundError:
+        started = ""
+    reserved = _reserved(folder) if live else {}
+    return Account(folder.run_id, live, started == today, usage, used, reserved)
+
+
+def _reserved(folder: RunFolder) -> dict[str, float]:
+    try:
+        return FrozenLimits.model_validate(read_json(folder.spec)["limits"]).reserved
+    except (NotFound, Corrupt, KeyError, TypeError, ValidationError):
+        return {}  # one that an earlier version started
+
+
+def folder_bytes(path: Path) -> int:
+    """Bytes of all files below a folder; what vanishes meanwhile counts for nothing."""
+    total, places = 0, [os.fspath(path)]
+    while places:
+        try:
+            with os.scandir(places.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        places.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+    return total
+
+
+def processors() -> int:
+    """How many this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def gpu_names(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The names of NVIDIA's GPUs of this machine, as the driver tells them, in the order of their addresses."""
+    names = []
+    for path in sorted(root.glob("*/information")):
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names
