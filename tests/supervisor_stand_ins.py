@@ -32,8 +32,10 @@ def programs(behaviours: dict[str, dict[str, Any]], token: str) -> dict[str, lis
 class StandIn:
     """One member.
 
-    Behaviour, all optional: `at` and `do` (what to do at which moment: exit:N, kill, hang, sleep, fail, linger), `deaf`
-    (ignores SIGTERM), `daemon` (leaves a double-forked process in a session of its own, with an empty environment),
+    Behaviour, all optional: `at` and `do` (what to do at which moment: exit:N, kill, freeze, hang, sleep, fail, again,
+    linger), `times` (how often, over all its lives; always when absent), `beats` (says that it lives, when it listens),
+    `slow` (seconds that the start takes from its second life on), `deaf` (ignores SIGTERM), `daemon` (leaves a
+    double-forked process in a session of its own, with an empty environment),
     `noise` (bytes to print first), `say` (printed first), `steps`, `endless`, `patient` (the trainer saves on Stop and
     ignores SIGTERM until then), `saving` (seconds that this takes), `loading` (seconds before the trainer is ready),
     `mute` (never says that it is ready), `nonsense` (the label of an evaluation whose file is wrong).
@@ -44,13 +46,33 @@ class StandIn:
         self.folder = RunFolder(Path(os.environ[crew.ENV_FOLDER]))
         self.report_fd = int(os.environ[crew.ENV_REPORT_FD])
         self.pending, self.orders, self.peers = b"", [], {}
+        self.held, self.beaten = False, 0.0
+        life = self.folder.crew / f"{name}.lives"
+        life.write_text(str(self.count(life) + 1))
+        self.life = self.count(life)
+
+    @staticmethod
+    def count(path: Path) -> int:
+        return int(path.read_text()) if path.exists() else 0
+
+    def beat(self) -> None:
+        if time.monotonic() - self.beaten > 0.1:
+            self.beaten = time.monotonic()
+            self.report(crew.Beat())
 
     def report(self, report: crew.Report) -> None:
         os.write(self.report_fd, crew.encode_line(report))
 
     def listen(self, timeout: float | None) -> None:
         """Takes in orders for at most so long; ends the process when the keeper is gone."""
-        if not select.select([0], [], [], timeout)[0]:
+        if self.behaviour.get("beats"):
+            limit = float("inf") if timeout is None else time.monotonic() + timeout
+            while not select.select([0], [], [], max(0.0, min(0.1, limit - time.monotonic())))[0]:
+                self.beat()
+                if time.monotonic() >= limit:
+                    return
+            self.beat()
+        elif not select.select([0], [], [], timeout)[0]:
             return
         data = os.read(0, 65536)
         if not data:
@@ -60,6 +82,8 @@ class StandIn:
             order = crew.decode_order(line)
             if isinstance(order, crew.Peers):
                 self.peers = order.addresses
+            elif isinstance(order, crew.Pause | crew.Proceed):
+                self.held = isinstance(order, crew.Pause)
             else:
                 self.orders.append(order)
 
@@ -71,16 +95,22 @@ class StandIn:
         """Does what the behaviour says for this moment."""
         if self.behaviour.get("at") != name:
             return
+        done = self.folder.crew / f"{self.name}.done"
+        if self.count(done) >= self.behaviour.get("times", 1_000_000):
+            return
+        done.write_text(str(self.count(done) + 1))
         what, _, value = self.behaviour["do"].partition(":")
         if what == "exit":
             sys.exit(int(value))
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "sleep":
             time.sleep(600)
-        if what in ("fail", "linger"):
-            self.report(crew.Failed("the dice were loaded", "use other dice"))
-            if what == "fail":
+        if what in ("fail", "linger", "again"):
+            self.report(crew.Failed("the dice were loaded", "use other dice", what == "again"))
+            if what != "linger":
                 sys.exit(1)
         while True:
             self.listen(None)
@@ -95,9 +125,13 @@ class StandIn:
         line = b"x" * 99 + b"\n"
         for _ in range(self.behaviour.get("noise", 0) // 100):
             os.write(1, line)
+        if self.behaviour.get("beats"):
+            self.beat()
         if self.behaviour.get("mute"):
             while True:
                 self.listen(None)
+        if self.life > 1:
+            time.sleep(self.behaviour.get("slow", 0.0))
         self.moment("start")
         getattr(self, self.name)()
 
@@ -138,6 +172,11 @@ class StandIn:
             self.listen(0.005)
         steps = self.behaviour.get("steps", 3)
         while step < steps or self.behaviour.get("endless"):
+            if self.held:
+                self.listen(None)
+                if not any(isinstance(order, crew.Stop) for order in self.orders):
+                    continue
+                break
             step += 1
             row = {"step": step, "time": time.time(), "reward": step / 10, "success": step / 20, "rollouts": step * 8}
             with self.folder.metrics.open("a") as file:
@@ -197,6 +236,22 @@ class StandIn:
         self.report(crew.Evaluated(label, {"accuracy": sampled["accuracy"], "tasks": 100}))
 
 
+class HoldsOnRequest:
+    """A watcher that holds the run as long as there is a file `hold` beside its status."""
+
+    def __init__(self, hands: Any) -> None:
+        self.hands, self.file = hands, hands.folder.path / "hold"
+
+    def heard(self, component: str, report: crew.Report) -> None:
+        pass
+
+    def looked(self, now: float) -> None:
+        if self.file.exists():
+            self.hands.pause("somebody asked for it")
+        else:
+            self.hands.proceed()
+
+
 def leave_daemon() -> None:
     """A process that left everything: parent, session, environment; it even ignores SIGTERM."""
     if os.fork() == 0:
@@ -211,8 +266,11 @@ def leave_daemon() -> None:
 
 def main() -> int:
     if sys.argv[1] == "keeper":
+        from toprope.supervisor import course
         from toprope.supervisor.keeper import main as keeper
 
+        others = course.watchers_for
+        course.watchers_for = lambda hands: [*others(hands), HoldsOnRequest(hands)]
         return keeper(sys.argv[3:], programs=json.loads(Path(sys.argv[2]).read_text()))
     StandIn(sys.argv[1], json.loads(sys.argv[2])).run()
     return 0

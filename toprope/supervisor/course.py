@@ -1,8 +1,9 @@
 """The course of one run, from the first process to the last: what its keeper does.
 
-All members are started at once and learn each other's addresses as they come. What they report moves the run from
-state to state; the first thing that ends it (an order, a death, the last evaluation) decides how, and everything after
-that only closes the crew. Whatever happens here, the crew is gone before the course is over.
+All members are started at once and learn each other's addresses as they come. What they report (`hearing`) moves the
+run from state to state; a member that ends or hangs is started again where that may help (`restarts`). The first thing
+that ends the run (an order, a death too many, the last evaluation) decides how, and everything after that only closes
+the crew. Whatever happens here, the crew is gone before the course is over.
 """
 
 from __future__ import annotations
@@ -17,32 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.analysis.report import gather
-from toprope.records.crew import (
-    Checked,
-    Checkpointed,
-    CountsReport,
-    Evaluate,
-    Evaluated,
-    Failed,
-    Finished,
-    Progress,
-    Ready,
-    Report,
-    Stepped,
-    Without,
-)
+from toprope.records.crew import Failed, Finished, Report
 from toprope.records.folder import RunFolder, write_json
 from toprope.records.specification import Specification
 from toprope.records.status import Failure, State, Status
 from toprope.supervisor import guard
 from toprope.supervisor.component import Component, Exit
 from toprope.supervisor.crew import Crew
+from toprope.supervisor.hearing import Hearing
 from toprope.supervisor.life import Life
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.orders import StopOrder, take_orders
 from toprope.supervisor.pausing import Pausing
-from toprope.supervisor.plan import PLOT, Programs, members_of, spare_of
+from toprope.supervisor.plan import PLOT, Programs, members_of
+from toprope.supervisor.pulse import Pulse
 from toprope.supervisor.reservations import Granted, Reservations, Waits
+from toprope.supervisor.restarts import Restarts
 from toprope.supervisor.watchers import Hands, Watchers, watchers_for
 
 __all__ = ["Course", "keepers_failure"]
@@ -94,8 +85,7 @@ class Course:
         self._life = Life(folder, Status.read(folder))
         self._reservations = Reservations(folder.path.parent)
         status = self._life.status
-        self._resumes = folder.path / status.checkpoint["path"] if status.checkpoint and status.attempt > 1 else None
-        self._held_back = ""
+        resumes = folder.path / status.checkpoint["path"] if status.checkpoint and status.attempt > 1 else None
         self._crew = Crew(
             folder,
             self._spec,
@@ -103,18 +93,26 @@ class Course:
             attempt=status.attempt,
             programs=programs,
             surroundings=os.environ if surroundings is None else surroundings,
-            checkpoint=self._resumes,
+            checkpoint=resumes,
         )
         self._pausing = Pausing(self._life, self._crew)
-        self._ready: set[str] = set()
-        self._finished: set[str] = set()
-        self._evaluated: set[str] = set()
+        self._hearing = Hearing(self._spec, self._life, self._crew, resumes=resumes is not None)
         self._hastened: set[str] = set()
-        self._confessed: dict[str, Failed] = {}
-        self._unsaved = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._decision: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
         self._start_limit: asyncio.TimerHandle | None = None
+        self._pulse = Pulse(self._silence_allowed)
+        self._restarts = Restarts(
+            folder,
+            self._spec,
+            self._life,
+            self._crew,
+            self._hearing,
+            decided=self._decision,
+            fail=self._decide,
+            launch=self._launch,
+            background=self._background,
+        )
         self._watchers = self._watch_with()
 
     def _watch_with(self) -> Watchers:
@@ -184,8 +182,7 @@ class Course:
         for name in members_of(self._spec):
             if self._closing:
                 break
-            self._life.member(name, "starting")
-            self._background(self._follow(self._crew.launch(name)))
+            self._launch(name)
         return await self._decision
 
     async def _reserve(self) -> None:
@@ -202,10 +199,25 @@ class Course:
 
     async def _watch(self) -> None:
         while not self._closing:
-            self._watchers.looked(asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            for name, seconds in self._pulse.silent(self._hearing.ready, now).items():
+                limit = self._silence_allowed(name)
+                reason = (
+                    f"{name} gave no sign of life for {seconds:.0f} s (at most {limit:g} are allowed) and was ended."
+                )
+                self._restarts.hung(self._crew[name], reason)
+            self._watchers.looked(now)
             await asyncio.sleep(_WATCH_EVERY_S)
 
+    def _silence_allowed(self, name: str) -> float:
+        launcher = self._spec.config.launcher
+        return launcher.trainer_hang_timeout_s if name == "trainer" else launcher.hang_timeout_s
+
     # Starting and listening
+
+    def _launch(self, name: str) -> None:
+        self._life.member(name, "starting", pid=None)
+        self._background(self._follow(self._crew.launch(name)))
 
     async def _follow(self, component: Component) -> None:
         self._life.member(component.name, "starting", pid=await component.started())
@@ -243,96 +255,47 @@ class Course:
         return self._decision.done()
 
     def _heard(self, component: Component, report: Report) -> None:
-        name, life = component.name, self._life
-        match report:
-            case Stepped():
-                self._unsaved = True
-                life.stepped(report, self._spec.config.budget.max_train_seconds)
-                self._set_ready(component)
-            case Checkpointed():
-                self._unsaved = False
-                checkpoint = {"step": report.step, "path": report.path, "cursor": report.cursor}
-                life.update(checkpoint=checkpoint | {"at": time.time()})
-                life.event("checkpoint", **checkpoint)
-            case CountsReport():
-                life.update(counts=report.counts)
-            case Evaluated():
-                self._evaluated.add(report.label)
-                life.update(evaluations={**life.status.evaluations, report.label: report.summary})
-                life.event("evaluation", label=report.label, summary=report.summary)
-            case Failed():
-                self._confessed[name] = report
-                asyncio.get_running_loop().call_later(_AFTER_CONFESSION_S, self._blame, component)
-            case _ if self._closing:
-                return
-            case Ready():
-                if name == "inference" and self._resumes and "trainer" not in self._ready:
-                    # It has the policy's first weights until the trainer has published the checkpoint's.
-                    self._held_back = report.address
-                elif report.address:
-                    self._crew.announce(name, report.address)
-                self._set_ready(component)
-                if name == "trainer" and self._held_back:
-                    self._crew.announce("inference", self._held_back)
-            case Checked():
-                self._set_ready(component)
-            case Progress():
-                life.progressed(report)
-            case Finished():
-                self._finished.add(name)
-                life.member(name, "finished")
-                if name == "trainer":
-                    life.reach("evaluating")
-                    self._crew.send("environment", Evaluate("after"))
-                    grace = self._spec.config.launcher.stop_grace_s
-                    asyncio.get_running_loop().call_later(grace, self._hasten, component)
-        self._watchers.heard(name, report)
-        if not self._closing:
-            self._pausing.enforce()
+        loop = asyncio.get_running_loop()
+        self._pulse.heard(component.name, report, loop.time())
+        self._hearing.take(component, report, closing=self._closing)
+        self._watchers.heard(component.name, report)
+        if isinstance(report, Failed):
+            loop.call_later(_AFTER_CONFESSION_S, self._restarts.confessed, component)
+        if self._closing:
+            return
+        if isinstance(report, Finished) and component.name == "trainer":
+            loop.call_later(self._spec.config.launcher.stop_grace_s, self._hasten, component)
+        if self._start_limit is not None and self._hearing.all_ready:
+            self._start_limit.cancel()
+        self._pausing.enforce()
         self._complete_if_done()
 
-    def _set_ready(self, component: Component) -> None:
-        name = component.name
-        if self._closing or name in self._ready:
-            return
-        self._ready.add(name)
-        self._life.member(name, "ready", pid=component.pid)
-        needed = set(members_of(self._spec)) - spare_of(self._spec)
-        if self._life.state == "validating" and needed & {"environment", "inference"} <= self._ready:
-            self._life.to("starting")
-            if self._spec.kind != "train":
-                self._life.to("evaluating")
-        if self._start_limit is not None and self._ready >= needed:
-            self._start_limit.cancel()
-
     def _complete_if_done(self) -> None:
-        if self._spec.kind != "train":
-            done = self._spec.kind in self._evaluated and "environment" in self._finished
-        else:
-            # How the trainer exits counts as well: one that fails in its last breath did not complete.
-            done = "after" in self._evaluated and "trainer" in self._finished and self._crew["trainer"].exit is not None
-        if done:
+        # How the trainer exits counts as well: one that fails in its last breath did not complete.
+        if self._hearing.done and (self._spec.kind != "train" or self._crew["trainer"].exit is not None):
             self._decide(_Completed())
 
     # Endings
 
     def _gone(self, component: Component) -> None:
-        name, how = component.name, component.exit
+        name, how, hearing = component.name, component.exit, self._hearing
         assert how is not None
+        self._pulse.forget(name)
+        hearing.ended(name)
         may_end = (
-            (name == "policy" and name in self._ready)
-            or (name == "trainer" and name in self._finished)
-            or (name == "environment" and "after" in self._evaluated)
+            (name == "policy" and name in hearing.ready)
+            or (name == "trainer" and name in hearing.finished)
+            or (name == "environment" and "after" in hearing.evaluated)
         )
         # One that had said its work was done, and was ended on its way out, is finished none the less.
-        done = name in self._finished or (name == "policy" and name in self._ready)
+        done = name in hearing.finished or (name == "policy" and name in hearing.ready)
         if name in self._hastened or (how.code == 0 and may_end) or (self._closing and done):
             state = "finished"
         else:
             state = "stopped" if self._closing else "exited"
         self._life.member(name, state, pid=component.pid, exit_code=how.code)
         if state == "exited":
-            self._blame(component)
+            self._restarts.lost(component)
         self._complete_if_done()
 
     def _hasten(self, component: Component) -> None:
@@ -342,37 +305,8 @@ class Course:
             self._life.event("warning", what=f"{component.name} had finished and did not exit; it was ended")
             component.stop(_AFTER_CONFESSION_S)
 
-    def _blame(self, component: Component) -> None:
-        """Ends the run as failed by this component, if it has not ended by something before."""
-        name, how, said = component.name, component.exit, self._confessed.get(component.name)
-        if self._closing:
-            return
-        if said is not None:
-            reason, hint = said.reason, said.hint
-        else:
-            reason = f"{name} {how} while the run was {self._life.state}."
-            if how is not None and how.code == 0:
-                reason = f"{name} ended while the run was {self._life.state} without having done its part."
-            hint = f"read_logs(component={name!r}) has what it printed."
-            if how is not None and how.signal == "SIGKILL":
-                hint = "Nobody here sent that signal: the system does when memory runs out. " + hint
-        if name in spare_of(self._spec):
-            self._life.event("warning", what=f"{name} failed, the run goes on without: {reason}")
-            self._crew.send("environment", Without(name, f"{reason} {hint}".strip()))
-            return
-        self._decide(
-            Failure(
-                component=name,
-                reason=reason,
-                hint=hint,
-                exit_code=how.code if how else None,
-                signal=how.signal if how else None,
-                excerpt=self._crew.excerpt(name),
-            )
-        )
-
     def _not_ready(self, timeout_s: float) -> None:
-        missing = [name for name in _BLAME if name in self._crew and name not in self._ready]
+        missing = [name for name in _BLAME if name in self._crew and name not in self._hearing.ready]
         if not missing or self._closing:
             return
         self._decide(
@@ -397,10 +331,11 @@ class Course:
             self._end("failed")
 
     def _patient_with(self) -> set[str]:
-        return self._finished | ({"trainer"} if self._unsaved else set())
+        return self._hearing.finished | ({"trainer"} if self._hearing.unsaved else set())
 
     def _end(self, state: State, reason: str = "") -> None:
         """The last write: the crew is gone."""
+        self._watchers.ended()
         self._folder.tidy()
         now = time.time()
         if not self._life.status.ended:
@@ -416,6 +351,7 @@ class Course:
             if how != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)
                 self._life.event("warning", what=f"the plot could not be drawn: its program {how}", excerpt=excerpt)
+        self._watchers.ended()
         status = self._life.status.model_copy(update={"state": "completed", "ended_at": time.time()})
         write_json(self._folder.results, gather(self._folder, self._spec, status).model_dump(mode="json"))
 

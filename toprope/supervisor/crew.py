@@ -54,7 +54,9 @@ class Crew:
         checkpoint: Path | None = None,
     ) -> None:
         self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
-        self._programs, self._surroundings, self._checkpoint = programs, surroundings, checkpoint
+        self._programs, self._surroundings = programs, surroundings
+        self.checkpoint = checkpoint
+        """What members that are started from now on go on from."""
         self.gpus: tuple[str, ...] | None = None
         """Ids of the GPUs that members started from now on see; None: as the keeper does."""
         self._owners = decode_owners(surroundings)
@@ -86,7 +88,7 @@ class Crew:
                 owners=self._owners,
                 surroundings=self._surroundings,
                 gpus=self.gpus,
-                checkpoint=self._checkpoint,
+                checkpoint=self.checkpoint,
             ),
             log=self._folder.log(name),
             grace_s=self._spec.config.launcher.stop_grace_s,
@@ -106,6 +108,12 @@ class Crew:
         for component in self._components.values():
             component.send(Peers(dict(self._addresses)))
 
+    def withdraw(self, name: str) -> None:
+        """Tells everybody that `name` is away."""
+        if self._addresses.pop(name, None) is not None:
+            for component in self._components.values():
+                component.send(Peers(dict(self._addresses)))
+
     def send(self, name: str, order: Order) -> None:
         """Hands an order to one member, if there is such a member."""
         if name in self._components:
@@ -113,8 +121,10 @@ class Crew:
 
     def order(self, name: str, order: Order) -> None:
         """Hands over an order that holds until it is settled: a member that is started later, or again, gets it too."""
-        self._lasting.setdefault(name, {})[_key(order)] = order
-        self.send(name, order)
+        kept = self._lasting.setdefault(name, {})
+        if kept.get(_key(order)) != order:
+            kept[_key(order)] = order
+            self.send(name, order)
 
     def settle(self, name: str, order: Order) -> bool:
         """An order was carried out or taken back; whether it was open."""
@@ -163,6 +173,11 @@ class Crew:
             component.stop(min(self._deadline - loop.time(), _NOTHING_TO_SAVE_S))
         await self._all_gone(rest)
         await self._sweep_unguarded()
+
+    async def sweep_after(self, component: Component) -> None:
+        """Ends what a component left whose guard was killed."""
+        if component.exit == Exit():
+            await sweep_orphans(list(self._components.values()))
 
     async def _sweep_unguarded(self) -> None:
         if any(component.exit == Exit() for component in self._components.values()):

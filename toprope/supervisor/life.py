@@ -88,9 +88,25 @@ class Life:
         """Sets one member's state; on disk soon."""
         known = self.status.crew.get(name)
         fields.setdefault("pid", known.pid if known else None)
+        for counted in ("restarts", "worker_restarts"):
+            fields.setdefault(counted, getattr(known, counted, 0))
         since = known.since if known and known.state == state else time.time()
         member = CrewMember(state=state, since=since, **fields)  # type: ignore[arg-type]
         self.update(crew={**self.status.crew, name: member})
+
+    def restarted(self, name: str) -> None:
+        """A member that ended is going to be started again."""
+        known = self.status.crew[name]
+        self.member(name, known.state, exit_code=known.exit_code, restarts=known.restarts + 1)
+
+    def renewed(self, name: str) -> None:
+        """A member started its worker again."""
+        known = self.status.crew[name]
+        self.member(name, known.state, exit_code=known.exit_code, worker_restarts=known.worker_restarts + 1)
+
+    def fell_back(self) -> None:
+        """Steps are going to be done again: the pace is measured anew."""
+        self._first = None
 
     def progressed(self, progress: Progress) -> None:
         """Shows work that has no steps beside the newest step, until the next step or state."""
