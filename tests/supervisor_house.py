@@ -63,6 +63,11 @@ class House:
         config.launcher.device = launcher.pop("device", "auto")
         config.launcher.stop_grace_s = launcher.pop("stop_grace_s", 1.0)
         config.launcher.start_timeout_s = launcher.pop("start_timeout_s", 60.0)
+        config.launcher.restarts = launcher.pop("restarts", 0)
+        config.launcher.restart_backoff_s = launcher.pop("restart_backoff_s", 0.05)
+        config.launcher.restart_window_s = launcher.pop("restart_window_s", 600.0)
+        config.launcher.hang_timeout_s = launcher.pop("hang_timeout_s", 120.0)
+        config.launcher.trainer_hang_timeout_s = launcher.pop("trainer_hang_timeout_s", 120.0)
         return Specification(
             run_id=f"run-{uuid.uuid4().hex[:8]}",
             kind=kind,
