@@ -185,6 +185,16 @@ class LauncherSection(_Section):
         le=600,
         description="Seconds the trainer gets for a last checkpoint at a stop; others get at most 4 to end in order.",
     )
+    stall_after_s: float = Field(
+        300.0,
+        ge=0,
+        le=604_800,
+        description="Seconds without a step, or without progress where there are none, after which a run that lives is "
+        "said to stand still; 0: never.",
+    )
+    stall_after_steps: float = Field(
+        10.0, ge=1, le=10_000, description="As many usual steps must have passed as well: the median of the last 100."
+    )
     restarts: int = Field(
         3,
         ge=0,

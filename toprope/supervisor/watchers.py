@@ -18,6 +18,7 @@ from toprope.records.status import Status
 from toprope.supervisor.diagnosis import DiagnosisWatcher
 from toprope.supervisor.orders import StopOrder
 from toprope.supervisor.provenance import Provenance
+from toprope.supervisor.stall import StallWatch
 
 __all__ = ["Hands", "Watcher", "Watchers", "watchers_for"]
 
@@ -79,4 +80,4 @@ class Watchers:
 
 def watchers_for(hands: Hands) -> list[Watcher]:
     """The watchers of a run."""
-    return [Provenance(hands), DiagnosisWatcher(hands)]
+    return [Provenance(hands), DiagnosisWatcher(hands), StallWatch(hands)]
