@@ -118,7 +118,8 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
         draft = workshop.drafts.get(draft_id)
         after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks())
         if changed:
-            text = f"{draft_id} is as at revision {revision} again, now revision {after.revision}: {said_changes(changed)}."
+            text = f"{draft_id} is as at revision {revision} again, which makes it revision {after.revision}: "
+            text += f"{said_changes(changed)}."
         else:
             text = f"{draft_id} stays at revision {draft.revision}: it is as at revision {revision} already."
         if moved:

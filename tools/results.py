@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tools import answers
 from tools.answers import TOKEN_BUDGET, Answer, ago, call, clip, duration, number, percent, tokens
 from tools.ask import answer_lines, shown
+from tools.history import compared_with_original
 from toprope.analysis.report import Accuracy, Example, ModelReport, Models, Results, gather
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import RunFolder, read_json
@@ -60,6 +61,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
     else:
         lines += _evaluations(report)
+    repeated = compared_with_original(workshop, specification)
+    if repeated is not None:
+        lines.append(repeated.says)
     lines += _where(folder, report)
     if status.failure is not None:
         failure = status.failure
@@ -67,6 +71,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
     left_out = set() if detailed else {"history", "examples", "counts", "metrics"}
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
+    if repeated is not None:
+        structure["reproduction"] = {"same": repeated.same, **repeated.model_dump(mode="json")}
     if said:
         structure["answers"] = shown(said)
     if report.tested is not None:

@@ -36,23 +36,23 @@ def pack(kind: int, seq: int, note: bytes, body_length: int, body_crc: int) -> b
     return head + zlib.crc32(note, zlib.crc32(head)).to_bytes(4, "little")
 
 
-def scan(path: Path, damage: list[str] | None = None) -> Iterator[Frame]:
-    """The whole frames of a segment, in order. What lies between them is named in `damage`."""
+def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterator[Frame]:
+    """The whole frames of a segment from byte `start` on, in order. What lies between them is named in `damage`."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             return
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as view:
-            at = 0
+            at = start
             while at < size:
                 frame = _frame_at(view, at, size)
                 if frame is None:
-                    start = at
+                    gap = at
                     at = view.find(_MAGIC, at + 1)
                     while at != -1 and _frame_at(view, at, size) is None:
                         at = view.find(_MAGIC, at + 1)
                     if damage is not None:
-                        damage.append(f"{path.name}: bytes {start} to {size if at == -1 else at}")
+                        damage.append(f"{path.name}: bytes {gap} to {size if at == -1 else at}")
                     if at == -1:
                         return
                     continue
