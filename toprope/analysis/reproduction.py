@@ -15,7 +15,7 @@ from toprope.analysis.intervals import Proportion
 
 __all__ = ["Reproduction", "compare_runs_of_one", "differing_inputs", "is_timing"]
 
-_TIMING = frozenset({"time", "step_time", "eta_s"})
+_TIMING = frozenset({"time", "step_time", "eta_s", "groups/waiting"})
 _MOST_NAMED = 12
 
 
