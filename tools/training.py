@@ -9,9 +9,11 @@ from anyio import to_thread
 
 from tools import answers
 from tools.answers import Answer, call, duration
-from toprope.errors import ComponentFailed, NotFound, NotPossibleNow
+from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
+from toprope.records import start_keys
 from toprope.records.index import StartRow
 from toprope.records.specification import AskPlan, Specification, TestPlan
+from toprope.records.start_keys import StartKey
 from toprope.records.status import LIVE
 from toprope.workbench.drafts import Draft
 from toprope.workbench.freeze import freeze
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["launch", "resume_training", "start_training", "stop_training"]
 
+_LOOK_AGAIN_S = 0.02
 _NOT_THERE_YET_S = 10.0
 """A run that was noted so recently may not have its folder yet; it counts as live."""
 
 
-async def start_training(workshop: Workshop, *, draft_id: str, name: str | None = None, again: bool = False) -> Answer:
+async def start_training(
+    workshop: Workshop, *, draft_id: str, name: str | None = None, again: bool = False, key: str | None = None
+) -> Answer:
     """Freezes a draft and starts training; answers as soon as the run has its keeper.
 
     Args:
@@ -34,12 +39,20 @@ async def start_training(workshop: Workshop, *, draft_id: str, name: str | None 
         draft_id: Which draft.
         name: Begins the run's id.
         again: Start although a run of this draft's revision is live.
+        key: Names this start. A call with a key that was used is answered with the run that it started.
 
     Raises:
-        NotFound, LockedField, InvalidValue: The draft cannot run; nothing was started.
+        NotFound, LockedField, InvalidValue: The draft cannot run, or the key is another draft's; nothing was started.
         NotPossibleNow: A run of this draft's revision is live.
     """
-    specification = await launch(workshop, draft_id=draft_id, kind="train", name=name, again=again)
+    if key is not None:
+        taken = await to_thread.run_sync(_of_key, workshop, key, draft_id)
+        if taken is not None:
+            return taken
+    try:
+        specification = await launch(workshop, draft_id=draft_id, kind="train", name=name, again=again, key=key)
+    except _Taken as other:
+        return await to_thread.run_sync(_awaited, workshop, other.start)
     budget = specification.config.budget
     limit = f"{budget.steps} steps"
     if budget.max_train_seconds is not None:
@@ -58,8 +71,12 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
     Raises:
         NotFound: There is no such run.
     """
-    before = await to_thread.run_sync(workshop.runs.status, run_id)
-    if before.ended:
+    before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
+    if before.ended and before.resume_at is not None:
+        await to_thread.run_sync(workshop.runs.stop, run_id)
+        text = f"{run_id} was lost and would have gone on by itself; now it does not. resume_training goes on with it."
+        data = answers.Stopped(run_id=run_id, state=before.state, was_live=False)
+    elif before.ended:
         text = f"{run_id} is not running: it {_ended(before.state)} already. Nothing was stopped."
         data = answers.Stopped(run_id=run_id, state=before.state, was_live=False)
     else:
@@ -107,8 +124,10 @@ async def launch(
     again: bool = True,
     test: TestPlan | None = None,
     ask: AskPlan | None = None,
+    key: str | None = None,
 ) -> Specification:
-    """Freezes a draft and hands the run to its keeper.
+    """Freezes a draft and hands the run to its keeper. Cancelled, it is finished none the less: there is a run with its
+    keeper, or there is none.
 
     Raises: See `start_training`.
     """
@@ -122,8 +141,16 @@ async def launch(
         if kind == "train":
             require_wandb(specification.config, workshop.settings(), workshop.home.settings_file)
         start = StartRow(specification.run_id, draft.id, draft.revision, kind, specification.created_at)
+        if key is not None:
+            taken = start_keys.take(
+                workshop.index, key, draft.id, specification.run_id, lambda earlier: _there(workshop, earlier)
+            )
+            if taken is not None:
+                raise _Taken(taken)
         live = workshop.index.record_start(start, None if again else lambda earlier: _live(workshop, earlier))
         if live is not None:
+            if key is not None:
+                start_keys.forget(workshop.index, key, specification.run_id)
             raise _running(draft, live)
         try:
             workshop.start(specification)
@@ -134,6 +161,8 @@ async def launch(
             ) from error
         except BaseException:
             workshop.index.forget_start(specification.run_id)
+            if key is not None:
+                start_keys.forget(workshop.index, key, specification.run_id)
             raise
         return specification
 
@@ -144,7 +173,58 @@ def _live(workshop: Workshop, start: StartRow) -> bool:
     try:
         return workshop.runs.status(start.run_id).state in LIVE
     except NotFound:
-        return time.time() - start.at < _NOT_THERE_YET_S
+        return _just_noted(start.at)
+
+
+def _just_noted(at: float) -> bool:
+    """A moment ahead is of a clock that was set back since, and says nothing."""
+    return 0 <= time.time() - at < _NOT_THERE_YET_S
+
+
+class _Taken(Exception):
+    """The key is another start's."""
+
+    def __init__(self, start: StartKey) -> None:
+        super().__init__(start.key)
+        self.start = start
+
+
+def _there(workshop: Workshop, start: StartKey) -> bool:
+    """Whether the run of a key was started, or may be about to appear."""
+    return (workshop.home.runs / start.run_id).is_dir() or _just_noted(start.at)
+
+
+def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
+    """The answer to a call whose key was used before; None where it was not."""
+    taken = start_keys.taken(workshop.index, key)
+    if taken is None or not _there(workshop, taken):
+        return None
+    if taken.draft_id != draft_id:
+        raise InvalidValue(
+            f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
+            hint="Give each start that you mean a key of its own; a key is repeated only to repeat its call.",
+        )
+    return _awaited(workshop, taken)
+
+
+def _awaited(workshop: Workshop, start: StartKey) -> Answer:
+    """Answers with the run of a key, which another call may be starting right now."""
+    limit = time.monotonic() + _NOT_THERE_YET_S
+    while True:
+        try:
+            status = workshop.runs.status(start.run_id)
+            specification = Specification.read(workshop.runs.folder(start.run_id))
+            break
+        except NotFound:
+            if time.monotonic() > limit:
+                raise NotPossibleNow(
+                    f"Another call with the key {shown(start.key)} is starting {start.run_id}, which is not there yet.",
+                    hint="Repeat the call with the same key in a few seconds.",
+                ) from None
+            time.sleep(_LOOK_AGAIN_S)
+    data = _started(specification).model_copy(update={"state": status.state})
+    text = f"{start.run_id} was started with this key before and is {status.state}; no second run was started."
+    return Answer(f"{text}\nNext: {call('check_status', run_ids=[start.run_id], wait_s=45)}", data)
 
 
 def _running(draft: Draft, live: StartRow) -> NotPossibleNow:

@@ -62,9 +62,18 @@ class Workshop:
         index, settings = Index(home.index), home.settings()
         return cls(
             home=home,
-            catalog=Catalog(home.environment_folders(settings), datasets=home.dataset_folders(settings)),
+            catalog=Catalog(
+                home.environment_folders(settings),
+                datasets=home.dataset_folders(settings),
+                tools=home.lent_tools(settings),
+            ),
             drafts=Drafts(index),
-            runs=Runs(home.runs, LocalLauncher(), lambda: machine_of(home.settings())),
+            runs=Runs(
+                home.runs,
+                LocalLauncher(contained=lambda: home.settings().containment),
+                lambda: machine_of(home.settings()),
+                lambda specification: variables_for(specification, home.settings(), home.preset_folders),
+            ),
             index=index,
         )
 

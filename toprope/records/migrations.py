@@ -60,4 +60,12 @@ MIGRATIONS: tuple[str, ...] = (
         first_line TEXT NOT NULL
     ) STRICT;
     """,
+    """
+    CREATE TABLE start_keys (
+        key TEXT PRIMARY KEY,
+        draft_id TEXT NOT NULL,
+        run_id TEXT NOT NULL,
+        at REAL NOT NULL
+    ) STRICT;
+    """,
 )

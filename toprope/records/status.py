@@ -139,6 +139,10 @@ class Status(_Record):
     failure: Failure | None = None
     findings: list[Finding] = []
     """What diagnosis holds against the run now, the most severe first."""
+    resume_at: float | None = None
+    """Of a lost run that goes on by itself: from when."""
+    resumed_lost: int = 0
+    """How often in a row it went on by itself, without a checkpoint in between."""
 
     @property
     def ended(self) -> bool:

@@ -195,6 +195,17 @@ class LauncherSection(_Section):
     stall_after_steps: float = Field(
         10.0, ge=1, le=10_000, description="As many usual steps must have passed as well: the median of the last 100."
     )
+    resume_lost: Literal["auto", "never"] = Field(
+        "auto",
+        description="A training run whose keeper is gone (killed, machine restarted) goes on from its newest "
+        "checkpoint as soon as a server or command looks; never: it stays lost until resume_training.",
+    )
+    resume_lost_limit: int = Field(
+        3, ge=0, le=1000, description="Times that it does so in a row without a new checkpoint in between."
+    )
+    resume_lost_backoff_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds before the second time in a row; doubled for each after it."
+    )
     restarts: int = Field(
         3,
         ge=0,

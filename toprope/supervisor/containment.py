@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.folder import read_json, write_json
+from toprope.supervisor.lock import boot_id
 
 __all__ = [
     "BUBBLEWRAP",
@@ -238,11 +239,3 @@ def _here() -> dict[str, Any]:
         with suppress(OSError):
             found[kind] = os.readlink(f"/proc/self/ns/{kind}")
     return found
-
-
-def boot_id() -> str:
-    """What tells one run of this machine's system from the next; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toprope.supervisor.lock import RunLock
+from toprope.supervisor.lock import RunLock, boot_id
 
 __all__ = ["main"]
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if lock is None:
         print(f"{path} has another keeper.", file=sys.stderr)
         return TAKEN
-    lock.note(pid=os.getpid(), since=time.time())
+    lock.note(pid=os.getpid(), since=time.time(), boot=boot_id())
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)

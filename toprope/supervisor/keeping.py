@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from toprope.records.folder import RunFolder
 from toprope.records.status import Status
 from toprope.supervisor.course import Course, keepers_failure
-from toprope.supervisor.lock import RunLock
+from toprope.supervisor.lock import RunLock, boot_id
 from toprope.supervisor.plan import Programs
 from toprope.supervisor.settle import end_unkept, settle
 
@@ -23,10 +25,12 @@ def keep(path: Path, lock: RunLock, programs: Programs | None = None) -> int:
     A run that is not queued has been kept before: what its keeper left is settled, and nothing is started.
     """
     folder = RunFolder(path)
-    status = settle(folder) if Status.read(folder).state != "queued" else None
-    if status is not None:
-        print(f"{folder.run_id} is {status.state} and was not started again.", file=sys.stderr)
+    status = Status.read(folder)
+    if status.state != "queued":
+        print(f"{folder.run_id} is {settle(folder).state} and was not started again.", file=sys.stderr)
         return 1
+    # The attempt is the run's generation: what carries an older mark is swept, what carries this one never.
+    lock.note(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
 
     async def run() -> None:
         await Course(folder, lock, programs=programs).run()

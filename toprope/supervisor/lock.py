@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunLock", "held"]
+__all__ = ["RunLock", "boot_id", "held"]
 
 _RETRY_S = 0.002
 
@@ -63,8 +63,10 @@ class RunLock:
 
     def note(self, **facts: Any) -> None:
         """Replaces what stands in the file: who holds it, for people. Nothing is decided by it."""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(facts).encode() + b"\n", 0)
+        text = json.dumps(facts).encode() + b"\n"
+        # Blanks and a newline fill what stood there before until it is cut off, so that a reader never sees half.
+        os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
+        os.ftruncate(self._descriptor, len(text))
 
     def release(self) -> None:
         """Closes this descriptor. Copies in other processes keep the lock."""
@@ -81,6 +83,14 @@ def held(path: Path) -> bool:
         return not _flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def boot_id() -> str:
+    """What tells one life of this machine's system from the next; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _flock(descriptor: int, operation: int) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -18,11 +21,16 @@ from toprope.errors import Corrupt, NotFound, NotPossibleNow, TopropeError
 from toprope.records.folder import RUN_ID, RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import RESUMABLE, Event, Failure, Status, read_events
+from toprope.supervisor.heartbeat import silence
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lost import is_due
+from toprope.supervisor.refusals import lives, not_written
 from toprope.supervisor.reservations import Machine, Reservations
 from toprope.supervisor.seen import SeenStatuses
 from toprope.supervisor.settle import end_unkept, prepare_attempt, settle
+from toprope.supervisor.sweep import sweep
+from toprope.supervisor.variables import OwnersVariables
 
 __all__ = ["Runs", "Until"]
 
@@ -31,6 +39,8 @@ Until = Callable[[Status, Sequence[Event]], bool]
 
 _LOOK_EVERY_S = 0.05
 _LOOK_AT_LOCK_EVERY_S = 1.0
+_MAKING = ".making-"
+_MADE_WITHIN_S = 10.0
 
 
 class Runs:
@@ -40,12 +50,21 @@ class Runs:
         path: The folder that holds a folder per run; made when the first run is started.
         launcher: What brings keepers to life.
         machine: What runs may have of this machine together, asked whenever one is started; by default all of it.
+        variables: The owner's variables for a run. With them, lost runs that are to go on by themselves do so when
+            somebody looks; without, they are only marked.
     """
 
-    def __init__(self, path: Path, launcher: Launcher, machine: Callable[[], Machine] = Machine.detect) -> None:
+    def __init__(
+        self,
+        path: Path,
+        launcher: Launcher,
+        machine: Callable[[], Machine] = Machine.detect,
+        variables: Callable[[Specification], OwnersVariables] | None = None,
+    ) -> None:
         self.path = path
-        self._launcher, self._machine = launcher, machine
+        self._launcher, self._machine, self._variables = launcher, machine, variables
         self._seen = SeenStatuses()
+        self._reviving = threading.Lock()
 
     def folder(self, run_id: str) -> RunFolder:
         """The folder of a run.
@@ -68,21 +87,49 @@ class Runs:
             NotPossibleNow: There is another run of that id. The same specification again is answered with its folder.
             ComponentFailed: The keeper did not come up; the run is there and failed.
         """
+        folder = RunFolder(self.path / specification.run_id)
+        making = RunFolder(self.path / f"{_MAKING}{uuid.uuid4().hex[:8]}" / specification.run_id)
+        lock, ours = None, False
         try:
-            folder = RunFolder.create(self.path, specification.run_id)
-        except FileExistsError:
-            folder = self.folder(specification.run_id)
-            if Specification.read(folder) == specification:
-                return folder
-            raise NotPossibleNow(
-                f"There is another run {specification.run_id!r}.", hint="A run's id is used once; leave it to us."
-            ) from None
+            lock = self._make(making, specification)
+            # The run appears whole, with its lock held: nobody ever sees, or has to clear away, half of one.
+            making.path.rename(folder.path)
+            ours = True
+            making.path.parent.rmdir()
+            Reservations(self.path).announce(self._machine())
+            self._launcher.submit(folder, variables or {}, lock)
+        except TopropeError as error:
+            if ours:
+                end_unkept(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
+            raise
+        except OSError as error:  # no room for the first files, no process for the keeper
+            if ours:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            elif folder.path.is_dir():
+                return self._same(specification)
+            raise not_written(folder, error) from None
+        finally:
+            if lock is not None:
+                lock.release()
+            shutil.rmtree(making.path.parent, ignore_errors=True)
+        return folder
+
+    def _make(self, folder: RunFolder, specification: Specification) -> RunLock:
+        """Writes a run's first files and returns its lock.
+
+        Raises:
+            NotPossibleNow: The folder of runs cannot be made.
+            OSError: There is such a run, or the files cannot be written.
+        """
+        if (self.path / specification.run_id).exists():
+            raise FileExistsError
+        with suppress(OSError):  # the next line says it better
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        RunFolder.create(folder.path.parent, folder.run_id)
         lock = RunLock.acquire(folder.lock)
-        if lock is None:
-            raise NotPossibleNow(f"{folder.path} is being used by another process.", hint="Try again.")
+        assert lock is not None
         try:
             specification.write(folder)
-            Reservations(self.path).announce(self._machine())
             now = time.time()
             Status(
                 run_id=specification.run_id,
@@ -93,16 +140,23 @@ class Runs:
                 since=now,
                 updated_at=now,
             ).write(folder)
-            self._launcher.submit(folder, variables or {}, lock)
-        except TopropeError as error:
-            end_unkept(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
-            raise
-        except OSError as error:  # no room for the first files, no process for the keeper
-            shutil.rmtree(folder.path, ignore_errors=True)
-            raise _not_written(folder, error) from None
-        finally:
+        except BaseException:
             lock.release()
-        return folder
+            raise
+        return lock
+
+    def _same(self, specification: Specification) -> RunFolder:
+        """The folder of the run of that id.
+
+        Raises:
+            NotPossibleNow: It is another run.
+        """
+        folder = self.folder(specification.run_id)
+        if Specification.read(folder) == specification:
+            return folder
+        raise NotPossibleNow(
+            f"There is another run {specification.run_id!r}.", hint="A run's id is used once; leave it to us."
+        )
 
     def resume(self, run_id: str, variables: Mapping[str, Mapping[str, str]] | None = None) -> Status:
         """Gives a run that was stopped, failed or lost its next attempt: same folder, same specification, from its
@@ -120,12 +174,19 @@ class Runs:
             NotPossibleNow: It lives, is still ending, or has completed; nothing was changed.
             ComponentFailed: The keeper did not come up; the run is failed.
         """
-        folder = self.folder(run_id)
-        lock = RunLock.acquire(folder.lock)
+        return self._resume(self.folder(run_id), variables)
+
+    def _resume(
+        self, folder: RunFolder, variables: Mapping[str, Mapping[str, str]] | None, *, by_itself: bool = False
+    ) -> Status:
+        """See `resume`. By itself: only where that is still due once the lock is held."""
+        run_id, lock = folder.run_id, RunLock.acquire(folder.lock)
         if lock is None:
-            raise _lives(Status.read(folder))
+            raise lives(Status.read(folder))
         try:
             former = settle(folder)
+            if by_itself and not is_due(former):
+                return former
             if former.state not in RESUMABLE:
                 raise NotPossibleNow(
                     f"{run_id} has {former.state}: nothing is left to do, and nothing was changed.",
@@ -133,7 +194,7 @@ class Runs:
                     f"draft's policy.model to the folder model/ of its checkpoint below {folder.checkpoints}.",
                 )
             Reservations(self.path).announce(self._machine())
-            status = prepare_attempt(folder, former)
+            status = prepare_attempt(folder, former, by_itself=by_itself)
             try:
                 self._launcher.submit(folder, variables or {}, lock)
             except TopropeError as error:
@@ -141,13 +202,13 @@ class Runs:
                 raise
             return status
         except OSError as error:
-            raise _not_written(folder, error) from None
+            raise not_written(folder, error) from None
         finally:
             lock.release()
 
     def stop(self, run_id: str, grace_s: float | None = None) -> Status:
         """Orders a run to stop and answers at once: the keeper notices within 50 ms. A run that has ended is left as it
-        is; a second order can only shorten the grace.
+        is, but one that was lost does not go on by itself any more; a second order can only shorten the grace.
 
         Args:
             run_id: The run.
@@ -159,30 +220,80 @@ class Runs:
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
-        folder, status = self.folder(run_id), self.status(run_id)
-        if not status.ended or status.ended_at is None:
+        folder = self.folder(run_id)
+        status = self._looked(folder)
+        if not _over(status):
             self._launcher.stop(folder, grace_s)
+        elif status.resume_at is not None:
+            return self._stays_lost(folder, "It does not go on by itself: that was stopped on request.")
         return status
 
-    def status(self, run_id: str) -> Status:
+    def status(self, run_id: str, *, revive: bool = True) -> Status:
         """The status of a run, `lost` if its keeper and crew are gone without having said how it ended.
+
+        Args:
+            run_id: Which.
+            revive: Let a lost run go on if it is to do so by itself and the owner's variables are at hand; the status
+                then is that of its new attempt.
 
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
-        return self._status(self.folder(run_id))
+        folder = self.folder(run_id)
+        return self._status(folder) if revive else self._looked(folder)
 
     def _status(self, folder: RunFolder) -> Status:
+        status = self._looked(folder)
+        return self._revived(folder, status) if self._variables is not None and is_due(status) else status
+
+    def _looked(self, folder: RunFolder) -> Status:
         status = self._seen.read(folder)
-        if (status.ended and status.ended_at is not None) or held(folder.lock):
+        if _over(status):
             return status
-        lock = RunLock.acquire(folder.lock)
-        if lock is None:
-            return Status.read(folder)
+        if held(folder.lock):
+            said = silence(folder, status)
+            return status.model_copy(update={"reason": said}) if said else status
+        return self._settled([folder]).get(folder.run_id) or Status.read(folder)
+
+    def _settled(self, folders: Iterable[RunFolder]) -> dict[str, Status]:
+        """Finishes runs that nobody keeps; those that somebody else holds meanwhile are left out."""
+        locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05)) is not None}
         try:
-            return settle(folder)
+            last = {folder: Status.read(folder) for folder in locks}
+            marks = {str(folder.path.resolve()): one.attempt for folder, one in last.items() if not _over(one)}
+            swept = sweep(marks)
+            return {folder.run_id: settle(folder, swept[str(folder.path.resolve())]) for folder in locks}
+        finally:
+            for lock in locks.values():
+                lock.release()
+
+    def _revived(self, folder: RunFolder, lost: Status) -> Status:
+        """A lost run's next attempt. Where there can be none, the run stays lost and its status says why."""
+        assert self._variables is not None
+        try:
+            specification = Specification.read(folder)
+            variables = self._variables(specification)
+        except TopropeError:
+            return lost  # the owner's settings cannot be read now: the next one who looks may be luckier
+        try:
+            return self._resume(folder, variables, by_itself=True)
+        except NotPossibleNow:
+            return Status.read(folder)  # somebody else was faster
+        except (TopropeError, OSError) as error:
+            return self._stays_lost(folder, f"It could not go on by itself: {error}")
+
+    def _stays_lost(self, folder: RunFolder, why: str) -> Status:
+        lock = RunLock.acquire(folder.lock)
+        status = Status.read(folder)
+        if lock is None:
+            return status
+        try:
+            if status.resume_at is not None and status.state == "lost":
+                status = status.model_copy(update={"resume_at": None, "reason": f"{status.reason} {why}"})
+                status.write(folder)
         finally:
             lock.release()
+        return status
 
     def list(self) -> list[Status]:
         """The status of every run, newest first.
@@ -190,25 +301,68 @@ class Runs:
         A run whose status cannot be read is listed as lost, with the reason, and left as it is. A folder without one is
         passed over while it is being made, that is while somebody holds its lock.
         """
-        found = []
+        found, unkept = [], []
         try:
             with os.scandir(self.path) as entries:
-                names = [entry.name for entry in entries if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
+                folders = [entry.name for entry in entries if entry.is_dir()]
         except FileNotFoundError:
             return []
+        names = [name for name in folders if RUN_ID.fullmatch(name)]
+        self._clear_unmade(name for name in folders if name.startswith(_MAKING))
         self._seen.keep_only(set(names))
         for name in names:
             known = self._seen.known(name, f"{self.path}/{name}/status.json")
-            if known is not None and known.ended and known.ended_at is not None:
+            if known is not None and _over(known):
                 found.append(known)
                 continue
             folder = RunFolder(self.path / name)
             try:
-                found.append(self._status(folder))
+                status = self._seen.read(folder)
+                if _over(status) or held(folder.lock):
+                    found.append(self._looked(folder))
+                else:
+                    unkept.append(folder)
             except (Corrupt, NotFound, OSError) as error:
                 if folder.path.is_dir() and not held(folder.lock):
                     found.append(_unreadable(folder, error))
+        found += self._settled_or_read(unkept)
+        due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
+        if due and self._variables is not None and self._reviving.acquire(blocking=False):
+            # A keeper takes tenths of a second to come up, and this answer waits for none. Not a daemon: a command
+            # that ends now ends when they are there.
+            threading.Thread(target=self._revive, args=(due,), name="revive").start()
         return sorted(found, key=lambda status: status.created_at, reverse=True)
+
+    def _settled_or_read(self, folders: Sequence[RunFolder]) -> list[Status]:
+        try:
+            settled = self._settled(folders)
+        except (Corrupt, NotFound, OSError):  # one of them is broken: each by itself
+            settled = {}
+        found = []
+        for folder in folders:
+            try:
+                found.append(settled.get(folder.run_id) or self._looked(folder))
+            except (Corrupt, NotFound, OSError) as error:
+                if folder.path.is_dir() and not held(folder.lock):
+                    found.append(_unreadable(folder, error))
+        return found
+
+    def _revive(self, folders: Sequence[RunFolder]) -> None:
+        try:
+            for folder in folders:
+                with suppress(TopropeError, OSError):  # what stands against it is in its status, or its folder is gone
+                    self._status(folder)
+        finally:
+            self._reviving.release()
+
+    def _clear_unmade(self, names: Iterable[str]) -> None:
+        """Removes what starters that were killed left of runs that never appeared."""
+        for name in names:
+            path = self.path / name
+            with suppress(OSError):
+                young = abs(time.time() - path.stat().st_mtime) < _MADE_WITHIN_S
+                if not young and not any(held(below / "keeper.lock") for below in path.iterdir()):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def events(self, run_id: str, after: int = 0) -> Sequence[Event]:
         """What happened to a run after event number `after`, oldest first.
@@ -262,23 +416,9 @@ class Runs:
                 self._status(folder)
 
 
-def _not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
-    return NotPossibleNow(
-        f"The run {folder.run_id!r} could not be written below {folder.path.parent}: {error.strerror or error}.",
-        hint="Nothing was started. `toprope doctor` shows the room on the disk, `toprope prune` removes old runs.",
-    )
-
-
-def _lives(status: Status) -> NotPossibleNow:
-    if status.ended:
-        return NotPossibleNow(
-            f"{status.run_id} is {status.state}, but its processes are still ending; it was not resumed.",
-            hint="Call again in a few seconds.",
-        )
-    return NotPossibleNow(
-        f"{status.run_id} is {status.state} under its keeper (attempt {status.attempt}): there is nothing to resume.",
-        hint=f'check_status(run_ids=["{status.run_id}"], wait_s=45) follows it; stop_training stops it.',
-    )
+def _over(status: Status) -> bool:
+    """Whether nothing more comes of this attempt: it has ended, and so have its processes."""
+    return status.ended and status.ended_at is not None
 
 
 def _stamp(folder: RunFolder) -> tuple[tuple[int, int, int], ...]:

@@ -9,28 +9,32 @@ process that cleared its environment before guard and keeper were killed togethe
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any, Literal
 
 from toprope.records.checkpoints import Damage, newest_sound, nothing_sound, set_aside
-from toprope.records.crew import ENV_FOLDER
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
-from toprope.records.status import EventLog, Failure, Status, read_events
+from toprope.records.status import ENDED, LIVE, EventLog, Failure, Status, read_events
+from toprope.supervisor.lost import Prospect, prospect, stop_is_asked, why_gone
 from toprope.supervisor.reservations import Reservations
+from toprope.supervisor.sweep import sweep
 
 __all__ = ["end_unkept", "prepare_attempt", "settle", "sweep_marked"]
 
-_ROUNDS = 5
-_WAIT_S = 2.0
 _BEFORE = "before"
 _HASH_BYTES = 2 << 30
 """A few seconds' worth: whoever asks for the next attempt waits for it."""
 
 
-def settle(folder: RunFolder) -> Status:
+def settle(folder: RunFolder, swept: int | None = None) -> Status:
     """Ends a run whose keeper is gone; a run that has its end already is left as it is. The caller holds the lock.
+
+    A run that somebody wanted to stop has stopped; any other is lost, with a note of whether it goes on by itself.
+
+    Args:
+        folder: The run's.
+        swept: How many processes the caller has swept; None: they are swept here.
 
     Returns:
         The status that now lies on disk.
@@ -41,22 +45,30 @@ def settle(folder: RunFolder) -> Status:
     status = Status.read(folder)
     if status.ended and status.ended_at is not None:
         return status
-    swept = sweep_marked(folder)
-    reason = f"The keeper was gone while the run was {status.state}."
+    if swept is None:
+        swept = sweep_marked(folder, status.attempt)
+    reason = why_gone(folder, status)
     if swept:
         reason += f" {swept} processes of its crew were still there and were ended."
-    return end_unkept(folder, "lost", reason)
+    if status.ended or stop_is_asked(folder, status):
+        return end_unkept(folder, "stopped", f"stopped on request. {reason}")
+    ahead = prospect(folder, status)
+    return end_unkept(folder, "lost", f"{reason} {ahead.words}".rstrip(), ahead=ahead)
 
 
 def end_unkept(
-    folder: RunFolder, state: Literal["lost", "failed"], reason: str = "", failure: Failure | None = None
+    folder: RunFolder,
+    state: Literal["lost", "failed", "stopped"],
+    reason: str = "",
+    failure: Failure | None = None,
+    ahead: Prospect | None = None,
 ) -> Status:
     """Writes the end of a run that no keeper will write. The caller holds the lock, and the crew is gone.
 
-    A run that failed or stopped before keeps that state and gets its end only.
+    A run that failed or stopped before keeps that state and gets its end only. Events come first, so that whoever sees
+    the end finds the whole story; whoever was killed in between is finished by the next, without a repetition.
     """
     now, status = time.time(), Status.read(folder)
-    before = status.state
     if not status.ended:
         status = status.model_copy(
             update={
@@ -64,6 +76,8 @@ def end_unkept(
                 "reason": failure.reason if failure else reason,
                 "failure": failure,
                 "since": now,
+                "resume_at": ahead.resume_at if ahead else None,
+                "resumed_lost": ahead.times if ahead else status.resumed_lost,
                 "crew": {
                     name: member if member.state in ("finished", "stopped") else member.model_copy(
                         update={"state": "exited", "since": now}
@@ -75,15 +89,32 @@ def end_unkept(
     status = status.model_copy(update={"ended_at": now, "updated_at": now})
     folder.tidy()
     Reservations(folder.path.parent).leave(folder.run_id)
+    _tell_end(folder, status)
     status.write(folder)
-    events = EventLog(folder)
-    if status.state != before:
-        events.append("state", **{"from": before, "to": status.state, "reason": status.reason})
-    events.append("end", state=status.state, seconds=round(now - status.created_at, 3))
     return status
 
 
-def prepare_attempt(folder: RunFolder, former: Status) -> Status:
+def _tell_end(folder: RunFolder, status: Status) -> None:
+    """Appends the events that are missing until the run's end."""
+    last, over = "queued", False
+    for event in read_events(folder.events, kinds=("state", "end")):
+        over = event.kind == "end"
+        if event.kind == "state":
+            last = str(event.data.get("to", last))
+    events, steps = EventLog(folder), [status.state]
+    if status.state == "stopped" and last in LIVE - {"stopping"}:
+        steps = ["stopping", "stopped"]
+    if last in ENDED and status.state != last:
+        steps.insert(0, "queued")  # whoever began the attempt was killed before it was told
+    for step in steps:
+        if last != step:
+            events.append("state", **{"from": last, "to": step, "reason": status.reason})
+            last, over = step, False
+    if not over:
+        events.append("end", state=status.state, seconds=round(max(0.0, status.ended_at - status.created_at), 3))
+
+
+def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = False) -> Status:
     """Makes a run that has ended ready for the keeper of its next attempt. The caller holds the lock.
 
     What was evaluated before training stays; evaluations of an end that did not hold go, and so do orders that came
@@ -128,11 +159,15 @@ def prepare_attempt(folder: RunFolder, former: Status) -> Status:
             "evaluations": measured if folder.evaluation(_BEFORE).exists() else {},
             "checkpoint": checkpoint,
             "failure": None,
+            "resume_at": None,
+            "resumed_lost": former.resumed_lost + 1 if by_itself else 0,
         }
     )
     status.write(folder)
     step = checkpoint["step"] if checkpoint else 0
     data = {"from": former.state, "to": "queued", "reason": f"attempt {status.attempt}, from step {step}"}
+    if by_itself:
+        data["reason"] += ", by itself"
     events = EventLog(folder)
     for text in kept:
         events.append("warning", what=f"{text} The run goes on from step {step}.")
@@ -153,27 +188,7 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     return None if found is None else found.told(folder), damaged
 
 
-def sweep_marked(folder: RunFolder) -> int:
-    """Kills the processes of this user that carry the run's folder in their environment; how many there were.
-
-    This process and those above it are spared: a front end may have been started from within a run.
-    """
-    import psutil
-
+def sweep_marked(folder: RunFolder, generation: int | None = None) -> int:
+    """Kills what carries the run's mark, up to that attempt; how many there were. The caller holds the lock."""
     marker = str(folder.path.resolve())
-    spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    found: set[int] = set()
-    for _ in range(_ROUNDS):
-        marked = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid not in spared and process.environ().get(ENV_FOLDER) == marker:
-                    process.kill()
-                    marked.append(process)
-            except (psutil.Error, OSError):
-                continue
-        if not marked:
-            break
-        found.update(process.pid for process in marked)
-        psutil.wait_procs(marked, timeout=_WAIT_S)
-    return len(found)
+    return sweep({marker: generation})[marker]

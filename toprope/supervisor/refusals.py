@@ -1,0 +1,30 @@
+"""Why a run cannot be started or resumed now, said in full."""
+
+from __future__ import annotations
+
+from toprope.errors import NotPossibleNow
+from toprope.records.folder import RunFolder
+from toprope.records.status import Status
+
+__all__ = ["lives", "not_written"]
+
+
+def not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
+    """There is no room, or no right to write."""
+    return NotPossibleNow(
+        f"The run {folder.run_id!r} could not be written below {folder.path.parent}: {error.strerror or error}.",
+        hint="Nothing was started. `toprope doctor` shows the room on the disk, `toprope prune` removes old runs.",
+    )
+
+
+def lives(status: Status) -> NotPossibleNow:
+    """It has its keeper, or its processes are still ending."""
+    if status.ended:
+        return NotPossibleNow(
+            f"{status.run_id} is {status.state}, but its processes are still ending; it was not resumed.",
+            hint="Call again in a few seconds.",
+        )
+    return NotPossibleNow(
+        f"{status.run_id} is {status.state} under its keeper (attempt {status.attempt}): there is nothing to resume.",
+        hint=f'check_status(run_ids=["{status.run_id}"], wait_s=45) follows it; stop_training stops it.',
+    )
