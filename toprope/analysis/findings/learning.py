@@ -13,6 +13,10 @@ from toprope.analysis.findings.trail import Trail
 __all__ = ["LEARNING"]
 
 _CLIP = "clip_ratio/region_mean"
+_HEALTHY_MOVE = 0.03
+"""Nats a sampled token changes in a step where learning went well: 0.005 to 0.07."""
+_LEAST_REACH = 0.2
+"""Nats that all planned steps must be able to make, at the largest change so far."""
 
 
 def nan(trail: Trail) -> Sign | None:
@@ -83,7 +87,7 @@ def learning_rate_high(trail: Trail) -> Sign | None:
             "reward_at_the_start": trail["reward"].start or 0.0,
             "entropy": trail.recent("entropy"),
         },
-        edit(f"optimizer.learning_rate to {rate / (30 if peak > 1 else 10):.1g}"),
+        edit(f"optimizer.learning_rate to {rate * _HEALTHY_MOVE / peak:.1g}"),
         "high" if peak >= 0.4 else "medium",
     )
 
@@ -96,10 +100,11 @@ def learning_rate_low(trail: Trail) -> Sign | None:
     if nothing_to_learn(trail) or _done(trail) or trail.peak_move is None:
         return None
     reach = trail.peak_move * trail.steps
-    if reach > 0.2:
+    if reach > _LEAST_REACH:
         return None
     rate = trail.config.optimizer.learning_rate
-    factor = 100 if reach < 0.02 else 10
+    # Adam's steps are in proportion to the rate: the one at which the planned steps make a few nats.
+    wanted = rate * min(max(10 * _LEAST_REACH / max(reach, 1e-9), 3.0), 3000.0)
     return Sign(
         "warning",
         f"In {trail.rows} steps neither reward ({trail.recent('reward'):.3g}) nor policy has moved: at {rate:g} a step "
@@ -113,7 +118,7 @@ def learning_rate_low(trail: Trail) -> Sign | None:
             "grad_norm": trail.recent("grad_norm"),
             "learning_rate": rate,
         },
-        edit(f"optimizer.learning_rate to {min(1.0, factor * rate):.1g}"),
+        edit(f"optimizer.learning_rate to {min(0.01, wanted):.1g}"),
         "high" if reach < 0.02 else "medium",
     )
 
