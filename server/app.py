@@ -4,7 +4,8 @@ The SDK shows a model only "Error executing tool X" for whatever a tool raises. 
 what failed, why, whether anything changed, what to do next. What nobody foresaw gets an id, under which its traceback
 stands in the server's log on standard error.
 
-Nothing is read or made when a server starts: clients start disposable copies only to see the list of tools.
+Nothing is read or made when a server starts: clients start disposable copies only to see the list of tools. One that
+stays looks at the runs now and then (`caretaker`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,17 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent
 
 import toprope
 from server.arguments import check
+from server.caretaker import look_after_runs
 from server.prompts import complete, train_prompt
+from server.resources import TEMPLATES, Resources
 from server.surface import INSTRUCTIONS, Surface
 from toprope.errors import ComponentFailed, TopropeError
 
 if TYPE_CHECKING:
+    from mcp.server.lowlevel.helper_types import ReadResourceContents
+    from mcp.types import Resource, ResourceTemplate
+    from pydantic import AnyUrl
+
     from tools.workshop import Workshop
 
 __all__ = ["TopropeServer", "create_server", "leave", "serve_stdio"]
@@ -72,6 +79,8 @@ class TopropeServer(MCPServer[Any]):
             tools=tools,
             **options,
         )
+        self._resources = Resources(surface)
+        self._resources.serve(self._lowlevel_server)
         self.add_prompt(train_prompt())
         self.completion()(lambda ref, argument, _: complete(surface, ref, argument))
 
@@ -104,6 +113,20 @@ class TopropeServer(MCPServer[Any]):
                 changed = [] if reads or isinstance(cause, ComponentFailed) else ["Nothing was changed."]
                 return _failure("\n".join([f"{name} failed: {cause.message}", hint, *changed]))
             return self._unforeseen(name, cause, reads)
+
+    async def list_resources(self) -> list[Resource]:
+        """Runs, the newest by name."""
+        return await self._resources.listed()
+
+    async def list_resource_templates(self) -> list[ResourceTemplate]:
+        """What there is of every run."""
+        return list(TEMPLATES)
+
+    async def read_resource(
+        self, uri: AnyUrl | str, context: Context[Any, Any] | None = None
+    ) -> Iterable[ReadResourceContents]:
+        """A resource's content. Raises: see `Resources.read`."""
+        return await self._resources.read(str(uri))
 
     async def run_stdio_async(self) -> None:
         """Serves on standard input and output; lines that are no messages are answered, too."""
@@ -179,6 +202,7 @@ async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
+        tasks.start_soon(look_after_runs)
         yield
         tasks.cancel_scope.cancel()
 

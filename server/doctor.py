@@ -20,6 +20,7 @@ from rich.text import Text
 import toprope
 from server.checks import CHECKS, Finding, every
 from server.install import CLIENTS, NAME, configuration_file, server_command
+from toprope.errors import TopropeError
 from toprope.settings.owner import Home
 
 __all__ = ["examine", "main"]
@@ -34,26 +35,39 @@ _MARKS = {
 
 def containment(home: Home) -> Iterator[Finding]:
     """How far a run's processes are held on this machine, and what could escape."""
-    if sys.platform.startswith("linux") and _child_subreaper():
+    from toprope.supervisor.containment import BUBBLEWRAP, find, probe
+
+    wanted, why = home.settings().containment, probe()
+    try:
+        found = find(wanted)
+    except TopropeError as error:
+        yield Finding("containment", "broken", error.message, error.hint)
+        return
+    outside = "What could escape: what a service outside starts at a component's request (cron, docker, systemd-run)"
+    if found.level == BUBBLEWRAP:
         yield Finding(
             "containment",
             "ok",
-            "guard with subreaper: daemons of a component are ended with it. What could escape: a process with another "
-            "user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, one that cleared its "
-            "environment",
+            f"bubblewrap: a component and all that comes of it ends with its guard, whoever is killed. {outside}",
+        )
+    elif sys.platform.startswith("linux") and _child_subreaper():
+        yield Finding(
+            "containment",
+            "ok" if wanted == "guard" else "note",
+            f"guard with subreaper, because {found.why}. Daemons of a component are ended with it. {outside}, a "
+            "process with another user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, "
+            "one that cleared its environment",
+            "" if wanted == "guard" else "Where bwrap works (Debian: apt install bubblewrap) the last does not either.",
         )
     else:
         yield Finding(
             "containment",
             "warning",
-            "guard without subreaper: a process that leaves its component's group (a daemon) outlives the run",
+            f"guard without subreaper, because {found.why}: a process that leaves its component's group (a daemon, "
+            "setsid) outlives the run",
             "Look for leftovers after runs of environments that you do not trust; on Linux they are caught.",
         )
-    found = shutil.which("bwrap")
-    if found and _runs([found, "--ro-bind", "/", "/", "true"]):
-        text = "bwrap is there and works"
-    else:
-        text = f"bwrap is {'there, but may not make name spaces here' if found else 'not there'}"
+    text = f"bwrap: {why}" if why else "bwrap works here; it holds processes together and hides no files"
     yield Finding(
         "sandbox",
         "note",
@@ -85,7 +99,7 @@ def runs(home: Home) -> Iterator[Finding]:
                 "runs",
                 "warning",
                 f"{path.name} was {status.state} when its keeper went",
-                f"'toprope status {path.name}' finishes its clean-up.",
+                f"'toprope status {path.name}' finishes its clean-up and lets it go on if it may.",
             )
     yield Finding("runs", "ok", f"{count} runs, {live} live")
 

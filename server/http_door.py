@@ -23,6 +23,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from starlette.datastructures import Headers
 
 from server.app import create_server, leave
+from server.caretaker import look_after_runs
 from server.http_token import TokenFile
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.settings.owner import Home, HttpDoor
@@ -140,12 +141,12 @@ def serve_http(
     listening = _listen(host, door.port if port is None else port)
     app = build_app(token, door, host)
     url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
-    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)))
+    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
     # A worker thread that still waits must not hold what its owner ended.
     leave()
 
 
-async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None]) -> None:
+async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
     server = _Server(config, ready)
 
     async def watch() -> None:
@@ -159,6 +160,7 @@ async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callab
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
+        tasks.start_soon(look_after_runs, home)
         await server.serve(sockets=[listening])
         tasks.cancel_scope.cancel()
 

@@ -72,6 +72,15 @@ class Running(Part):
         again: Annotated[
             bool, Field(description="true: start although a run of this same draft revision is live.")
         ] = False,
+        key: Annotated[
+            str | None,
+            Field(
+                min_length=1,
+                max_length=80,
+                description="Any text that names this start: a call repeated with it, after a time-out, answers the "
+                "same run.",
+            ),
+        ] = None,
     ) -> Annotated[CallToolResult, answers.Started]:
         """Freezes a draft with the owner's locks, starts training from it, and answers the run_id within a second.
 
@@ -81,7 +90,7 @@ class Running(Part):
         revision whose run is live is refused unless again=true. Next: check_status with wait_s. To measure without
         training, call test_inference.
         """
-        return await self._do("training", "start_training", draft_id=draft_id, name=name, again=again)
+        return await self._do("training", "start_training", draft_id=draft_id, name=name, again=again, key=key)
 
     async def stop_training(self, run_id: RunId) -> Annotated[CallToolResult, answers.Stopped]:
         """Stops a live run of any kind; a training run writes a last checkpoint if it fits into the grace.
