@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["KINDS", "Classified", "Kind", "classify"]
+from toprope.records.status import Failure
+
+__all__ = ["KINDS", "Classified", "Kind", "classify", "named"]
 
 Kind = Literal[
     "out_of_memory",
@@ -230,3 +232,24 @@ def classify(
     if component == "environment" and error:
         return Classified("environment_error", _ENVIRONMENT.hint, error, "medium")
     return Classified("unknown", f"read_logs(component={component!r}) has what it printed.", error, "low")
+
+
+def named(failure: Failure) -> Failure:
+    """The failure with its kind and the line that says so; with the kind's hint, unless the member gave one itself.
+
+    The keeper's own failures keep theirs: their hint knows more.
+    """
+    if failure.kind:
+        return failure
+    found = classify(failure.component, failure.exit_code, failure.signal, failure.excerpt, failure.reason)
+    general = not failure.hint or failure.hint.startswith(_GENERAL)
+    hint = failure.hint
+    if general:
+        hint = found.hint
+        if "read_logs" not in hint and failure.component != "keeper":
+            hint += f" read_logs(component={failure.component!r}) has what it printed."
+    return failure.model_copy(update={"kind": found.kind, "evidence": found.evidence, "hint": hint})
+
+
+_GENERAL = ("read_logs(", "Nobody here sent that signal")
+"""How hints begin that say no more than where to look."""

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from toprope.analysis.failures import named
 from toprope.records.crew import Progress, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
@@ -59,6 +60,8 @@ class Life:
         if state not in TRANSITIONS[old]:
             raise ValueError(f"a run that is {old} does not become {state}")
         self._work = {}
+        if fields.get("failure") is not None:
+            fields["failure"] = named(fields["failure"])
         update = {"state": state, "reason": reason, "since": now, "progress": dict(self._steps), **fields}
         self.status = self.status.model_copy(update=update)
         if can_wait:
@@ -66,7 +69,7 @@ class Life:
         else:
             self.write()
         failure: Failure | None = fields.get("failure")
-        detail = {"component": failure.component} if failure else {}
+        detail = {"component": failure.component, "failure": failure.kind} if failure else {}
         self.event("state", **{"from": old, "to": state, "reason": reason, **detail})
 
     def reach(self, state: State) -> None:
