@@ -28,6 +28,7 @@ from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
+from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
 __all__ = ["Home", "HttpDoor", "MachineLimit", "OwnerSettings", "StatusLimit"]
@@ -96,6 +97,8 @@ class OwnerSettings(BaseModel):
     that needs it and no other; the file should be readable by the owner alone."""
     environments: list[str] = Field(default_factory=list)
     """More folders with environments, one Python file each."""
+    tools: dict[str, LentTool] = Field(default_factory=dict)
+    """Tools that the environment `orchestrator` may lend to policies, beside its own."""
     datasets: list[str] = Field(default_factory=list)
     """More folders whose files the environment `dataset` may read."""
     models: dict[str, Endpoint] = Field(default_factory=dict)
@@ -200,6 +203,10 @@ class Home:
         """The owner's folders with environments. A relative path is one within the owner's configuration folder."""
         own = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
         return [*own, self.configuration / "environments"]
+
+    def lent_tools(self, settings: OwnerSettings) -> dict[str, dict[str, Any]]:
+        """The owner's tools as workers are told of them."""
+        return {name: tool.declaration(self.configuration) for name, tool in settings.tools.items()}
 
     def dataset_folders(self, settings: OwnerSettings) -> list[Path]:
         """The folders whose files may be trained on. A relative path is one within the configuration folder."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
 import toprope
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, shown
 from toprope.records.groups import Outcome
 from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters import orchestrator
 from toprope.sdk.adapters.reasoning_gym import Listing
 from toprope.sdk.discovery import Found, discover_file, environment_files
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link, worker_environment
+from toprope.workbench.cards import Card, KnobCard, PartCard, SplitSize
 from toprope.workbench.datasets import NamedDataset, named_datasets, plain_dataset
+from toprope.workbench.described import Described, question
 from toprope.workbench.leftovers import MARK, new_mark, sweep
 
 __all__ = ["Card", "Catalog", "Description", "Entry", "Example", "KnobCard", "PartCard", "SplitSize", "shipped_folder"]
@@ -54,48 +56,6 @@ class Entry:
     """Most answers in a rollout; None where the file computes it."""
     environment: EnvironmentSource
     tags: tuple[str, ...] = ()
-
-
-class KnobCard(BaseModel):
-    """One of an environment's own settings."""
-
-    name: str
-    type: str
-    default: Any = None
-    description: str = ""
-    ge: int | float | None = None
-    le: int | float | None = None
-    choices: list[Any] | None = None
-    value: Any = None
-
-
-class PartCard(BaseModel):
-    """One named part of a reward, with the weight in force and the range of its value."""
-
-    weight: float
-    low: float
-    high: float
-    description: str = ""
-
-
-class Card(BaseModel):
-    """What a worker says of an environment that it loaded."""
-
-    name: str
-    description: str
-    max_turns: int
-    knobs: list[KnobCard]
-    parts: dict[str, PartCard]
-    max_reward: float
-    tags: list[str] = []
-    versions: dict[str, str]
-
-
-class SplitSize(BaseModel):
-    """Distinct tasks of a split: all of them, or those found in a second."""
-
-    known: int
-    exhausted: bool
 
 
 @dataclass(frozen=True)
@@ -136,17 +96,25 @@ class Catalog:
     Args:
         folders: The owner's folders, searched in this order after our own. One that does not exist is empty.
         shipped: Our folder.
-        datasets: Folders whose files the environment `dataset` may read.
+        datasets: Folders whose files the environments `dataset` and `orchestrator` may read.
+        tools: The owner's tools by name, as `LentTool.declaration` says them.
     """
 
     def __init__(
-        self, folders: Iterable[Path] = (), *, shipped: Path | None = None, datasets: Iterable[Path] = ()
+        self,
+        folders: Iterable[Path] = (),
+        *,
+        shipped: Path | None = None,
+        datasets: Iterable[Path] = (),
+        tools: Mapping[str, Any] | None = None,
     ) -> None:
         self._shipped = shipped or shipped_folder()
         own = (Path(folder).expanduser().absolute() for folder in folders)
         self._folders = [folder for folder in dict.fromkeys(own) if folder != self._shipped]
         self._datasets = [Path(folder).expanduser().absolute() for folder in datasets]
+        self._tools = dict(tools or {})
         self._reasoning_gym = Listing()
+        self._described: Described[Description] = Described()
         self._read: dict[Path, tuple[tuple[int, int], list[Found]]] = {}
 
     def entries(self) -> list[Entry]:
@@ -160,6 +128,7 @@ class Catalog:
                 entries.append(_entry(found, source, taken))
         for dataset in [plain_dataset(self._datasets), *named_datasets(self._folders, self._datasets)]:
             entries.append(_dataset_entry(dataset, taken))
+        entries.append(_orchestrator_entry(self._datasets, self._tools, taken))
         entries.extend(self._from_reasoning_gym())
         return entries
 
@@ -219,6 +188,25 @@ class Catalog:
             EnvironmentFailed: It is not ready, does not load, raises, hangs, or ends its process.
         """
         _require_ready(entry)
+        source = entry.environment.model_dump()
+        asked = question(
+            source, self._shipped, knobs=knobs, weights=reward_weights, examples=examples, variables=variables
+        )
+        limits = load_timeout_s, call_timeout_s
+        return await self._described.get(
+            asked, lambda: self._ask(entry, knobs, reward_weights, examples, *limits, variables)
+        )
+
+    async def _ask(
+        self,
+        entry: Entry,
+        knobs: Mapping[str, Any] | None,
+        reward_weights: Mapping[str, float] | None,
+        examples: int,
+        load_timeout_s: float,
+        call_timeout_s: float,
+        variables: Mapping[str, str] | None,
+    ) -> Description:
         began = time.monotonic()
         link: Link | None = None
         mark = new_mark()
@@ -330,6 +318,23 @@ def _entry(found: Found, source: Literal["shipped", "folder"], taken: dict[str, 
         turns=found.max_turns,
         environment=EnvironmentSource(name=found.name, file=str(found.file), attribute=found.attribute or None),
         tags=found.tags,
+    )
+
+
+def _orchestrator_entry(folders: list[Path], tools: Mapping[str, Any], taken: dict[str, str]) -> Entry:
+    name = orchestrator.Orchestrator.name
+    target = json.dumps({"folders": [str(folder) for folder in folders], "tools": tools}, sort_keys=True)
+    holder = taken.setdefault(name, "Toprope itself")
+    problem = "" if holder == "Toprope itself" else f"The name {name!r} is taken by {holder}. Rename that one."
+    return Entry(
+        name=name,
+        description=orchestrator.DESCRIPTION,
+        source="shipped",
+        status="broken" if problem else "ready",
+        problem=problem,
+        turns=orchestrator.Orchestrator.max_turns,
+        environment=EnvironmentSource(name=name, adapter="orchestrator", target=target),
+        tags=orchestrator.Orchestrator.tags,
     )
 
 

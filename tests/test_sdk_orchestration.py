@@ -1,0 +1,305 @@
+"""What an orchestrator is made of: actions read from text, grading, rewards, tools, and the environment itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toprope.sdk.adapters.orchestrator import make
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration import (
+    AdaptiveWeights,
+    Episode,
+    Observation,
+    Price,
+    State,
+    Tool,
+    Toolbox,
+    build_system_prompt,
+    compute,
+    compute_with_breakdown,
+    function,
+    is_correct,
+    normalize_number,
+    parse_action,
+    render_state,
+)
+from toprope.sdk.orchestration.calculator import calculate, said
+from toprope.sdk.orchestration.mcp_tools import McpServer
+from toprope.sdk.orchestration.search import Corpus
+from toprope.sdk.orchestration.tools import calculator, web_search
+from toprope.sdk.orchestration.types import Action
+from toprope.sdk.rollouts import Rollout, configure
+
+
+def opened(lent: dict | None = None, folders: list[str] | None = None, **knobs):
+    return configure(make(json.dumps({"tools": lent or {}, "folders": folders or []})), knobs=knobs)
+
+
+def played(environment, *answers: str):
+    task = next(iter(environment.tasks()))
+    rollout = Rollout(environment, task)
+    rollout.begin()
+    for answer in answers:
+        turn = rollout.advance(answer.replace("RIGHT", task.data["answer"]).replace("ASKED", task.prompt[8:-1]))
+    return turn, rollout
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "tool", "given", "final"),
+    [
+        ("THOUGHT: add\nTOOL: calculator\nINPUT: 1 + 2", "add", "calculator", "1 + 2", False),
+        ("tool: think\ninput: several\nlines", "", "think", "several\nlines", False),
+        ("<think>TOOL: x</think>FINAL_ANSWER: 4", "", "", "4", True),
+        ("THOUGHT: done\nFinal Answer: it is 4", "done", "", "it is 4", True),
+        ("TOOL: a\nINPUT: 1\nOBSERVATION: 2\nTOOL: b\nINPUT: 3", "", "a", "1\nOBSERVATION: 2", False),
+    ],
+)
+def test_a_structured_answer_is_read(text, thought, tool, given, final):
+    action = parse_action(text)
+    assert (action.thought, action.tool_name, action.tool_input, action.is_final_answer) == (
+        thought,
+        tool,
+        given,
+        final,
+    )
+    assert not action.problem and action.raw_text == text and action.confidence == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "hello", "TOOL: calculator", "FINAL_ANSWER:", "TOOL:\nINPUT: 3"])
+def test_an_answer_without_an_action_says_what_is_missing(text):
+    action = parse_action(text)
+    assert action.problem and not action.is_final_answer
+
+
+def test_native_calls_are_read():
+    call = parse_action('so <tool_call>{"name": "calculator", "arguments": {"input": "1+1"}}</tool_call>', "native")
+    assert (call.thought, call.tool_name, call.tool_input) == ("so", "calculator", "1+1")
+    other = parse_action('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "native")
+    assert json.loads(other.tool_input) == {"a": 1}
+    assert parse_action("42", "native").is_final_answer
+    assert parse_action("<tool_call>{oops</tool_call>", "native").problem and parse_action("", "native").problem
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        *[(text, "4", True) for text in ("The answer is 4", "Result: 4.0", "4", "4 apples", r"so \boxed{4}")],
+        ("Therefore, the answer is approximately 4", "4", True),
+        ("The answer is not 5 but 4", "4", False),
+        ("1,234", "1234", True),
+        ("three quarters is 3/4", "0.75", True),
+        ("3/4", "0.75", True),
+        ("1 1/2", "1.5", True),
+        ("75 %", "3/4", True),
+        ("$5", "5", True),
+        ("5 km", "5 m", False),
+        ("5 km", "5", True),
+        ("1.5e3", "1500", True),
+        ("\u22124", "-4", True),
+        ("-4", "4", False),
+        ("41", "4", False),
+        ("Paris.", "PARIS", True),
+        ("", "4", False),
+        ("1/0", "4", False),
+    ],
+)
+def test_answers_are_graded(answer, reference, right):
+    assert is_correct(answer, reference) is right
+
+
+def test_a_tolerance_is_relative():
+    assert is_correct("101", "100", relative=0.02) and not is_correct("103", "100", relative=0.02)
+    assert normalize_number("12 %") == 0.12 and normalize_number("twelve") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12 * (3 + 4)", "84"), ("2^10", "1024"), ("7/2", "3.5"), ("sqrt(2)**2", "2"), ("1,000 + 1", "1001"),
+     ("-3 - 4 =", "-7"), ("max(1, 2)", "2"), ("10 ÷ 4", "2.5")],
+)  # fmt: skip
+def test_the_calculator_computes(text, value):
+    assert said(calculate(text)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1/0", "2**9999999", "9**9**9**9", "__import__('os')", "a.b", "'x'*9", "x", "1 if 1 else 2", "(" * 5000, "", "1j"],
+)
+def test_the_calculator_refuses_all_else(text):
+    with pytest.raises(InvalidRequest):
+        calculate(text)
+
+
+def episode(correct: bool = True, **observed: float) -> Episode:
+    made = Episode("t", "ask", ground_truth="4", final_answer="4", correct=correct)
+    made.add_step(Action(tool_name="a"), Observation("x", **observed))
+    made.add_step(Action(is_final_answer=True), Observation(""))
+    return made
+
+
+def test_the_reward_is_the_documented_formula():
+    spent = episode(cost_usd=0.05, energy_joules=50.0, latency_seconds=15.0, power_watts=100.0, tokens=7)
+    assert compute(spent) == pytest.approx(0.4 - 4 * 0.15 * 0.5)
+    parts = compute_with_breakdown(episode(False, cost_usd=0.2))
+    assert parts == pytest.approx({"reward": -0.3, "accuracy": 0, "cost": -0.3, "energy": 0, "latency": 0, "power": 0})
+    assert spent.intelligence_per_joule == pytest.approx(0.02)
+    assert episode(False, energy_joules=5.0).intelligence_per_joule == 0 == episode().intelligence_per_joule
+    weights = AdaptiveWeights()
+    assert weights.at(0).alpha == 0.6 and weights.at(10_000) == weights.at(99_999)
+    middle, end = weights.at(5000), weights.at(10_000)
+    assert (middle.alpha, middle.beta_energy) == pytest.approx((0.45, 0.15))
+    assert (end.alpha, end.beta_cost, end.beta_energy, end.gamma_latency, end.gamma_power) == (
+        0.3,
+        0.15,
+        0.2,
+        0.15,
+        0.2,
+    )
+
+
+def test_an_episode_survives_json():
+    made = episode(cost_usd=0.5, tokens=3)
+    told = json.loads(json.dumps(made.to_dict()))
+    assert Episode.from_dict(told) == made and told["totals"]["turns"] == 2 and told["totals"]["tokens"] == 3
+    assert Episode.from_dict(told | {"unknown": 1}) == made
+
+
+def test_a_state_tells_its_history():
+    state = State("What is 1 + 1?")
+    state.add_turn(Action("add", "calculator", "1 + 1"), Observation("2"))
+    text = render_state(state, [calculator()])
+    assert "TASK: What is 1 + 1?" in text and "OBSERVATION: 2" in text and text.endswith("What next?")
+    assert "arithmetic" in text and "arithmetic" not in build_system_prompt([calculator()], descriptions=False)
+    assert '"name": "calculator"' in build_system_prompt([calculator()], mode="native")
+    assert "- anything" in build_system_prompt(["anything"])
+
+
+def test_what_goes_wrong_in_a_tool_is_an_observation():
+    def slow(text: str) -> str:
+        time.sleep(60 if text == "long" else 0)
+        raise ValueError("no such luck")
+
+    box = Toolbox([Tool("slow", "fails", slow, timeout_s=0.2), calculator()])
+    assert "no such luck" in box.call("slow", "").content and box.call("slow", "").failed
+    assert "within 0.2 s" in box.call("slow", "long").content
+    unknown = box.call("nope", "1")
+    assert unknown.failed and "slow, calculator" in unknown.content
+    with pytest.raises(InvalidRequest, match="two tools"):
+        Toolbox([calculator(), calculator()])
+
+
+def test_costs_are_declared_or_measured_and_say_which():
+    box = Toolbox([Tool("paid", "", str, price=Price(0.25, seconds=2.0, watts=50.0)), calculator()])
+    paid, free = box.call("paid", "x"), box.call("calculator", "1")
+    assert (paid.cost_usd, paid.latency_seconds, paid.energy_joules, paid.power_watts) == (0.25, 2.0, 100.0, 50.0)
+    assert paid.energy_source == "declared" and free.energy_source == "estimate" and 0 < free.latency_seconds < 5
+
+
+def test_a_function_is_a_tool():
+    def convert(amount: float, to: str = "m") -> dict:
+        """Converts a length.
+
+        More of it.
+        """
+        return {"value": amount, "unit": to}
+
+    tool = function(convert)
+    assert tool.description == "Converts a length." and tool.parameters["required"] == ["amount"]
+    assert json.loads(tool.call('{"amount": 2}')) == {"value": 2, "unit": "m"}
+    with pytest.raises(InvalidRequest, match="amount, to"):
+        tool.call("2")
+    assert function(lambda text: text.upper(), "shout").call("a") == "A"
+
+
+def test_search_finds_in_a_corpus(tmp_path: Path):
+    (tmp_path / "tower.md").write_text("# Towers\n\nThe Eiffel tower is 330 metres high.\n\nIt stands in Paris.")
+    (tmp_path / "more.jsonl").write_text('{"title": "Rivers", "text": "The Loire is 1006 km long."}\n')
+    corpus = Corpus.of(tmp_path)
+    assert corpus.search("how high is the eiffel tower")[0].title == "tower" and corpus.search("?!") == []
+    assert "[Rivers]" in web_search(corpus).call("long river Loire")
+    assert web_search(corpus).call("zzz") == "Nothing was found."
+    (tmp_path / "more.jsonl").write_text('{"title": 3}\n')
+    with pytest.raises(InvalidRequest, match="line 1"):
+        Corpus.of(tmp_path)
+
+
+def test_an_mcp_servers_tools_are_tools(tmp_path: Path):
+    server = tmp_path / "server.py"
+    server.write_text(
+        "from mcp.server import MCPServer\n"
+        "app = MCPServer('twice')\n"
+        "@app.tool()\n"
+        "def double(number: int) -> int:\n"
+        "    'Doubles a number.'\n"
+        "    return 2 * number\n"
+        "app.run('stdio')\n"
+    )
+    told = {"command": [sys.executable, str(server)], "tool": "double", "usd": 0.5}
+    environment = opened({"twice": told}, tools=["twice"])
+    turn, rollout = played(environment, 'TOOL: twice\nINPUT: {"number": 21}')
+    assert "42" in turn.messages[0]["content"]
+    turn = rollout.advance("TOOL: twice\nINPUT: 21")
+    assert "JSON object" in turn.messages[0]["content"]
+    assert rollout.advance("FINAL_ANSWER: 1").outcome.parts["cost"] == pytest.approx(10.0)
+    environment._world.tools.close()
+    with pytest.raises(InvalidRequest, match="did not come up"):
+        McpServer([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_the_orchestrator_plays_and_scores():
+    environment = opened(tools=["calculator", "think"], usd={"calculator": 0.05}, seconds={"calculator": 3.0})
+    turn, rollout = played(environment, "THOUGHT: compute\nTOOL: calculator\nINPUT: ASKED")
+    assert turn.messages[0]["content"].startswith("OBSERVATION: ") and not turn.done
+    outcome = rollout.advance(f"FINAL_ANSWER: {turn.messages[0]['content'].split()[-1]}").outcome
+    assert outcome.success and outcome.turns == 2 and outcome.parts["accuracy"] == 1
+    assert outcome.parts["cost"] == pytest.approx(0.5) and outcome.parts["latency"] == pytest.approx(0.1)
+    assert outcome.reward == pytest.approx(
+        0.4 - 0.15 * sum(outcome.parts[name] for name in ("cost", "energy", "latency", "power"))
+    )
+    assert outcome.parts["intelligence_per_joule"] > 0
+
+
+def test_impossible_things_are_observed_and_scored():
+    environment = opened(max_turns=4)
+    turn, rollout = played(environment, "nonsense", "TOOL: nope\nINPUT: 1", "TOOL: calculator\nINPUT: oops(")
+    assert "Error" in turn.messages[0]["content"]
+    outcome = rollout.advance("TOOL: calculator\nINPUT: 1 + 1").outcome
+    assert outcome is not None and not outcome.success and outcome.turns == 4 and outcome.error is None
+    assert outcome.parts["readable"] == 0.75
+    assert played(environment, "RIGHT")[0].done is False  # an answer must be marked as one
+
+
+def test_tasks_come_from_the_owners_files(tmp_path: Path):
+    (tmp_path / "q.jsonl").write_text('{"question": "Capital of France?", "answer": "Paris"}\n')
+    environment = opened(folders=[str(tmp_path)], path="q.jsonl")
+    assert played(environment, "FINAL_ANSWER: The answer is Paris.")[0].outcome.success
+    with pytest.raises(InvalidRequest, match="/etc"):
+        list(opened(folders=[str(tmp_path)], path="/etc/passwd.jsonl").tasks())
+
+
+def test_products_come_before_sums_and_questions_differ():
+    environment = opened(operators="+*", terms=4, digits=2)
+    tasks = list(itertools.islice(environment.tasks(), 50))
+    assert all(eval(task.prompt[8:-1]) == int(task.data["answer"]) for task in tasks)  # noqa: S307 - our own digits
+    assert len({task.prompt for task in tasks}) == 50
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"tools": ["calculater"]}, "calculator"),
+        ({"tools": ["web_search"]}, "corpus or a provider"),
+        ({"tools": []}, "one tool"),
+        ({"operators": "/"}, r"\+-\*"),
+        ({"usd": {"think2": 1.0}}, "think2"),
+    ],
+)
+def test_wrong_knobs_are_refused_with_help(knobs, said):
+    with pytest.raises(InvalidRequest, match=said):
+        opened(**knobs)

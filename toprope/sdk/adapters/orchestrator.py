@@ -1,0 +1,234 @@
+"""Tasks that are solved with tools, for no more tools than they need: the environment `orchestrator`.
+
+The target says in JSON what the owner allows and has declared: {"folders": [...], "tools": {name: declaration}}. Which
+of these tools are in play, and what they cost, is the agent's to choose by knobs; what they are is the owner's alone,
+because a tool can be a program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from toprope.sdk.adapters import _rows
+from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.knobs import knob, nearest
+from toprope.sdk.orchestration import providers
+from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation
+from toprope.sdk.orchestration.energy import Meter
+from toprope.sdk.orchestration.grading import is_correct
+from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
+from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
+from toprope.sdk.orchestration.search import Corpus
+from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, priced, web_search
+
+__all__ = ["DESCRIPTION", "Orchestrator", "make"]
+
+DESCRIPTION = "Solve tasks with tools, well and cheaply: accuracy against cost, energy, latency and power"
+_SYMBOLS = "+-*"
+
+
+class Orchestrator(Environment):
+    """Solve tasks with tools, well and cheaply: accuracy against cost, energy, latency and power."""
+
+    name = "orchestrator"
+    tags = ("tools", "multi-turn", "agents")
+    max_turns = 10
+    parts = {
+        **declared(Weights()),
+        "readable": Part(0.0, description="share of the answers that were an action; shown, not rewarded"),
+        "intelligence_per_joule": Part(0.0, 0.0, 1e12, "1 / energy of a right answer, 0 of a wrong one; shown"),
+    }
+
+    class Knobs:
+        tools: list[str] = knob(["calculator", "think"], help="tools in play, by name")
+        path: str = knob("", help="file of tasks below the owner's dataset folders, or hf:<id>; empty: arithmetic")
+        prompt: str = knob("question", help="column of the task's text")
+        reference: str = knob("answer", help="column of the right answer")
+        operators: str = knob("+-*", help="arithmetic: which of + - * occur")
+        digits: int = knob(3, ge=1, le=12, help="arithmetic: digits of each number at most")
+        terms: int = knob(2, ge=2, le=8, help="arithmetic: numbers in a question")
+        mode: Literal["structured", "native"] = knob(
+            "structured", help="THOUGHT/TOOL/INPUT lines, or the <tool_call> of chat templates"
+        )
+        system_prompt: Literal["descriptions", "names", "none"] = knob(
+            "descriptions", help="what the policy is told of its tools"
+        )
+        max_turns: int = knob(10, ge=1, le=1000, help="answers that the policy may give, the final one included")
+        tolerance: float = knob(1e-6, ge=0, le=1, help="how far a number may be off, as a share of the right one")
+        usd: dict[str, float] = knob(None, help="USD of a call by tool, instead of what the owner declared")
+        seconds: dict[str, float] = knob(None, help="seconds of a call by tool, instead of the measured ones")
+        watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
+        scale_usd: float = knob(0.1, ge=1e-9, help="money that counts as one unit of the reward's part `cost`")
+        scale_joules: float = knob(100.0, ge=1e-9, help="energy that counts as one unit")
+        scale_seconds: float = knob(30.0, ge=1e-9, help="time that counts as one unit")
+        scale_watts: float = knob(200.0, ge=1e-9, help="power that counts as one unit")
+
+        def __post_init__(self) -> None:
+            self.usd, self.seconds, self.watts = self.usd or {}, self.seconds or {}, self.watts or {}
+            if not self.tools or len(set(self.tools)) < len(self.tools):
+                raise ValueError("tools must name one tool at least, and none twice")
+            if not self.operators or set(self.operators) - set(_SYMBOLS):
+                raise ValueError(f"operators must be of {_SYMBOLS}, not {self.operators!r}")
+            for what in ("usd", "seconds", "watts"):
+                for tool, value in getattr(self, what).items():
+                    if tool not in self.tools:
+                        raise ValueError(f"{what} names {tool!r}, which is not in tools")
+                    if value < 0:
+                        raise ValueError(f"{what} of {tool} is negative")
+
+    def __init__(self, target: Mapping[str, Any] | None = None) -> None:
+        target = target or {}
+        self._folders = [Path(folder) for folder in target.get("folders", ())]
+        self._declared: dict[str, Any] = dict(target.get("tools") or {})
+
+    def setup(self) -> None:
+        knobs = self.knobs
+        there = [*BUILT_IN, *self._declared]
+        tools = []
+        for name in knobs.tools:
+            if name not in there:
+                extra = " It needs a corpus or a provider in the owner's settings." if name == "web_search" else ""
+                raise InvalidRequest(f"There is no tool {name!r} here.{extra} {nearest(name, there, 'Tools')}")
+            tool = _tool(name, self._declared[name]) if name in self._declared else BUILT_IN[name]()
+            price = Price(
+                usd=knobs.usd.get(name, tool.price.usd),
+                seconds=knobs.seconds.get(name, tool.price.seconds),
+                joules=None if name in knobs.watts else tool.price.joules,
+                watts=knobs.watts.get(name, tool.price.watts),
+            )
+            tools.append(priced(tool, price))
+        self.max_turns = knobs.max_turns
+        self._world = OrchestratorEnvironment(Toolbox(tools, Meter()), knobs.max_turns)
+        self._scales = Scales(knobs.scale_joules, knobs.scale_usd, knobs.scale_seconds, knobs.scale_watts)
+        self._told = (
+            ""
+            if knobs.system_prompt == "none"
+            else build_system_prompt(tools, mode=knobs.mode, descriptions=knobs.system_prompt == "descriptions")
+        )
+
+    def tasks(self) -> Iterator[Task]:
+        if not self.knobs.path:
+            yield from self._arithmetic()
+            return
+        for number, row in enumerate(_rows.rows_of(self.knobs.path, self._folders, (), "", "train"), 1):
+            missing = [column for column in (self.knobs.prompt, self.knobs.reference) if column not in row]
+            if missing:
+                raise InvalidRequest(
+                    f"Row {number} of {self.knobs.path} has no {missing[0]!r}; it has {', '.join(map(str, row))}."
+                )
+            question, answer = str(row[self.knobs.prompt] or ""), str(row[self.knobs.reference] or "")
+            if question.strip() and answer.strip():
+                yield Task(question, reference=self._right(answer), data={"answer": answer})
+
+    def _arithmetic(self) -> Iterator[Task]:
+        knobs = self.knobs
+        most = 10**knobs.digits - 1
+        while True:
+            question = str(self.random.randint(0, most))
+            for _ in range(knobs.terms - 1):
+                question += f" {self.random.choice(knobs.operators)} {self.random.randint(0, most)}"
+            answer = str(_value(question))
+            yield Task(f"What is {question}?", reference=self._right(answer), data={"answer": answer})
+
+    def _right(self, answer: str) -> str:
+        return answer if self.knobs.mode == "native" else f"FINAL_ANSWER: {answer}"
+
+    def reset(self, task: Task) -> Messages:
+        self._state = self._world.reset(task.messages[-1]["content"])
+        system = [{"role": "system", "content": self._told}] if self._told else []
+        return [*system, *task.messages]
+
+    def step(self, text: str) -> tuple[Messages | None, bool]:
+        action = parse_action(text, self.knobs.mode)
+        _, observation = self._world.step(self._state, action)
+        if self._world.done(self._state):
+            return None, True
+        return [render_observation(observation.content, self.knobs.mode)], False
+
+    def score(self) -> dict[str, float]:
+        answer = self.task.data["answer"]
+        correct = is_correct(self._state.final_answer, answer, relative=self.knobs.tolerance)
+        episode = self._state.to_episode(self.task.id, answer, correct and bool(self._state.final_answer))
+        readable = [not step.action.problem for step in episode.steps]
+        return {
+            **parts_of(episode, self._scales),
+            "readable": sum(readable) / max(1, len(readable)),
+            "intelligence_per_joule": min(episode.intelligence_per_joule, 1e12),
+        }
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["accuracy"] >= 1.0
+
+
+def _value(question: str) -> int:
+    """The value of `a + b * c`, numbers and operators alternating: products first."""
+    words = question.split()
+    terms, signs = [int(words[0])], [1]
+    for symbol, number in zip(words[1::2], words[2::2], strict=True):
+        if symbol == "*":
+            terms[-1] *= int(number)
+        else:
+            terms.append(int(number))
+            signs.append(-1 if symbol == "-" else 1)
+    return sum(sign * term for sign, term in zip(signs, terms, strict=True))
+
+
+def _tool(name: str, told: Mapping[str, Any]) -> Tool:
+    """A tool that the owner declared. Its keys have been checked where the settings were read."""
+    price = Price(**{key: told[key] for key in ("usd", "seconds", "joules", "watts") if told.get(key) is not None})
+    limit = float(told.get("timeout_s") or 30.0)
+    if told.get("corpus"):
+        tool = web_search(Corpus.of(Path(told["corpus"])))
+    elif told.get("provider"):
+        tool = web_search(providers.provider(told["provider"], told.get("url") or ""))
+    elif told.get("python"):
+        tool = function(_function(told["python"]), name, timeout_s=limit)
+    else:
+        tool = _from_mcp(name, told, limit)
+    described = told.get("description") or tool.description
+    return Tool(name, described, tool.call, tool.parameters, price, limit, tool.close)
+
+
+def _function(target: str) -> Callable[..., Any]:
+    """`path/to/file.py:function` of the owner's."""
+    file, _, attribute = target.rpartition(":")
+    specification = importlib.util.spec_from_file_location(f"owners_tool_{Path(file).stem}", file)
+    if specification is None or specification.loader is None:
+        raise InvalidRequest(f"{file} is no Python file.")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise InvalidRequest(f"{file} has no function {attribute!r}.")
+    return found
+
+
+def _from_mcp(name: str, told: Mapping[str, Any], limit: float) -> Tool:
+    from toprope.sdk.orchestration.mcp_tools import McpServer
+
+    server = McpServer(told.get("command") or (), told.get("url") or "", told.get("variables"), limit)
+    try:
+        return server.tools([told.get("tool") or name])[0]
+    except InvalidRequest:
+        server.close()
+        raise
+
+
+def make(target: str) -> Orchestrator:
+    """The environment of a target. See the module.
+
+    Raises:
+        LoadError: The target is none.
+    """
+    try:
+        given = json.loads(target or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise LoadError("The target of the orchestrator is a JSON object with folders and tools.")
+    return Orchestrator(given)

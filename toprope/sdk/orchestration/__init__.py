@@ -1,0 +1,36 @@
+"""Tasks that are solved with tools: the pieces of an orchestrator, for environments, traces and programs of one's own.
+
+`environments/orchestrator.py` puts them together. Everything here needs the standard library only.
+"""
+
+from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation, render_state
+from toprope.sdk.orchestration.grading import extract_answer, is_correct, normalize_number
+from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
+from toprope.sdk.orchestration.reward import AdaptiveWeights, Scales, Weights, compute, compute_with_breakdown
+from toprope.sdk.orchestration.tools import Price, Tool, Toolbox, function
+from toprope.sdk.orchestration.types import Action, Episode, Observation, State, Step
+
+__all__ = [
+    "Action",
+    "AdaptiveWeights",
+    "Episode",
+    "Observation",
+    "OrchestratorEnvironment",
+    "Price",
+    "Scales",
+    "State",
+    "Step",
+    "Tool",
+    "Toolbox",
+    "Weights",
+    "build_system_prompt",
+    "compute",
+    "compute_with_breakdown",
+    "extract_answer",
+    "function",
+    "is_correct",
+    "normalize_number",
+    "parse_action",
+    "render_observation",
+    "render_state",
+]

@@ -1,0 +1,103 @@
+"""Arithmetic from text, safely: the text is parsed, and only numbers, operators and named functions are evaluated."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from toprope.sdk.errors import InvalidRequest
+
+__all__ = ["calculate", "said"]
+
+_LONGEST = 1000
+_LARGEST = 10.0**300
+_MOST_BITS = 4000
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(math, name)
+    for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan", "floor", "ceil")
+} | {"abs": abs, "round": round, "min": min, "max": max, "gcd": math.gcd, "lcm": math.lcm}
+_NAMES = {"pi": math.pi, "e": math.e, "tau": math.tau}
+
+
+def calculate(text: str) -> int | float:
+    """The value of an arithmetic expression: + - * / // % ** ^, parentheses, `sqrt(2)`, `pi`, `1,000`, `50%`.
+
+    Raises:
+        InvalidRequest: It is none, divides by zero, or grows beyond reason.
+    """
+    if len(text) > _LONGEST:
+        raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
+    source = text.strip().rstrip("=?").strip()
+    for shown, meant in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
+        if shown != "," or "(" not in source:
+            source = source.replace(shown, meant)
+    try:
+        tree = ast.parse(source, mode="eval")
+        value = _value(tree.body)
+    except InvalidRequest:
+        raise
+    except ZeroDivisionError:
+        raise InvalidRequest("It divides by zero.") from None
+    except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        why = str(error).split("(")[0].strip() or type(error).__name__
+        raise InvalidRequest(f"{text[:80]!r} is no arithmetic expression: {why}.") from None
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise InvalidRequest("The value is no real number.")
+    return value
+
+
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=bool()):
+            raise InvalidRequest("True and False are no numbers.")
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*(_value(one) for one in arguments)))
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            known = ", ".join(sorted({*_FUNCTIONS, *_NAMES}))
+            raise InvalidRequest(f"There is no {name[:40]!r} here; there are: {known}.")
+    raise InvalidRequest(f"{type(node).__name__} is not arithmetic.")
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if base and abs(exponent) * max(1.0, abs(math.log2(abs(base)))) > _MOST_BITS:
+        raise InvalidRequest("The power is too large.")
+    return _bounded(base**exponent)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise InvalidRequest("The number is too large.")
+    if isinstance(value, float) and abs(value) > _LARGEST:
+        raise InvalidRequest("The number is too large.")
+    return value
+
+
+def said(value: int | float) -> str:
+    """A value as people write it: whole numbers without a point, others with twelve digits at most."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return str(value) if isinstance(value, int) else f"{value:.12g}"

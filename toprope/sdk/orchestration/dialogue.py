@@ -1,0 +1,163 @@
+"""What a policy is told, and how its answer is read: structured text, or the tool calls of chat templates.
+
+Structured:
+
+    THOUGHT: why                      or      FINAL_ANSWER: the answer
+    TOOL: calculator
+    INPUT: 12 * 34
+
+Native: `<tool_call>{"name": "calculator", "arguments": {"input": "12 * 34"}}</tool_call>`, the form that the chat
+templates of Qwen and Hermes models teach; whatever holds no call is the final answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from toprope.sdk.orchestration.types import Action, State
+
+__all__ = ["Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
+
+Mode = Literal["structured", "native"]
+
+_FIELD = re.compile(r"^[ \t]*(THOUGHT|TOOL|INPUT|FINAL[_ ]ANSWER)[ \t]*:[ \t]*", re.IGNORECASE | re.MULTILINE)
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+
+_STRUCTURED = """\
+Solve the task with as few tools as it needs. Tools:
+{tools}
+
+Answer in one of these two forms:
+THOUGHT: <why>
+TOOL: <name of a tool>
+INPUT: <its input>
+
+FINAL_ANSWER: <the answer>"""
+
+_NATIVE = """\
+Solve the task with as few tools as it needs.
+
+# Tools
+
+You may call one function at a time to assist with the task. Its signature is within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For a call, answer with a JSON object within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function's name>, "arguments": <its arguments as JSON>}}
+</tool_call>
+
+When you know it, answer with the final answer alone."""
+
+
+def build_system_prompt(
+    tools: Sequence[Any] | Sequence[str], *, mode: Mode = "structured", descriptions: bool = True
+) -> str:
+    """What a policy is told of its tools and of how to answer.
+
+    Args:
+        tools: Tools (`toprope.sdk.orchestration.tools.Tool`), described by their own specification; or
+            names, which are listed as they stand.
+        mode: How the policy is to answer.
+        descriptions: False: names only.
+    """
+    if mode == "native":
+        lines = [json.dumps({"type": "function", "function": _signature(tool)}, ensure_ascii=False) for tool in tools]
+        return _NATIVE.format(tools="\n".join(lines))
+    lines = []
+    for tool in tools:
+        text = tool if isinstance(tool, str) else tool.name
+        if not isinstance(tool, str) and descriptions:
+            text += f": {tool.description}"
+            if tool.parameters:
+                text += f" Input as JSON: {json.dumps(tool.parameters, ensure_ascii=False)}"
+        lines.append(f"- {text}")
+    return _STRUCTURED.format(tools="\n".join(lines))
+
+
+def _signature(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, str):
+        return {"name": tool, "parameters": _ONE_INPUT}
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters or _ONE_INPUT}
+
+
+_ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def parse_action(text: str, mode: Mode = "structured") -> Action:
+    """The action in a policy's answer. One that holds none has a `problem` that says what is missing."""
+    return _parse_native(text) if mode == "native" else _parse_structured(text)
+
+
+def _parse_structured(text: str) -> Action:
+    places = list(_FIELD.finditer(_THINKING.sub("", text)))
+    plain = _THINKING.sub("", text)
+    found: dict[str, str] = {}
+    for place, following in zip(places, [*places[1:], None], strict=False):
+        name = place[1].upper().replace(" ", "_")
+        end = following.start() if following else len(plain)
+        if name in found:
+            break  # a second turn that the policy imagined
+        found[name] = plain[place.end() : end].strip()
+        if name == "FINAL_ANSWER":
+            break
+    thought = found.get("THOUGHT", "")
+    if "TOOL" in found and found["TOOL"]:
+        if "INPUT" not in found:
+            return Action(thought, found["TOOL"], raw_text=text, problem="the line `INPUT: ...` is missing")
+        return Action(thought, found["TOOL"].strip("`*\"' "), found["INPUT"], raw_text=text)
+    if found.get("FINAL_ANSWER"):
+        return Action(thought, "", found["FINAL_ANSWER"], True, text)
+    missing = "`FINAL_ANSWER:` is empty" if "FINAL_ANSWER" in found else "neither `TOOL:` nor `FINAL_ANSWER:` is in it"
+    return Action(thought, raw_text=text, problem=missing)
+
+
+def _parse_native(text: str) -> Action:
+    plain = _THINKING.sub("", text)
+    call = _CALL.search(plain)
+    if call is None:
+        answer = plain.strip()
+        if answer.upper().startswith("FINAL_ANSWER:"):
+            answer = answer.split(":", 1)[1].strip()
+        problem = "" if answer else "the answer is empty"
+        return Action("", "", answer, not problem, text, problem=problem)
+    thought = plain[: call.start()].strip()
+    try:
+        value = json.loads(call[1])
+        name, arguments = value["name"], value.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Action(thought, raw_text=text, problem='within <tool_call> is no {"name": ..., "arguments": {...}}')
+    if isinstance(arguments, Mapping) and set(arguments) == {"input"} and isinstance(arguments["input"], str):
+        given = arguments["input"]
+    else:
+        given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Action(thought, str(name), given, raw_text=text)
+
+
+def render_observation(content: str, mode: Mode = "structured") -> dict[str, str]:
+    """The message that tells a policy what a tool answered."""
+    if mode == "native":
+        return {"role": "tool", "content": content}
+    return {"role": "user", "content": f"OBSERVATION: {content}"}
+
+
+def render_state(state: State, tools: Sequence[Any] | Sequence[str]) -> str:
+    """A state as one text, for policies that are asked turn by turn without a conversation: the task, the tools, what
+    was done turn by turn, and what is asked for next."""
+    lines = [build_system_prompt(tools), "", f"TASK: {state.initial_prompt}"]
+    for step in state.history:
+        lines += [
+            "",
+            f"Turn {step.turn}",
+            f"THOUGHT: {step.action.thought}",
+            f"TOOL: {step.action.tool_name}",
+            f"INPUT: {step.action.tool_input}",
+            f"OBSERVATION: {step.observation.content}",
+        ]
+    return "\n".join([*lines, "", "What next?"])

@@ -1,0 +1,138 @@
+"""Tools of any MCP server, over stdio or HTTP, as tools of a policy. Needs the `mcp` package in the worker.
+
+The server's session lives in one thread of its own for as long as the environment does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.tools import Price, Tool
+
+__all__ = ["McpServer"]
+
+_START_S = 30.0
+
+
+class McpServer:
+    """One server, connected.
+
+    Args:
+        command: What starts it over stdio, with its arguments; or
+        url: where it is, over HTTP.
+        variables: Environment variables for one that is started, beside the few that every such server gets.
+        timeout_s: Seconds a call may take.
+
+    Raises:
+        InvalidRequest: The package is missing, or the server does not come up within 30 s.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] = (),
+        url: str = "",
+        variables: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if bool(command) == bool(url):
+            raise InvalidRequest("An MCP server is given by a command or by a URL.")
+        self._timeout = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._up, self._error = threading.Event(), ""
+        self._client: Any = None
+        self._thread = threading.Thread(target=self._live, args=(list(command), url, variables), daemon=True)
+        self._thread.start()
+        if not self._up.wait(_START_S) or self._client is None:
+            self.close()
+            what = url or command[0]
+            raise InvalidRequest(f"The MCP server {what} did not come up: {self._error or f'within {_START_S:g} s'}.")
+
+    def tools(self, only: Sequence[str] = (), prefix: str = "", price: Price | None = None) -> list[Tool]:
+        """Its tools.
+
+        Args:
+            only: Names of those that are wanted; all where it is empty.
+            prefix: Put before each name, to keep those of two servers apart.
+            price: Declared for each call.
+
+        Raises:
+            InvalidRequest: One of `only` is not there.
+        """
+        listed = self._ask(self._client.list_tools()).tools
+        names = [tool.name for tool in listed]
+        if missing := [name for name in only if name not in names]:
+            raise InvalidRequest(f"The MCP server has no tool {missing[0]!r}; it has: {', '.join(names)}.")
+        return [
+            Tool(
+                prefix + tool.name,
+                " ".join((tool.description or tool.title or "No description.").split()),
+                lambda given, name=tool.name: self._call(name, given),
+                parameters=getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None),
+                price=price or Price(),
+                timeout_s=self._timeout + 5,
+                close=self.close,
+            )
+            for tool in listed
+            if not only or tool.name in only
+        ]
+
+    def close(self) -> None:
+        """Ends the session, and a server that was started for it. Called again it does nothing."""
+        if self._thread.is_alive():
+            try:
+                self._loop.call_soon_threadsafe(self._over.set)
+            except RuntimeError:
+                return
+            self._thread.join(5)
+
+    def _call(self, name: str, given: str) -> str:
+        try:
+            arguments = json.loads(given or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest("The input must be a JSON object with the tool's arguments.")
+        result = self._ask(self._client.call_tool(name, arguments))
+        text = "\n".join(part.text for part in result.content if getattr(part, "text", None))
+        if getattr(result, "is_error", None) or getattr(result, "isError", None):
+            raise InvalidRequest(text or f"{name} failed.")
+        return text or "(no text)"
+
+    def _ask(self, work: Any) -> Any:
+        async def within() -> Any:
+            return await asyncio.wait_for(work, self._timeout)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(within(), self._loop).result(self._timeout + 2)
+        except TimeoutError:
+            raise InvalidRequest(f"The MCP server did not answer within {self._timeout:g} s.") from None
+
+    def _live(self, command: list[str], url: str, variables: Mapping[str, str] | None) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._session(command, url, variables))
+        except BaseException as error:  # a group of them, usually
+            inner = error
+            while getattr(inner, "exceptions", None):
+                inner = inner.exceptions[0]  # type: ignore[attr-defined]
+            self._error = f"{type(inner).__name__}: {inner}"
+        finally:
+            self._up.set()
+            self._loop.close()
+
+    async def _session(self, command: list[str], url: str, variables: Mapping[str, str] | None) -> None:
+        from mcp import Client, StdioServerParameters
+
+        target: Any = url
+        if command:
+            target = StdioServerParameters(command=command[0], args=command[1:], env=dict(variables or {}))
+        async with Client(target) as client:
+            self._client = client
+            self._up.set()
+            await self._over.wait()

@@ -1,0 +1,58 @@
+"""The loop of a task that is solved with tools: reset, step, and the tools there are.
+
+Where the policy does something impossible, an observation says so and the episode is scored as it stands: nothing
+raises, because a policy that is learning does impossible things most of the time.
+"""
+
+from __future__ import annotations
+
+from toprope.sdk.orchestration.tools import Toolbox
+from toprope.sdk.orchestration.types import Action, Observation, State
+
+__all__ = ["OrchestratorEnvironment"]
+
+
+class OrchestratorEnvironment:
+    """A conversation between a policy and tools.
+
+    Args:
+        tools: What the policy may call.
+        max_turns: Answers it may give, the final one included.
+    """
+
+    def __init__(self, tools: Toolbox, max_turns: int = 10) -> None:
+        self.tools, self.max_turns = tools, max_turns
+
+    def reset(self, task: str) -> State:
+        """The state in which a task begins."""
+        return State(task)
+
+    def get_available_tools(self) -> list[str]:
+        """Names of the tools."""
+        return self.tools.names
+
+    def step(self, state: State, action: Action) -> tuple[State, Observation]:
+        """Takes one action into `state`, which is changed and returned.
+
+        Returns:
+            The state and what the policy sees. A final answer is observed as an empty text.
+        """
+        if action.problem:
+            observation = Observation(f"Your answer could not be read: {action.problem}.", failed=True)
+        elif action.is_final_answer:
+            state.final_answer = action.tool_input
+            observation = Observation("")
+        elif state.num_turns + 1 >= self.max_turns:
+            observation = Observation(
+                f"The last of {self.max_turns} turns is for the final answer; {action.tool_name} was not called.",
+                failed=True,
+            )
+        else:
+            observation = self.tools.call(action.tool_name, action.tool_input)
+        state.add_turn(action, observation)
+        return state, observation
+
+    def done(self, state: State) -> bool:
+        """Whether the episode is over: answered, or out of turns."""
+        answered = bool(state.history) and state.history[-1].action.is_final_answer
+        return answered or state.num_turns >= self.max_turns

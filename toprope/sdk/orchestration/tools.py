@@ -1,0 +1,252 @@
+"""Tools that a policy can call: what they are, what they cost, and how a call becomes an observation.
+
+A tool is a name, a description for the policy, and a function from text to text. Whatever goes wrong in one is an
+observation that says so, never an exception: a policy must be able to learn from its mistakes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Overdue
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.calculator import calculate, said
+from toprope.sdk.orchestration.energy import Meter
+from toprope.sdk.orchestration.sandbox import run_python
+from toprope.sdk.orchestration.search import Corpus
+from toprope.sdk.orchestration.types import Observation
+
+__all__ = [
+    "BUILT_IN",
+    "Price",
+    "Tool",
+    "Toolbox",
+    "calculator",
+    "code_interpreter",
+    "function",
+    "priced",
+    "think",
+    "web_search",
+]
+
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
+_LONGEST = 4000
+"""Characters of an observation that a policy sees."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a call costs. None: as measured, or estimated where nothing measures."""
+
+    usd: float = 0.0
+    seconds: float | None = None
+    joules: float | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One tool."""
+
+    name: str
+    description: str
+    """For the policy: what it does, and what its input is."""
+    call: Callable[[str], str]
+    """From the input to what the policy sees. What it raises is shown as the reason of a failure."""
+    parameters: Mapping[str, Any] | None = None
+    """JSON schema of the input, where it is a JSON object and not a text."""
+    price: Price = field(default_factory=Price)
+    timeout_s: float = 30.0
+    close: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise InvalidRequest(f"{self.name!r} is no name of a tool: letters, digits, _ . and -, 64 at most.")
+
+
+class Toolbox:
+    """The tools of one environment.
+
+    Args:
+        tools: Their names must differ.
+        meter: Measures energy; None: declared prices only, and what is not declared is estimated.
+    """
+
+    def __init__(self, tools: Iterable[Tool], meter: Meter | None = None) -> None:
+        self.tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.name in self.tools:
+                raise InvalidRequest(f"There are two tools named {tool.name!r}.")
+            self.tools[tool.name] = tool
+        self._meter = meter or Meter(measure=False)
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tools)
+
+    def call(self, name: str, given: str) -> Observation:
+        """Calls a tool. An unknown one, one that fails and one that takes too long are observations too."""
+        tool = self.tools.get(name)
+        if tool is None:
+            return Observation(f"There is no tool {name[:64]!r}. Tools: {', '.join(self.tools)}.", failed=True)
+        self._meter.start()
+        failed = False
+        try:
+            content = self._within(tool, given)
+        except Exception as error:
+            content, failed = f"Error: {str(error) or type(error).__name__}", True
+        used = self._meter.stop()
+        price = tool.price
+        seconds = used.seconds if price.seconds is None else price.seconds
+        watts, source = used.watts, used.source
+        if price.watts is not None or price.joules is not None:
+            source = "declared"
+            watts = price.watts if price.watts is not None else (price.joules or 0.0) / seconds if seconds > 0 else 0.0
+        joules = price.joules if price.joules is not None else watts * seconds
+        if source == "measured":
+            joules = used.joules
+        if len(content) > _LONGEST:
+            content = content[:_LONGEST] + f" [cut: {len(content):,} characters]"
+        return Observation(
+            content=content,
+            latency_seconds=seconds,
+            cost_usd=price.usd,
+            energy_joules=joules,
+            power_watts=watts,
+            tokens=max(1, len(content) // 4),
+            energy_source=source,
+            failed=failed,
+        )
+
+    def _within(self, tool: Tool, given: str) -> str:
+        if tool.timeout_s <= 0:
+            return str(tool.call(given))
+        work = self._threads.submit(tool.call, given)
+        try:
+            return str(work.result(tool.timeout_s))
+        except Overdue:
+            work.cancel()
+            raise InvalidRequest(f"{tool.name} did not answer within {tool.timeout_s:g} s.") from None
+
+    def close(self) -> None:
+        """Ends what the tools started."""
+        for tool in self.tools.values():
+            if tool.close is not None:
+                tool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def calculator() -> Tool:
+    """Arithmetic: see `toprope.sdk.orchestration.calculator`."""
+    return Tool(
+        "calculator",
+        "Computes an arithmetic expression, such as 12 * (3 + 4) or sqrt(2). Input: the expression.",
+        lambda text: said(calculate(text)),
+        timeout_s=0,
+    )
+
+
+def think() -> Tool:
+    """A place for a thought: says nothing new."""
+    return Tool(
+        "think", "Notes a thought and does nothing else. Input: the thought.", lambda text: "Noted.", timeout_s=0
+    )
+
+
+def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
+    """Python in a process that can only compute: see `toprope.sdk.orchestration.sandbox`."""
+
+    def run(text: str) -> str:
+        program = re.sub(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL)
+        ran = run_python(program, seconds=seconds, memory_mb=memory_mb)
+        output = ran.output.strip()
+        if ran.why:
+            raise InvalidRequest(f"The program was ended: {ran.why}." + (f" Output: {output}" if output else ""))
+        if not ran.ok:
+            raise InvalidRequest(output or f"The program ended with code {ran.code}.")
+        return output or "The program printed nothing."
+
+    return Tool(
+        "code_interpreter",
+        "Runs a Python program with the standard library, without files or network, and answers what it prints. "
+        "Input: the program.",
+        run,
+        timeout_s=seconds + 10,
+    )
+
+
+def web_search(source: Corpus | Callable[[str, int], list[tuple[str, str]]], most: int = 3) -> Tool:
+    """Search: over a corpus of one's own, or by a provider.
+
+    Args:
+        source: A corpus, or a function from query and number to pairs of title and text.
+        most: Passages of an answer.
+    """
+
+    def search(query: str) -> str:
+        if isinstance(source, Corpus):
+            found = [(hit.title, hit.text) for hit in source.search(query, most)]
+        else:
+            found = source(query, most)
+        return "\n\n".join(f"[{title}] {text[:800]}" for title, text in found) or "Nothing was found."
+
+    return Tool("web_search", "Searches for passages about something. Input: what to look for.", search)
+
+
+BUILT_IN: Mapping[str, Callable[[], Tool]] = {
+    "calculator": calculator,
+    "think": think,
+    "code_interpreter": code_interpreter,
+}
+"""Tools that need nothing but a name. `web_search` needs a corpus or a provider."""
+
+
+def function(call: Callable[..., Any], name: str = "", price: Price | None = None, timeout_s: float = 30.0) -> Tool:
+    """Any Python function as a tool: its name, the first paragraph of its docstring, its parameters.
+
+    A function of one text takes the input as it stands; others take a JSON object of their parameters.
+    """
+    text = inspect.getdoc(call) or "No description."
+    parameters = inspect.signature(call).parameters
+    known = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array", dict: "object"}
+    annotations = inspect.get_annotations(call, eval_str=True)
+    kinds = {one: annotations.get(one, str) for one in parameters}
+    properties = {one: {"type": known[kind]} if kind in known else {} for one, kind in kinds.items()}
+    needed = [one for one, what in parameters.items() if what.default is inspect.Parameter.empty]
+    lone = len(parameters) == 1 and next(iter(kinds.values())) is str
+
+    def run(given: str) -> str:
+        if lone:
+            return _told(call(given))
+        try:
+            arguments = json.loads(given or "{}")
+        except ValueError:
+            raise InvalidRequest(f"The input must be a JSON object with {', '.join(needed) or 'no names'}.") from None
+        if not isinstance(arguments, dict) or set(arguments) - set(parameters) or set(needed) - set(arguments):
+            raise InvalidRequest(f"The input must be a JSON object with {', '.join(parameters) or 'no names'}.")
+        return _told(call(**arguments))
+
+    return Tool(
+        name or call.__name__,
+        " ".join(text.split("\n\n")[0].split()),
+        run,
+        parameters=None if lone else {"type": "object", "properties": properties, "required": needed},
+        price=price or Price(),
+        timeout_s=timeout_s,
+    )
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def priced(tool: Tool, price: Price) -> Tool:
+    """The same tool at another price."""
+    return replace(tool, price=price)

@@ -1,0 +1,160 @@
+"""What happens when a policy uses tools, as values: actions, observations, steps, episodes, states.
+
+Every one turns into plain JSON (`to_dict`) and back (`from_dict`), so that traces can be kept, filtered and trained on.
+Times are seconds, money is USD, energy joules, power watts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["Action", "Episode", "Observation", "State", "Step"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a policy chose: a tool and its input, or the final answer (in `tool_input`)."""
+
+    thought: str = ""
+    tool_name: str = ""
+    tool_input: str = ""
+    is_final_answer: bool = False
+    raw_text: str = ""
+    """The answer as the policy gave it."""
+    confidence: float = 1.0
+    problem: str = ""
+    """Why the text was no action; empty where it was one."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What came of a tool call, and what it cost."""
+
+    content: str
+    latency_seconds: float = 0.0
+    cost_usd: float = 0.0
+    energy_joules: float = 0.0
+    power_watts: float = 0.0
+    tokens: int = 0
+    energy_source: str = "none"
+    """`measured`, `declared`, `estimate` or `none`."""
+    failed: bool = False
+    """Whether the call did not do what it should: an unknown tool, a malformed answer, a tool that failed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn. Turns count from 1."""
+
+    turn: int
+    action: Action
+    observation: Observation
+
+
+@dataclass
+class Episode:
+    """A whole task, with its totals."""
+
+    task_id: str
+    initial_prompt: str
+    steps: list[Step] = field(default_factory=list)
+    final_answer: str = ""
+    ground_truth: str = ""
+    correct: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def add_step(self, action: Action, observation: Observation) -> Step:
+        """Appends the next turn."""
+        step = Step(len(self.steps) + 1, action, observation)
+        self.steps.append(step)
+        return step
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.steps)
+
+    @property
+    def total_latency_seconds(self) -> float:
+        return sum(step.observation.latency_seconds for step in self.steps)
+
+    @property
+    def total_cost_usd(self) -> float:
+        return sum(step.observation.cost_usd for step in self.steps)
+
+    @property
+    def total_energy_joules(self) -> float:
+        return sum(step.observation.energy_joules for step in self.steps)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(step.observation.tokens for step in self.steps)
+
+    @property
+    def max_power_watts(self) -> float:
+        return max((step.observation.power_watts for step in self.steps), default=0.0)
+
+    @property
+    def intelligence_per_joule(self) -> float:
+        """1 / total energy for a right answer; 0 for a wrong one, and where no energy was used."""
+        energy = self.total_energy_joules
+        return 1.0 / energy if self.correct and energy > 0 else 0.0
+
+    def totals(self) -> dict[str, float]:
+        """The totals by name."""
+        return {
+            "latency_seconds": self.total_latency_seconds,
+            "cost_usd": self.total_cost_usd,
+            "energy_joules": self.total_energy_joules,
+            "max_power_watts": self.max_power_watts,
+            "tokens": self.total_tokens,
+            "turns": self.num_turns,
+            "intelligence_per_joule": self.intelligence_per_joule,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON of it, totals included."""
+        return asdict(self) | {"totals": self.totals()}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Episode:
+        """The episode that `to_dict` wrote; names of a newer version are passed over.
+
+        Raises:
+            KeyError, TypeError: It is none.
+        """
+        steps = [
+            Step(one["turn"], _known(Action, one["action"]), _known(Observation, one["observation"]))
+            for one in value["steps"]
+        ]
+        episode = _known(cls, value)
+        episode.steps = steps
+        return episode
+
+
+@dataclass
+class State:
+    """What a policy sees when it chooses: the task, and what it did so far."""
+
+    initial_prompt: str
+    history: list[Step] = field(default_factory=list)
+    final_answer: str = ""
+
+    def add_turn(self, action: Action, observation: Observation) -> None:
+        """Appends the next turn."""
+        self.history.append(Step(len(self.history) + 1, action, observation))
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.history)
+
+    def to_episode(self, task_id: str, ground_truth: str, correct: bool, **metadata: Any) -> Episode:
+        """The episode that this state has become."""
+        return Episode(
+            task_id, self.initial_prompt, list(self.history), self.final_answer, ground_truth, correct, metadata
+        )
+
+
+def _known(kind: Any, value: dict[str, Any]) -> Any:
+    names = {one.name for one in fields(kind)}
+    return kind(**{name: one for name, one in value.items() if name in names})

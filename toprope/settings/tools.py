@@ -1,0 +1,66 @@
+"""Tools that the owner lends to policies, as settings.yaml names them: what a tool is, is the owner's word alone.
+
+tools:
+  web_search: {corpus: notes/}                      # or {provider: brave}, with its key among the variables
+  weather:    {command: [uvx, weather-server], tool: get_weather, usd: 0.001}
+  wiki:       {url: "http://127.0.0.1:9000/mcp", tool: search}
+  convert:    {python: "tools/units.py:convert"}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["LentTool"]
+
+_KINDS = ("corpus", "provider", "python", "command", "url")
+
+
+class LentTool(BaseModel):
+    """One tool. Exactly one of corpus, provider, python, command and url says what it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    corpus: str | None = None
+    """Folder or file that is searched, offline."""
+    provider: str | None = Field(None, pattern="^(brave|tavily)$")
+    """Search on the web; its key is a variable of `environment`: BRAVE_API_KEY, TAVILY_API_KEY."""
+    python: str | None = Field(None, pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    """A function of a file: `tools/units.py:convert`."""
+    command: list[str] | None = Field(None, min_length=1)
+    """What starts an MCP server over stdio."""
+    url: str | None = None
+    """An MCP server over HTTP; beside `provider`: another address of it."""
+    tool: str | None = None
+    """Which tool of the MCP server; by default the one of this name."""
+    variables: dict[str, str] = {}
+    """Environment variables of an MCP server that is started."""
+    description: str | None = None
+    """For the policy, instead of the tool's own."""
+    usd: float | None = Field(None, ge=0)
+    """What a call costs. What is not declared is measured, or estimated and labelled so."""
+    seconds: float | None = Field(None, ge=0)
+    joules: float | None = Field(None, ge=0)
+    watts: float | None = Field(None, ge=0)
+    timeout_s: float = Field(30.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> LentTool:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if self.provider is not None and "url" in given:
+            given.remove("url")
+        if len(given) != 1:
+            raise ValueError(f"name one of {', '.join(_KINDS)}")
+        return self
+
+    def declaration(self, folder: Path) -> dict[str, Any]:
+        """What a worker is told; relative paths are below `folder`, the owner's configuration."""
+        told = self.model_dump(exclude_none=True)
+        if self.corpus is not None:
+            told["corpus"] = str(folder / Path(self.corpus).expanduser())
+        if self.python is not None:
+            told["python"] = str(folder / Path(self.python).expanduser())
+        return told
