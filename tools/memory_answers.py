@@ -114,7 +114,6 @@ class ExperimentAnswer(_Data):
 
 
 class Handoff(_Data):
-    text: str
     live_runs: list[str]
     experiments: int
     environments: list[str]

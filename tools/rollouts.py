@@ -19,9 +19,8 @@ from toprope.records.rollouts import Browsed, Found, Order, Query, browse
 from toprope.records.specification import Specification
 
 if TYPE_CHECKING:
-    from toprope.records.folder import RunFolder
-
     from tools.workshop import Workshop
+    from toprope.records.folder import RunFolder
 
 __all__ = ["browse_rollouts"]
 

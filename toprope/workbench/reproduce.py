@@ -41,5 +41,7 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
             "config": run.config.model_copy(deep=True),
             "locks": locks.record(),
             "reproduces": run.run_id,
+            "seed_group": None,
+            "limits": None,
         }
     )
