@@ -15,13 +15,14 @@ import pytest
 from training_api_server import SECRET, Served, served, until
 
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
-from toprope.records.groups import Group, Outcome
+from toprope.records.groups import Counts, Group, Outcome
 from toprope.records.journal import FileJournal
 from toprope.training.api.client import ApiClient
 from toprope.training.api.door import Limits
 from toprope.training.api.refusal import Refused
 from toprope.training.api.sync_client import SyncApiClient
 from toprope.training.api.wire import Backoff
+from toprope.training.peers import PeerAway
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_both_clients_have_the_same_calls() -> None:
         return {
             name: list(inspect.signature(member).parameters)
             for name, member in vars(kind).items()
-            if not name.startswith("_")
+            if not name.startswith("_") and name not in ("wanted", "take_up")  # for the driver, for the trainer
         }
 
     assert calls(ApiClient) == calls(SyncApiClient)
@@ -221,7 +222,17 @@ def test_an_api_that_is_not_there_is_an_error_in_good_time() -> None:
 
 
 def test_patience_ends_for_an_api_that_cannot_store_and_never_for_a_full_queue() -> None:
-    backoff = Backoff("http://x", 30.0)
+    away = Backoff(30.0, away_s=60.0)
+    assert away.after_error(OSError(), 0.0) == 0.0 and away.after_error(OSError(), 1.0) > 0
+    # One that is being started again is waited for, and then the patience begins anew.
+    assert 0 < away.after_absence(29.0) <= away.after_absence(80.0) <= 0.25
+    assert away.after_error(OSError(), 85.0) == 0.0
+    assert away.after_absence(90.0) > 0
+    with pytest.raises(PeerAway, match="did not come back within 60 s"):
+        away.after_absence(151.0)
+    with pytest.raises(PeerAway, match="http://x cannot be reached"):
+        [away.after_error(OSError(), now, "http://x") for now in (200.0, 231.0)]
+    backoff = Backoff(30.0)
     storage = Refused("storage", "disk full", status=503)
     assert backoff.after_refusal(storage, 0.0) == 0.5
     with pytest.raises(NotPossibleNow, match="disk full"):
@@ -249,3 +260,26 @@ def test_a_disk_that_is_full_is_a_moment_not_an_end(tmp_path: Path, monkeypatch:
         monkeypatch.undo()
         assert api.post("/scored_data", body)["sequence_number"] == 1
         until(lambda: api.store.queue.counts().accepted == 1)
+
+
+def test_clients_go_on_at_the_address_that_the_api_comes_back_at(tmp_path: Path) -> None:
+    """What a member knows of its peers changes: away, then elsewhere."""
+    where: list[str | None] = [None]
+
+    async def posts(first: str, second: str) -> tuple[int, Counts]:
+        async with ApiClient(lambda: where[0], SECRET, patience_s=5.0) as client:
+            posting = asyncio.create_task(client.post_group(a_group(0)))
+            await asyncio.sleep(0.05)
+            assert not posting.done()
+            where[0] = first
+            waiting = await posting
+            where[0] = second
+            return waiting, await client.counts()
+
+    with served(tmp_path / "first") as first, served(tmp_path / "second") as second:
+        waiting, counts = asyncio.run(posts(first.url, second.url))
+        assert waiting == 1 and counts.accepted == 0
+        with SyncApiClient(lambda: where[0], SECRET) as client:
+            assert client.counts().accepted == 0
+            where[0] = first.url
+            assert client.counts().accepted == 1

@@ -22,6 +22,7 @@ from toprope.records.crew import (
     ENV_FOLDER,
     ENV_REPORT_FD,
     ENV_SECRET,
+    Beat,
     Order,
     Pause,
     Peers,
@@ -34,9 +35,23 @@ from toprope.records.crew import (
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 
-__all__ = ["Member"]
+__all__ = ["Member", "beating"]
 
 _LOOK_EVERY_S = 0.25
+_BEAT_S = 1.0
+
+
+async def beating(report: Callable[[Report], None], moves: Callable[[], bool] = lambda: True) -> None:
+    """Gives a sign of life about once a second from the event loop that it runs in, for as long as that turns.
+
+    Args:
+        report: How the keeper is told.
+        moves: Asked before each; false: what the loop depends on is stuck, and nothing is said.
+    """
+    while True:
+        if moves():
+            report(Beat())
+        await asyncio.sleep(_BEAT_S)
 
 
 class Member:
@@ -52,6 +67,7 @@ class Member:
         """Set when a Stop order came or the keeper is gone."""
         self.paused = threading.Event()
         """Set while the run is held: finish what is at hand, begin nothing new. See `hold`."""
+        self._beaten = float("-inf")
         self._report_fd = report_fd
         self._writing = threading.Lock()
         self._changed = threading.Condition()
@@ -76,7 +92,9 @@ class Member:
                 f"{missing} is not set: this program is a part of a run.", hint="Start runs with start_training."
             ) from None
         os.set_inheritable(report_fd, False)
-        return cls(folder, name, secret, report_fd, attempt)
+        member = cls(folder, name, secret, report_fd, attempt)
+        member.beat()  # says that it can: from when it serves the keeper counts on it
+        return member
 
     def report(self, report: Report) -> None:
         """Tells the keeper; silently does nothing when the keeper is gone (the orders' end says so)."""
@@ -107,6 +125,18 @@ class Member:
         """`hold` without blocking the event loop."""
         while self.paused.is_set() and not self.ending.is_set():
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def beat(self) -> None:
+        """A sign of life of a synchronous program: said at most once a second, however often this is called."""
+        now = time.monotonic()
+        if now - self._beaten >= _BEAT_S:
+            self._beaten = now
+            self.report(Beat())
+
+    def peer(self, name: str) -> str | None:
+        """Where a peer is now; None while it is away."""
+        with self._changed:
+            return self._addresses.get(name)
 
     def address(self, peer: str, timeout: float | None = None) -> str:
         """Blocks until `peer` is ready and returns its address.

@@ -31,6 +31,7 @@ from toprope.training.api.matching import InferenceMatcher
 from toprope.training.api.protocol import direct
 from toprope.training.api.registry import TrainerRegistration
 from toprope.training.api.store import TrajectoryStore
+from toprope.training.crew import beating
 from toprope.training.serving import serve
 
 __all__ = ["MemberLike", "main", "protocol", "run", "vocabulary_of"]
@@ -116,6 +117,7 @@ async def run(member: MemberLike) -> None:
         gc.freeze()  # what was loaded stays: the collector need not walk it again
         orders = asyncio.create_task(_obey(member, store, matcher, ending))
         counts = asyncio.create_task(_report_counts(member, store))
+        pulse = asyncio.create_task(beating(member.report))
         answering = asyncio.create_task(_answer_at(ending, store))
         try:
             await serve(
@@ -124,13 +126,15 @@ async def run(member: MemberLike) -> None:
                 ending,
                 port=_last_port(remembered),
                 http=protocol(),
+                proxy_headers=False,
                 timeout_keep_alive=75,
             )
         finally:
             orders.cancel()
             counts.cancel()
+            pulse.cancel()
             answering.cancel()
-            await asyncio.gather(orders, counts, answering, return_exceptions=True)
+            await asyncio.gather(orders, counts, pulse, answering, return_exceptions=True)
             matcher.close()
             commit.close()
             if not broken:

@@ -14,6 +14,7 @@ import msgspec
 from toprope.records.groups import Batch, Counts, Group
 from toprope.training.api import wire
 from toprope.training.api.refusal import Refused
+from toprope.training.peers import Address, resolver
 
 __all__ = ["ApiClient"]
 
@@ -27,13 +28,13 @@ class ApiClient:
     `patience_s`, and `NotPossibleNow` when it could not store for as long.
 
     Args:
-        base_url: The API's address, `http://127.0.0.1:<port>`.
+        base_url: The API's address, `http://127.0.0.1:<port>`, or what gives the present one.
         secret: The run's secret.
-        patience_s: Seconds for which a call is repeated.
+        patience_s: Seconds for which a call is repeated. While the API has no address it is waited for.
     """
 
-    def __init__(self, base_url: str, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
-        self._url = wire.check_url(base_url)
+    def __init__(self, base_url: Address, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
+        self._where = resolver(base_url)
         self._headers = wire.headers(secret)
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
@@ -86,14 +87,17 @@ class ApiClient:
     async def _call(
         self, decoder: msgspec.json.Decoder[_T], method: str, path: str, body: bytes | None = None, wait_s: float = 0.0
     ) -> _T:
-        backoff = wire.Backoff(self._url, self._patience_s)
+        backoff = wire.Backoff(self._patience_s)
         while True:
+            if (url := self._where()) is None:
+                await asyncio.sleep(backoff.after_absence(time.monotonic()))
+                continue
             try:
                 timeout = self._timeout(wait_s)
-                async with self._open().request(method, self._url + path, data=body, timeout=timeout) as answer:
+                async with self._open().request(method, url + path, data=body, timeout=timeout) as answer:
                     return wire.decode(decoder, answer.status, await answer.read())
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                pause: float | None = backoff.after_error(error, time.monotonic())
+                pause: float | None = backoff.after_error(error, time.monotonic(), url)
             except Refused as refusal:
                 pause = backoff.after_refusal(refusal, time.monotonic())
                 if pause is None:

@@ -15,6 +15,7 @@ from toprope.errors import DiskFull
 from toprope.records.groups import Batch, Counts, Group
 from toprope.training.api import wire
 from toprope.training.api.refusal import Refused
+from toprope.training.peers import Address, resolver
 
 __all__ = ["SyncApiClient"]
 
@@ -25,18 +26,19 @@ class SyncApiClient:
     """`ApiClient`'s calls, blocking, over one connection that is kept open. For one thread at a time.
 
     Args:
-        base_url: The API's address, `http://127.0.0.1:<port>`.
+        base_url: The API's address, `http://127.0.0.1:<port>`, or what gives the present one.
         secret: The run's secret.
-        patience_s: Seconds for which a call is repeated when the API cannot be reached.
+        patience_s: Seconds for which a call is repeated when the API cannot be reached. While it has no address it is
+            waited for.
     """
 
-    def __init__(self, base_url: str, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
-        self._url = wire.check_url(base_url)
-        parts = urlsplit(self._url)
-        self._host, self._port, self._prefix = parts.hostname or "", parts.port or 80, parts.path
+    def __init__(self, base_url: Address, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
+        self._where = resolver(base_url)
+        self._url = self._prefix = ""
         self._headers = wire.headers(secret)
         self._patience_s = patience_s
         self._connection: http.client.HTTPConnection | None = None
+        self._turn_to(self._where())
         self.waits: Callable[[], bool] = lambda: True
         """Whether to wait for room on the API's disk; else `DiskFull` is raised."""
         self.policy_version: int | None = None
@@ -89,13 +91,17 @@ class SyncApiClient:
     def _call(
         self, decoder: msgspec.json.Decoder[_T], method: str, path: str, body: bytes | None = None, wait_s: float = 0.0
     ) -> _T:
-        backoff = wire.Backoff(self._url, self._patience_s)
+        backoff = wire.Backoff(self._patience_s)
         while True:
+            if (url := self._where()) is None:
+                time.sleep(backoff.after_absence(time.monotonic()))
+                continue
             try:
+                self._turn_to(url)
                 return wire.decode(decoder, *self._request(method, path, body, wait_s))
             except (http.client.HTTPException, OSError) as error:
                 self.close()
-                pause: float | None = backoff.after_error(error, time.monotonic())
+                pause: float | None = backoff.after_error(error, time.monotonic(), url)
             except Refused as refusal:
                 if refusal.kind == "disk_full" and not self.waits():
                     raise DiskFull(refusal.message) from refusal
@@ -104,9 +110,15 @@ class SyncApiClient:
                     raise
             time.sleep(pause)
 
+    def _turn_to(self, url: str | None) -> None:
+        if url is not None and url != self._url:
+            self.close()
+            self._url, self._prefix = url, urlsplit(url).path
+
     def _request(self, method: str, path: str, body: bytes | None, wait_s: float) -> tuple[int, bytes]:
         if self._connection is None:
-            self._connection = http.client.HTTPConnection(self._host, self._port)
+            parts = urlsplit(self._url)
+            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80)
         if self._connection.sock is None:
             self._connection.timeout = 5.0
             self._connection.connect()

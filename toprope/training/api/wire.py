@@ -14,6 +14,7 @@ import msgspec
 
 from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.groups import Batch, Counts, Group
+from toprope.training import peers
 from toprope.training.api.refusal import Refused
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Room",
     "Wanted",
     "batch_path",
-    "check_url",
     "commit_body",
     "decode",
     "dropped_body",
@@ -42,7 +42,7 @@ __all__ = [
     "wanted_path",
 ]
 
-PATIENCE_S = 30.0
+PATIENCE_S = peers.PATIENCE_S
 """Seconds for which a call is repeated while the API cannot be reached or cannot store."""
 
 READ_TIMEOUT_S = 30.0
@@ -142,36 +142,15 @@ def decode(decoder: msgspec.json.Decoder[_T], status: int, body: bytes) -> _T:
         raise ComponentFailed(f"The trajectory API answered something else than was asked for: {error}.") from error
 
 
-class Backoff:
-    """When to try a call again.
+class Backoff(peers.Backoff):
+    """When to try a call of the API again."""
 
-    Args:
-        url: The API, for messages.
-        patience_s: Seconds after the first failure until it is given up.
-    """
-
-    def __init__(self, url: str, patience_s: float) -> None:
-        self._url = url
-        self._patience_s = patience_s
-        self._since: float | None = None
-        self._tries = 0
-
-    def after_error(self, error: BaseException, now: float) -> float:
-        """Seconds to wait after a broken connection; none after the first, which may just have been idle too long.
-
-        Raises:
-            ComponentFailed: The patience is over.
-        """
-        if self._over(now):
-            raise ComponentFailed(
-                f"The trajectory API at {self._url} cannot be reached: {type(error).__name__}: {error}."
-            ) from error
-        self._tries += 1
-        return 0.0 if self._tries == 1 else min(1.0, 0.02 * 2.0 ** min(self._tries, 10))
+    def __init__(self, patience_s: float, away_s: float = peers.AWAY_S) -> None:
+        super().__init__("The trajectory API", patience_s, away_s)
 
     def after_refusal(self, refusal: Refused, now: float) -> float | None:
         """Seconds to wait after a 503, None for a refusal that will stay one. A full queue is waited for without end:
-        that is what it is for. So is a full disk: the run pauses until there is room.
+        that is what it is for.
 
         Raises:
             NotPossibleNow: The patience is over.
@@ -180,24 +159,6 @@ class Backoff:
             return None
         if refusal.kind == "queue_full":
             return 0.25
-        if refusal.kind == "disk_full":
-            return 1.0
-        if self._over(now):
+        if self.over(now):
             raise NotPossibleNow(refusal.message) from refusal
         return 0.5
-
-    def _over(self, now: float) -> bool:
-        if self._since is None:
-            self._since = now
-        return now - self._since > self._patience_s
-
-
-def check_url(url: str) -> str:
-    """A base URL without its last slash.
-
-    Raises:
-        ValueError: It is not http.
-    """
-    if not url.startswith("http://"):
-        raise ValueError(f"{url!r} is no http URL")
-    return url.rstrip("/")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.crew import Failed, Ready
-from toprope.training.crew import Member
+from toprope.training.crew import Member, beating
 
 
 def main() -> int:
@@ -49,12 +50,12 @@ def main() -> int:
     server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
     engine.start()
     gc.freeze()  # what was imported stays: the collector need not walk it between decode batches
-    asyncio.run(_serve(member, server, len(tokenizer)))
+    asyncio.run(_serve(member, server, engine.moves, len(tokenizer)))
     engine.stop(timeout_s=1.0)
     return 0
 
 
-async def _serve(member: Member, server: object, vocabulary: int) -> None:
+async def _serve(member: Member, server: object, moves: Callable[[], bool], vocabulary: int) -> None:
     from toprope.training.inference.app import InferenceServer
     from toprope.training.serving import serve
 
@@ -67,9 +68,10 @@ async def _serve(member: Member, server: object, vocabulary: int) -> None:
                 break
         ending.set()
 
-    listener = asyncio.create_task(listen())
+    tasks = [asyncio.create_task(listen()), asyncio.create_task(beating(member.report, moves))]
     await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
-    listener.cancel()
+    for task in tasks:
+        task.cancel()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -39,7 +40,7 @@ from toprope.training.inference.dialect import (
 from toprope.training.inference.engine import Engine, Request, Sample
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
-from toprope.training.inference.sessions import SessionStore, Turn, join_turns
+from toprope.training.inference.sessions import LIFE_HEADER, SessionStore, Turn, join_turns
 
 __all__ = ["InferenceServer"]
 
@@ -55,6 +56,7 @@ class InferenceServer:
     def __init__(self, engine: Engine, tokenizer: Any, *, model_name: str, secret: str) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._model_name, self._secret = model_name, secret.encode()
+        self._life = secrets.token_hex(8)
         self.sessions = SessionStore()
         self.samples = SampleIndex(endings=engine.endings)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
@@ -81,8 +83,12 @@ class InferenceServer:
             secret, _, session = key.partition(".")
             if scheme.lower() != "bearer" or not hmac.compare_digest(secret.encode(), self._secret):
                 return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
+            if request.headers.get(LIFE_HEADER, self._life) != self._life:
+                return _error(409, "session_lost_error", "This server is a new one and does not know that session.")
             try:
-                return await handler(request, session)
+                response = await handler(request, session)
+                response.headers[LIFE_HEADER] = self._life
+                return response
             except BadRequest as error:
                 return _error(400, "invalid_request_error", f"{error}.")
             except msgspec.DecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +12,22 @@ import aiohttp
 import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
-from toprope.training.inference.sessions import Turn
+from toprope.training.inference.sessions import LIFE_HEADER, Turn
+from toprope.training.peers import Address, Backoff, resolver
 
-__all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling"]
+__all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling", "SessionLost"]
 
 _encode = msgspec.json.Encoder().encode
-_TRIES = 4
+_REFUSALS = 5
+"""Server errors in a row after which a request is given up: what the server trips over may be the request."""
 
 
 class PromptTooLong(InvalidValue):
     """The conversation leaves no room for an answer within the policy's context."""
+
+
+class SessionLost(ComponentFailed):
+    """The server that had recorded the session's earlier turns is gone; another one has taken its place."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,21 @@ _completion = msgspec.json.Decoder(_Completion)
 
 
 class PolicyClient:
-    """One keep-alive connection pool to the inference server. Make it within an event loop; close it there."""
+    """One keep-alive connection pool to the inference server. Make it within an event loop; close it there.
 
-    def __init__(self, base_url: str, secret: str, *, model: str = "policy", timeout_s: float = 600.0) -> None:
-        self._url, self._secret, self._model = base_url.rstrip("/"), secret, model
+    A server that was started again is found where it is then, and asked again; only sessions that were open have gone
+    with the former one, and say so.
+
+    Args:
+        base_url: The server's address, or what gives the present one.
+        secret: The run's secret.
+        model: What the requests call it.
+        timeout_s: Seconds for one answer.
+    """
+
+    def __init__(self, base_url: Address, secret: str, *, model: str = "policy", timeout_s: float = 600.0) -> None:
+        self._where, self._secret, self._model = resolver(base_url), secret, model
+        self._lives: dict[str, str] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -100,7 +118,8 @@ class PolicyClient:
 
         Raises:
             PromptTooLong: There is no room for an answer.
-            ComponentFailed: The server refuses the request or cannot be reached.
+            SessionLost: The session's earlier turns went with a server that is gone.
+            ComponentFailed: The server refuses the request; PeerAway where it cannot be reached.
         """
         body = {
             "model": self._model,
@@ -133,29 +152,45 @@ class PolicyClient:
 
     async def close_session(self, session: str) -> None:
         """Lets the server forget a session and its sub-sessions."""
-        await self._call("DELETE", f"/v1/sessions/{session}", None, "")
+        life = self._lives.pop(session, None)
+        if self._where() is None:
+            return  # gone with the server
+        try:
+            await self._call("DELETE", f"/v1/sessions/{session}", None, "", life)
+        except SessionLost:
+            pass  # forgotten already, with everything else
 
-    async def _call(self, method: str, path: str, data: bytes | None, session: str) -> bytes:
-        key = f"{self._secret}.{session}" if session else self._secret
-        for attempt in range(_TRIES):
+    async def _call(self, method: str, path: str, data: bytes | None, session: str, life: str | None = None) -> bytes:
+        headers = {"Authorization": f"Bearer {self._secret}.{session}" if session else f"Bearer {self._secret}"}
+        root = session.partition("/")[0]
+        if life := life or self._lives.get(root):
+            headers[LIFE_HEADER] = life
+        backoff, refusals = Backoff("Inference"), 0
+        while True:
+            if (url := self._where()) is None:
+                await asyncio.sleep(backoff.after_absence(time.monotonic()))
+                continue
             try:
-                async with self._session.request(
-                    method, self._url + path, data=data, headers={"Authorization": f"Bearer {key}"}
-                ) as response:
+                async with self._session.request(method, url + path, data=data, headers=headers) as response:
                     body = await response.read()
                     if response.status == 200:
+                        if root and (serves := response.headers.get(LIFE_HEADER)):
+                            self._lives[root] = serves
                         return body
                     message = _message(body)
-                    if response.status == 400 and "no room for an answer" in message:
-                        raise PromptTooLong(message)
-                    raise ComponentFailed(f"Inference refused {path} with {response.status}: {message}")
-            except (aiohttp.ClientConnectionError, aiohttp.ServerDisconnectedError) as error:
-                if attempt == _TRIES - 1:
-                    raise ComponentFailed(f"Inference at {self._url} cannot be reached: {error}.") from error
-                await asyncio.sleep(0.05 * 2**attempt)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                await asyncio.sleep(backoff.after_error(error, time.monotonic(), url))
+                continue
             except TimeoutError:
                 raise ComponentFailed(f"Inference did not answer {path} in time.") from None
-        raise AssertionError("unreachable")
+            if response.status == 400 and "no room for an answer" in message:
+                raise PromptTooLong(message)
+            if response.status == 409:
+                raise SessionLost(message)
+            refusals += 1
+            if response.status < 500 or refusals >= _REFUSALS:
+                raise ComponentFailed(f"Inference refused {path} with {response.status}: {message}")
+            await asyncio.sleep(0.05 * 2**refusals)
 
 
 def _message(body: bytes) -> str:

@@ -86,6 +86,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.version = 0
         """Policy version of the newest batch."""
+        self._working, self._pulse, self._pulse_seen = False, 0, -1
         self.batches = self.rows = self.tokens = 0
         self.busy_s = 0.0
 
@@ -95,7 +96,15 @@ class Engine:
         return frozenset(self._eos)
 
     def start(self) -> None:
+        """Starts the thread, with the trainer's present weights: this server may have taken the place of another."""
+        if self._weights is not None:
+            self.version = self._weights.refresh()
         self._thread.start()
+
+    def moves(self) -> bool:
+        """Whether the thread is idle, or has come further since this was asked last."""
+        moved, self._pulse_seen = self._pulse != self._pulse_seen, self._pulse
+        return self._thread.is_alive() and (moved or not self._working)
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ends the thread after the batch in work, which is waited for; requests that still wait are answered with an
@@ -114,6 +123,7 @@ class Engine:
             held = None
             if first is None:
                 break
+            self._working, self._pulse = True, self._pulse + 1
             batch, rows = [first], first[0].n
             deadline = time.monotonic() + self._gather_s
             while rows < self._max_rows:
@@ -140,6 +150,7 @@ class Engine:
             self.batches, self.rows = self.batches + 1, self.rows + rows
             for (_, done), answer in zip(batch, answers, strict=True):
                 done(answer)
+            self._working = False
         if held is not None:
             held[1](RuntimeError("the engine has stopped"))
         while not self._queue.empty():
@@ -164,6 +175,7 @@ class Engine:
             lengths = mask.sum(1, keepdim=True)
             alive = list(range(len(source)))
             while True:
+                self._pulse += 1
                 token, logprob = rows.sample(logits, alive)
                 ended = self._append(rows, alive, token.tolist(), logprob.tolist())
                 if all(ended):

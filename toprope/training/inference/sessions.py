@@ -17,7 +17,12 @@ import msgspec
 
 from toprope.records.groups import MASKED, PROMPT_LOGPROB
 
-__all__ = ["Segment", "Session", "SessionStore", "Turn", "join_turns"]
+__all__ = ["LIFE_HEADER", "Segment", "Session", "SessionStore", "Turn", "join_turns"]
+
+
+LIFE_HEADER = "x-toprope-life"
+"""Names one life of a server: in answers its own, in requests the one that is meant. A server that was started again
+knows nothing of the sessions before it, and would tokenise anew what had been sampled."""
 
 
 class Turn(msgspec.Struct):
