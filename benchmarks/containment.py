@@ -99,8 +99,6 @@ def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[st
     command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
     runs = Runs(house.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: house.machine)
     specification = house.specification(stop_grace_s=0.3)
-    # Nobody is to go on with the run: what is left of it is the question.
-    # resume
     folder = runs.start(specification)
     house.started.append(folder)
     if not _until(lambda: len(_processes(token)) == 1 + len(KINDS)):

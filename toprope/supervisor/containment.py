@@ -57,6 +57,8 @@ _OPTIONS = ("--unshare-pid", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/p
 end on its pipe and gives the crew its grace; as pid 1 it takes everything along when it is killed itself."""
 
 _TRY_WITHIN_S = 10.0
+_ENDED_WITHIN_S = 1.0
+"""The kernel ends a namespace before the end of its first process is told."""
 _TRUSTED_S = 3600.0
 """How long a trial that passed holds."""
 _DOUBTED_S = 60.0
@@ -73,7 +75,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         # A daemon that left its parents. It holds the pipe: its end of file is the proof that the kernel ended it.
-        time.sleep(60)
+        time.sleep(20)
     os._exit(0)
 os.write(said, json.dumps(facts).encode() + b"\\n")
 os._exit(0)
@@ -158,23 +160,31 @@ def _tried(program: str, folder: str) -> str:
     reader, said = os.pipe()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     command = [program, *_OPTIONS, "--", sys.executable, "-I", "-S", "-c", _TRIAL, str(said), str(proc), folder]
-    process, data, ended = None, b"", False
-    limit = time.monotonic() + _TRY_WITHIN_S
+    # A file, not a pipe: the daemon that this is about would hold its other end.
+    complaints, process = Path(folder) / "complaints", None
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(said, proc),
-            start_new_session=True,
-        )
+        with complaints.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(said, proc),
+                start_new_session=True,
+            )
         os.close(said)
         said = -1
+        try:
+            code = process.wait(_TRY_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return "bwrap does not come to an end here"
+        if code != 0:
+            last = complaints.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
+            return f"bwrap may not do here what is needed ({last[0][:200]})"
+        data, ended, limit = b"", False, time.monotonic() + _ENDED_WITHIN_S
         while not ended and select.select([reader], [], [], max(0.0, limit - time.monotonic()))[0]:
             chunk = os.read(reader, 4096)
             data, ended = data + chunk, not chunk
-        complaint = _complaint(process, limit)
     except OSError as error:
         return f"bwrap cannot be started: {error.strerror or error}"
     finally:
@@ -184,18 +194,7 @@ def _tried(program: str, folder: str) -> str:
         for descriptor in (reader, proc, said):
             if descriptor >= 0:
                 os.close(descriptor)
-    return complaint or _judged(data, ended, folder)
-
-
-def _complaint(process: subprocess.Popen[bytes], limit: float) -> str:
-    try:
-        _, errors = process.communicate(timeout=max(0.1, limit - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return "bwrap does not come to an end here"
-    if process.returncode == 0:
-        return ""
-    last = errors.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-    return f"bwrap may not do here what is needed ({last[0][:200]})"
+    return _judged(data, ended, folder)
 
 
 def _judged(data: bytes, ended: bool, folder: str) -> str:
