@@ -6,12 +6,15 @@ and then. So these rules look at where a value came from, and most of them only 
 
 from __future__ import annotations
 
+import math
+
 from toprope.analysis.findings.rewards import nothing_scored, nothing_to_learn
 from toprope.analysis.findings.rules import MEASURED, Rule, Sign, edit, share
 from toprope.analysis.findings.trail import Trail
 
 __all__ = ["LEARNING"]
 
+_WRONG = "frac_reward_zero_std/all_wrong"
 _CLIP = "clip_ratio/region_mean"
 _HEALTHY_MOVE = 0.03
 """Nats a sampled token changes in a step where learning went well: 0.005 to 0.07."""
@@ -42,16 +45,16 @@ def nan(trail: Trail) -> Sign | None:
 
 
 def collapse(trail: Trail) -> Sign | None:
-    """The reward fell by more than half from its best, while entropy rose or signal vanished."""
+    """The reward fell by more than half from its best while entropy rose, or all signal that there was is gone."""
     reward = trail["reward"]
-    if reward.best is None or not _unlearned(trail) or nothing_scored(trail):
+    if reward.best is None or nothing_scored(trail):
         return None
     now = trail.recent("reward")
     entropy, before = trail.recent("entropy"), trail.entropy_at_best
-    wrong = trail.recent("frac_reward_zero_std/all_wrong")
-    risen = before is not None and entropy > 1.1 * before
-    if not risen and wrong < 0.9:
+    risen = before is not None and entropy > 1.1 * before and _unlearned(trail)
+    if not risen and not _signal_lost(trail):
         return None
+    rate = trail.config.optimizer.learning_rate
     return Sign(
         "critical",
         f"The reward fell from {reward.best:.3g} to {now:.3g} and {'entropy rose' if risen else 'all signal is gone'}: "
@@ -61,11 +64,10 @@ def collapse(trail: Trail) -> Sign | None:
             "reward": now,
             "entropy": entropy,
             "entropy_at_best": before or 0.0,
-            "all_wrong_share": wrong,
-            "learning_rate": trail.config.optimizer.learning_rate,
+            "all_wrong_share": trail.recent(_WRONG),
+            "learning_rate": rate,
         },
-        edit(f"optimizer.learning_rate to {trail.config.optimizer.learning_rate / 5:.2g}")
-        + "; the checkpoint before the fall is still good",
+        edit(f"optimizer.learning_rate to {rate / 5:.2g}") + "; the checkpoint before the fall is still good",
         "high",
     )
 
@@ -189,6 +191,8 @@ def gradient_spikes(trail: Trail) -> Sign | None:
     norm = trail["grad_norm"]
     if norm.start is None or trail.rows < 2 * trail.early or trail.gain > trail.noise:
         return None
+    if (trail["frac_reward_zero_std"].start or 0.0) >= 0.5:
+        return None  # with so little signal the beginning is no baseline
     limit = max(norm.start + 3.0 * norm.start_spread, 3.0 * norm.start)
     high = sum(value > limit for value in norm.values)
     if high < max(2, len(norm.values) // 4):
@@ -216,6 +220,15 @@ def _unlearned(trail: Trail) -> bool:
     return fall > 0.5 * (reward.best - floor) and fall > trail.noise
 
 
+def _signal_lost(trail: Trail) -> bool:
+    """Whether every group of a whole window is wrong, which at the beginning's share would be one chance in 1,000."""
+    wrong = trail[_WRONG]
+    if wrong.start is None or wrong.start <= 0.0 or min(wrong.values) < 0.99:
+        return wrong.start == 0.0 and wrong.full and min(wrong.values) >= 0.99
+    groups = trail.recent("groups/delivered") * len(wrong.values)
+    return groups * math.log(wrong.start) < -math.log(1000)
+
+
 def _done(trail: Trail) -> bool:
     return trail.recent("success") >= 0.9 or trail.recent("frac_reward_zero_std/all_right") >= 0.75
 
@@ -236,7 +249,12 @@ LEARNING: tuple[Rule, ...] = (
         MEASURED,
         10,
     ),
-    Rule("collapse", collapse, "reward down by half from its best window, entropy up by 10 %", MEASURED),
+    Rule(
+        "collapse",
+        collapse,
+        "reward down by half from its best window and entropy up by 10 %, or every group all wrong",
+        MEASURED,
+    ),
     Rule("clip_fraction", clip_fraction, "0.2; high confidence from 0.4", "rldoctor"),
     Rule("kl", kl, "0.5: warning; 2 without a gain: critical", "rldoctor; Axolotl's page on training stability"),
     Rule("entropy_gone", entropy_gone, "a tenth of its start, with the reward still below target", MEASURED, 10),
