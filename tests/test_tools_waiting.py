@@ -4,15 +4,13 @@ import time
 
 import anyio
 import pytest
-from tools_house import age_stamp, become, make_workshop, step
+from tools_house import age_stamp, become, make_workshop, start_run, step
 
 from tools import places
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.conditions import parse
-from tools.environments import select_environment
 from tools.patience import Client, longest_wait_s
 from tools.status import check_status, list_runs
-from tools.training import start_training
 from toprope.errors import InvalidValue
 from toprope.records.findings import Finding
 from toprope.records.stamps import forget_stamps, stamps_of
@@ -24,13 +22,7 @@ PATIENT = Client("claude-code")
 @pytest.fixture
 def house(tmp_path):
     shop, launcher = make_workshop(tmp_path)
-    draft = anyio.run(lambda: select_environment(shop, name="sort_letters"))
-
-    def start():
-        answer = anyio.run(lambda: start_training(shop, draft_id=draft.data.draft_id, again=True))
-        return shop.runs.folder(answer.data.run_id)
-
-    yield shop, start
+    yield shop, lambda: start_run(shop)
     launcher.close()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 
 from tools.workshop import Workshop, machine_of
 from toprope.records.folder import RunFolder
 from toprope.records.index import Index
+from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.status import EventLog, Status
 from toprope.settings.owner import Home
+from toprope.settings.schema import Config
 from toprope.supervisor.runs import Runs
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
@@ -55,6 +58,22 @@ def make_workshop(path):
         index=index,
     )
     return shop, launcher
+
+
+def start_run(shop, kind: str = "train", **fields) -> RunFolder:
+    """A run as start_training leaves it, without the worker that making a draft asks."""
+    return shop.runs.start(
+        Specification(
+            run_id=f"sort-{uuid.uuid4().hex[:8]}",
+            kind=kind,
+            created_at=time.time(),
+            toprope_version="0",
+            environment=EnvironmentSource(name="sort_letters", file="/nowhere.py", attribute="SortLetters"),
+            config=Config(),
+            policy_cache=str(shop.home.policies),
+            **fields,
+        )
+    )
 
 
 def become(folder: RunFolder, state: str, **fields):

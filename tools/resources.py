@@ -1,0 +1,176 @@
+"""Runs as resources, for clients that show them to a person or attach them to a conversation.
+
+    toprope://runs                              the newest runs
+    toprope://runs/RUN_ID                       how one stands
+    toprope://runs/RUN_ID/config                what it was frozen with
+    toprope://runs/RUN_ID/metrics               a row a step, or rows at even distances
+    toprope://runs/RUN_ID/logs/COMPONENT        the end of a log
+    toprope://runs/RUN_ID/plot.png              its picture
+
+Nothing is told here that a tool would hold back: numbers of a live run come as check_status gives them, and its rows up
+to the last step that was told.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from anyio import to_thread
+
+from tools.listing import run_item
+from tools.logs import COMPONENTS, read_logs
+from tools.looking import look_at, told_numbers
+from toprope.errors import NotFound
+from toprope.records.metrics import read_history
+from toprope.records.specification import Specification
+
+if TYPE_CHECKING:
+    from tools.workshop import Workshop
+
+__all__ = ["LISTED", "MOST_PLOT_BYTES", "Place", "plot_of", "read", "resource_at"]
+
+LISTED = 20
+"""Runs that a list of resources names; the templates reach the others."""
+MOST_PLOT_BYTES = 1 << 20
+_RUNS = 100
+_ROWS = 200
+_EVENTS = 10
+_LINES = 100
+_URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a URI names. `run_id` None: all runs; `part` empty: the run itself."""
+
+    run_id: str | None = None
+    part: str = ""
+    component: str = ""
+
+
+def resource_at(uri: str) -> Place:
+    """The place that a URI names.
+
+    Raises:
+        NotFound: It names none of ours.
+    """
+    found = _URI.fullmatch(uri)
+    if found is None or (found[3] and found[3] not in COMPONENTS):
+        raise NotFound(
+            f"There is no resource {uri[:200]!r}.",
+            hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png and "
+            f"/logs/COMPONENT ({', '.join(COMPONENTS)}).",
+        )
+    return Place(found[1], (found[2] or "").partition("/")[0], found[3] or "")
+
+
+async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
+    """A resource's content and its media type.
+
+    Raises:
+        NotFound: There is no such run, log or picture.
+        Corrupt: Its records cannot be read.
+    """
+    if place.run_id is None:
+        return await to_thread.run_sync(_runs, workshop), "application/json"
+    if place.part == "logs":
+        answer = await read_logs(workshop, run_id=place.run_id, component=place.component, lines=_LINES)
+        return answer.text, "text/plain"
+    if place.part == "plot.png":
+        return await to_thread.run_sync(plot_of, workshop, place.run_id), "image/png"
+    if place.part == "config":
+        return await to_thread.run_sync(_config, workshop, place.run_id), "application/yaml"
+    if place.part == "metrics":
+        return await to_thread.run_sync(_metrics, workshop, place.run_id), "text/csv"
+    return await to_thread.run_sync(_run, workshop, place.run_id), "application/json"
+
+
+def plot_of(workshop: Workshop, run_id: str) -> bytes:
+    """A run's picture, a PNG.
+
+    Raises:
+        NotFound: There is no such run, no picture yet, or one that is too large to send.
+    """
+    folder = workshop.runs.folder(run_id)
+    try:
+        size = folder.plot.stat().st_size
+        if size > MOST_PLOT_BYTES:
+            raise NotFound(
+                f"The picture of {run_id} has {size} bytes and is not sent.", hint=f"It lies at {folder.plot}."
+            )
+        return folder.plot.read_bytes()
+    except OSError:
+        raise NotFound(
+            f"{run_id} has no picture.", hint="One is drawn when a training run completes; metrics has its numbers."
+        ) from None
+
+
+def _runs(workshop: Workshop) -> str:
+    runs = workshop.statuses()
+    items = [run_item(run).model_dump(mode="json", exclude_defaults=True) for run in runs[:_RUNS]]
+    return json.dumps({"runs": items, "total": len(runs)}, ensure_ascii=False)
+
+
+def _run(workshop: Workshop, run_id: str) -> str:
+    numbers, at = told_numbers(workshop, run_id)
+    (look,) = look_at(workshop, [run_id], {run_id: 0})
+    status = look.status
+    return json.dumps(
+        {
+            **run_item(status).model_dump(mode="json"),
+            "reason": status.reason,
+            "attempt": status.attempt,
+            "numbers": numbers,
+            "numbers_at": at,
+            "evaluations": status.evaluations,
+            "failure": None if status.failure is None else status.failure.model_dump(mode="json"),
+            "events": [event.model_dump(mode="json") for event in look.news[-_EVENTS:]],
+        },
+        ensure_ascii=False,
+    )
+
+
+def _config(workshop: Workshop, run_id: str) -> str:
+    specification = Specification.read(workshop.runs.folder(run_id))
+    shown = {
+        "run_id": run_id,
+        "kind": specification.kind,
+        "environment": specification.environment.name,
+        "config": specification.config.model_dump(mode="json"),
+    }
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _metrics(workshop: Workshop, run_id: str) -> str:
+    status = workshop.runs.status(run_id)
+    rows = read_history(workshop.runs.folder(run_id).metrics, _ROWS).rows
+    if not status.ended:
+        told = told_numbers(workshop, run_id)[0].get("step") or 0
+        rows = [row for row in rows if row["step"] <= told]
+    return _csv(_thinned(rows))
+
+
+def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most so many rows at even distances, the first and the last among them."""
+    if len(rows) <= _ROWS:
+        return list(rows)
+    return [rows[round(number * (len(rows) - 1) / (_ROWS - 1))] for number in range(_ROWS)]
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    columns = list(
+        dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, dict | list))
+    )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or ["step"], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"{one:.6g}" if isinstance(one, float) else one for key, one in row.items()})
+    return text.getvalue()
