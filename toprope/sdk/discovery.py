@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ __all__ = ["DeclaredKnob", "Found", "NAME", "discover_file", "environment_files"
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """How an environment may be called."""
+
+_PARSING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,9 @@ def discover_file(file: Path) -> list[Found]:
 
 
 def parse(file: Path) -> ast.Module:
-    """The syntax tree of a file, without the warnings that parsing may give."""
-    with warnings.catch_warnings():
+    """The syntax tree of a file, without the warnings that parsing may give. Threads take turns: neither Python 3.11's
+    parser (python/cpython#106905) nor its list of warning filters is made for several."""
+    with _PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(file.read_bytes(), str(file))
 

@@ -9,6 +9,7 @@ field added there is listed, coerced and bounded here without a second list to k
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import types
@@ -288,6 +289,18 @@ def _from_schema(name: str, info: FieldInfo) -> Field:
     )
 
 
+@functools.cache
+def _of_schema() -> dict[str, Field | None]:
+    """The schema's fields by dotted name; None where the environment's own settings come."""
+    fields: dict[str, Field | None] = {}
+    for section, info in Config.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel), f"{section} is not a model"
+        for name, field in ((f"{section}.{name}", field) for name, field in model.model_fields.items()):
+            fields[name] = None if name == KNOBS else _from_schema(name, field)
+    return fields
+
+
 def all_fields(knobs: Iterable[Mapping[str, Any]] = ()) -> dict[str, Field]:
     """Every field by its dotted name, in the schema's order, the environment's own settings within `environment`.
 
@@ -296,16 +309,8 @@ def all_fields(knobs: Iterable[Mapping[str, Any]] = ()) -> dict[str, Field]:
             `choices`, all but the name optional.
     """
     fields: dict[str, Field] = {}
-    for section, info in Config.model_fields.items():
-        model = info.annotation
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise TypeError(f"section {section} of the configuration is not a model")
-        for name, field in model.model_fields.items():
-            dotted = f"{section}.{name}"
-            if dotted == KNOBS:
-                fields.update(knob_fields(knobs))
-            else:
-                fields[dotted] = _from_schema(dotted, field)
+    for name, field in _of_schema().items():
+        fields.update(knob_fields(knobs) if field is None else {name: field})
     return fields
 
 

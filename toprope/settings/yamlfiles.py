@@ -5,7 +5,9 @@ A misspelt key in a file of locks would otherwise be a lock that does not hold.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,13 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str) -> Any:
+    """Files are read at every call, because they hold as they are now; the same text is parsed once."""
+    # A SafeLoader underneath: no tags that make objects.
+    return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
@@ -38,8 +47,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InvalidValue: It cannot be read, is no YAML, or no mapping with text keys.
     """
     try:
-        # A SafeLoader underneath: no tags that make objects.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506
+        data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}.", hint="Mend the file.") from None
     except yaml.YAMLError as error:
