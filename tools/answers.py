@@ -139,11 +139,14 @@ class EditAnswer(_Data):
 
 
 class Started(_Data):
-    run_id: str
+    run_id: str | None
     kind: str
     draft_id: str
     revision: int
     state: str
+    group_id: str | None = None
+    run_ids: list[str] | None = None
+    preview: dict[str, Any] | None = None
 
 
 class Asked(_Data):
@@ -158,6 +161,7 @@ class Stopped(_Data):
     run_id: str
     state: str
     was_live: bool
+    runs: dict[str, str] | None = None
 
 
 class Resumed(_Data):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
+import anyio
 from anyio import to_thread
 
 from tools import answers
 from tools.answers import Answer, call, duration
-from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
+from tools.launching import NOT_THERE_YET_S, Taken, launch, launch_group, preview_of, there
+from tools.previewing import said, structured
+from toprope.errors import InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records import start_keys
-from toprope.records.index import StartRow
-from toprope.records.specification import AskPlan, Specification, TestPlan
+from toprope.records.specification import Specification
 from toprope.records.start_keys import StartKey
-from toprope.records.status import LIVE
-from toprope.workbench.drafts import Draft
-from toprope.workbench.freeze import freeze
-from toprope.workbench.requirements import require_wandb
+from toprope.records.status import RESUMABLE, Status
+from toprope.supervisor.ledger import the_books
+from toprope.workbench.budgets import may_go_on
+from toprope.workbench.seeds import expand, group_of, members
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -25,12 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["launch", "resume_training", "start_training", "stop_training"]
 
 _LOOK_AGAIN_S = 0.02
-_NOT_THERE_YET_S = 10.0
-"""A run that was noted so recently may not have its folder yet; it counts as live."""
 
 
 async def start_training(
-    workshop: Workshop, *, draft_id: str, name: str | None = None, again: bool = False, key: str | None = None
+    workshop: Workshop,
+    *,
+    draft_id: str,
+    name: str | None = None,
+    again: bool = False,
+    key: str | None = None,
+    seeds: int = 1,
+    preview: bool = False,
+    confirm: str | None = None,
 ) -> Answer:
     """Freezes a draft and starts training; answers as soon as the run has its keeper.
 
@@ -40,23 +50,33 @@ async def start_training(
         name: Begins the run's id.
         again: Start although a run of this draft's revision is live.
         key: Names this start. A call with a key that was used is answered with the run that it started.
+        seeds: So many runs that differ in their seed alone, as a group.
+        preview: Start nothing; tell what starting would take.
+        confirm: The hash of a preview that the owner's person agreed to.
 
     Raises:
         NotFound, LockedField, InvalidValue: The draft cannot run, or the key is another draft's; nothing was started.
-        NotPossibleNow: A run of this draft's revision is live.
+        NotPossibleNow: A run of this draft's revision is live, a limit does not allow it, or it is to be confirmed.
     """
+    if preview:
+        return await to_thread.run_sync(lambda: _previewed(workshop, draft_id, name, seeds))
     if key is not None:
         taken = await to_thread.run_sync(_of_key, workshop, key, draft_id)
         if taken is not None:
             return taken
     try:
-        specification = await launch(workshop, draft_id=draft_id, kind="train", name=name, again=again, key=key)
-    except _Taken as other:
+        specifications = await launch_group(
+            workshop, draft_id=draft_id, name=name, again=again, key=key, seeds=seeds, confirm=confirm
+        )
+    except Taken as other:
         return await to_thread.run_sync(_awaited, workshop, other.start)
+    specification = specifications[0]
     budget = specification.config.budget
     limit = f"{budget.steps} steps"
     if budget.max_train_seconds is not None:
         limit += f" or {duration(budget.max_train_seconds)} of training"
+    if specification.seed_group is not None:
+        return _group_started(specifications, limit)
     text = (
         f"Started {specification.run_id}: {specification.environment.name}, {draft_id} revision "
         f"{specification.draft_revision}, at most {limit}. It goes on whatever happens to this server.\n"
@@ -66,11 +86,14 @@ async def start_training(
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
-    """Stops a live run and waits until it has ended. A run that has ended is only told of.
+    """Stops a live run and waits until it has ended; by a group's id all its runs. One that has ended is only told of.
 
     Raises:
         NotFound: There is no such run.
     """
+    group = await to_thread.run_sync(expand, workshop.home.runs, [run_id])
+    if group != [run_id]:
+        return await _stop_group(workshop, run_id, group)
     before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
     if before.ended and before.resume_at is not None:
         await to_thread.run_sync(workshop.runs.stop, run_id)
@@ -95,11 +118,11 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
 
     Raises:
         NotFound: There is no such run.
-        NotPossibleNow: It lives, is still ending or has completed.
+        NotPossibleNow: It lives, is still ending or has completed, or a limit leaves it nothing.
         Corrupt: Its checkpoint cannot be read.
         ComponentFailed: Its keeper did not come up; it is failed again.
     """
-    status, specification = await to_thread.run_sync(workshop.resume, run_id)
+    status, specification = await to_thread.run_sync(_resume, workshop, run_id)
     budget, kind = specification.config.budget, specification.kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"
@@ -115,89 +138,72 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
     return Answer(f"{text}\nNext: {call('check_status', run_ids=[run_id], wait_s=45)}", data)
 
 
-async def launch(
-    workshop: Workshop,
-    *,
-    draft_id: str,
-    kind: Literal["train", "test", "ask"],
-    name: str | None = None,
-    again: bool = True,
-    test: TestPlan | None = None,
-    ask: AskPlan | None = None,
-    key: str | None = None,
-) -> Specification:
-    """Freezes a draft and hands the run to its keeper. Cancelled, it is finished none the less: there is a run with its
-    keeper, or there is none.
-
-    Raises: See `start_training`.
-    """
-
-    def work() -> Specification:
-        draft = workshop.drafts.get(draft_id)
-        locks = workshop.home.locks()
-        workshop.home.ensure()
-        cache = str(workshop.home.policies)
-        specification = freeze(draft, locks, kind=kind, policy_cache=cache, name=name, test=test, ask=ask)
-        if kind == "train":
-            require_wandb(specification.config, workshop.settings(), workshop.home.settings_file)
-        start = StartRow(specification.run_id, draft.id, draft.revision, kind, specification.created_at)
-        if key is not None:
-            taken = start_keys.take(
-                workshop.index, key, draft.id, specification.run_id, lambda earlier: _there(workshop, earlier)
-            )
-            if taken is not None:
-                raise _Taken(taken)
-        live = workshop.index.record_start(start, None if again else lambda earlier: _live(workshop, earlier))
-        if live is not None:
-            if key is not None:
-                start_keys.forget(workshop.index, key, specification.run_id)
-            raise _running(draft, live)
-        try:
-            workshop.start(specification)
-        except ComponentFailed as error:
-            raise ComponentFailed(
-                f"{error.message} The run {specification.run_id} is recorded as failed; nothing is running.",
-                hint=call("read_logs", run_id=specification.run_id, component="keeper"),
-            ) from error
-        except BaseException:
-            workshop.index.forget_start(specification.run_id)
-            if key is not None:
-                start_keys.forget(workshop.index, key, specification.run_id)
-            raise
-        return specification
-
-    return await to_thread.run_sync(work)
+def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
+    """Goes on with a run if the owner's limits leave it anything."""
+    runs = workshop.home.runs
+    with the_books(runs) if runs.is_dir() else nullcontext():
+        status = workshop.runs.status(run_id, revive=False)
+        if status.ended and status.state in RESUMABLE:
+            specification = Specification.read(workshop.runs.folder(run_id))
+            may_go_on(specification, workshop.home.limits(), runs)
+        return workshop.resume(run_id)
 
 
-def _live(workshop: Workshop, start: StartRow) -> bool:
-    try:
-        return workshop.runs.status(start.run_id).state in LIVE
-    except NotFound:
-        return _just_noted(start.at)
+async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Answer:
+    before = {run_id: await to_thread.run_sync(workshop.runs.status, run_id) for run_id in run_ids}
+    live = [run_id for run_id, status in before.items() if not status.ended]
+    async with anyio.create_task_group() as tasks:
+        for run_id in live:
+            tasks.start_soon(workshop.stop, run_id)
+    after = {run_id: await to_thread.run_sync(workshop.runs.status, run_id) for run_id in run_ids}
+    told = ", ".join(f"{run_id} {status.state}" for run_id, status in after.items())
+    states = {status.state for status in after.values()}
+    data = answers.Stopped(
+        run_id=group,
+        state=states.pop() if len(states) == 1 else "mixed",
+        was_live=bool(live),
+        runs={run_id: status.state for run_id, status in after.items()},
+    )
+    head = f"Stopped {len(live)} of the {len(run_ids)} runs" if live else "No run is live"
+    return Answer(f"{head} of the group {group}: {told}.\nNext: {call('get_results', run_id=run_ids[0])}", data)
 
 
-def _just_noted(at: float) -> bool:
-    """A moment ahead is of a clock that was set back since, and says nothing."""
-    return 0 <= time.time() - at < _NOT_THERE_YET_S
+def _previewed(workshop: Workshop, draft_id: str, name: str | None, seeds: int) -> Answer:
+    found, why, specifications = preview_of(workshop, draft_id=draft_id, name=name, seeds=seeds)
+    arguments: dict[str, Any] = {"draft_id": draft_id}
+    if name is not None:
+        arguments["name"] = name
+    if seeds > 1:
+        arguments["seeds"] = seeds
+    if why:
+        arguments["confirm"] = found.hash
+        why = f"\n{why} Show this to the person whom you work for first."
+    text = f"Nothing was started.\n{said(found)}{why}\nNext: {call('start_training', **arguments)}"
+    data = _started(specifications[0]).model_copy(
+        update={"run_id": None, "state": "not started", "preview": structured(found)}
+    )
+    return Answer(text, data)
 
 
-class _Taken(Exception):
-    """The key is another start's."""
-
-    def __init__(self, start: StartKey) -> None:
-        super().__init__(start.key)
-        self.start = start
-
-
-def _there(workshop: Workshop, start: StartKey) -> bool:
-    """Whether the run of a key was started, or may be about to appear."""
-    return (workshop.home.runs / start.run_id).is_dir() or _just_noted(start.at)
+def _group_started(specifications: Sequence[Specification], limit: str) -> Answer:
+    first = specifications[0]
+    assert first.seed_group is not None
+    group, ids = first.seed_group.id, [one.run_id for one in specifications]
+    seeds = ", ".join(str(one.config.algorithm.seed) for one in specifications)
+    text = (
+        f"Started the group {group}: {len(ids)} runs of {first.environment.name}, {first.draft_id} revision "
+        f"{first.draft_revision}, seeds {seeds}, each at most {limit}. They queue for the machine and go on whatever "
+        f"happens to this server: {', '.join(ids)}.\n"
+        f"Next: {call('check_status', run_ids=[group], wait_s=45)}; once they have ended, compare_runs holds the group "
+        "against another."
+    )
+    return Answer(text, _started(first).model_copy(update={"run_ids": ids, "group_id": group}))
 
 
 def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
     """The answer to a call whose key was used before; None where it was not."""
     taken = start_keys.taken(workshop.index, key)
-    if taken is None or not _there(workshop, taken):
+    if taken is None or not there(workshop, taken):
         return None
     if taken.draft_id != draft_id:
         raise InvalidValue(
@@ -209,7 +215,7 @@ def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
 
 def _awaited(workshop: Workshop, start: StartKey) -> Answer:
     """Answers with the run of a key, which another call may be starting right now."""
-    limit = time.monotonic() + _NOT_THERE_YET_S
+    limit = time.monotonic() + NOT_THERE_YET_S
     while True:
         try:
             status = workshop.runs.status(start.run_id)
@@ -223,16 +229,13 @@ def _awaited(workshop: Workshop, start: StartKey) -> Answer:
                 ) from None
             time.sleep(_LOOK_AGAIN_S)
     data = _started(specification).model_copy(update={"state": status.state})
+    if (found := group_of(start.run_id)) is not None:
+        group, ids = found[0], members(workshop.home.runs, found[0])
+        data = data.model_copy(update={"group_id": group, "run_ids": ids})
+        text = f"The group {group} ({', '.join(ids)}) was started with this key before; no second one was started."
+        return Answer(f"{text}\nNext: {call('check_status', run_ids=[group], wait_s=45)}", data)
     text = f"{start.run_id} was started with this key before and is {status.state}; no second run was started."
     return Answer(f"{text}\nNext: {call('check_status', run_ids=[start.run_id], wait_s=45)}", data)
-
-
-def _running(draft: Draft, live: StartRow) -> NotPossibleNow:
-    return NotPossibleNow(
-        f"{draft.id} at revision {draft.revision} is running already, as {live.run_id}; no second run was started.",
-        hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it; "
-        f"{call('start_training', draft_id=draft.id, again=True)} starts another beside it.",
-    )
 
 
 def _started(specification: Specification) -> answers.Started:

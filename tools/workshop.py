@@ -16,8 +16,10 @@ from toprope.records.status import Status
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.presets import load_preset
 from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.ledger import the_books
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
+from toprope.workbench.budgets import reserve
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.endpoints import variables_for
@@ -82,7 +84,16 @@ class Workshop:
         return self.home.settings()
 
     def start(self, specification: Specification) -> None:
-        """Gives a frozen run its keeper, with the owner's variables. Raises: see `Runs.start`."""
+        """Gives a frozen run its keeper, with the owner's variables; one without limits gets those that hold now.
+
+        Raises: see `Runs.start`, and `workbench.budgets.reserve`.
+        """
+        if specification.limits is None:
+            with the_books(self.runs.path):
+                limits, machine = self.home.limits(), machine_of(self.settings())
+                [specification] = reserve([specification], limits, machine, self.runs.path)
+                self.start(specification)
+            return
         specification = self._beside_preset(specification)
         self.runs.start(specification, variables_for(specification, self.settings(), self.home.preset_folders))
 
