@@ -16,6 +16,7 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 from toprope.supervisor.diagnosis import DiagnosisWatcher
+from toprope.supervisor.disk import DiskWatch
 from toprope.supervisor.orders import StopOrder
 from toprope.supervisor.provenance import Provenance
 from toprope.supervisor.stall import StallWatch
@@ -80,4 +81,4 @@ class Watchers:
 
 def watchers_for(hands: Hands) -> list[Watcher]:
     """The watchers of a run."""
-    return [Provenance(hands), DiagnosisWatcher(hands), StallWatch(hands)]
+    return [DiskWatch(hands), Provenance(hands), DiagnosisWatcher(hands), StallWatch(hands)]
