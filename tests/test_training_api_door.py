@@ -110,3 +110,106 @@ def test_depth_is_bounded_wherever_it_is(depth: int) -> None:
     for name in (b"messages", b"images", b"unknown", b"tokens"):
         body = VALID[:-1] + b',"' + name + b'":' + nested + b"}"
         assert check(body) is None or name == b"unknown", name
+
+
+LARGE = json.dumps(
+    {
+        "tokens": [[n * 37 % 1000 for n in range(700)] for _ in range(3)],
+        "masks": [[MASKED] * 100 + [n * 37 % 1000 for n in range(100, 700)] for _ in range(3)],
+        "scores": [0.0, 1.0, 0.5],
+        "inference_logprobs": [[1.0] * 100 + [-n / 7e5 for n in range(100, 700)] for _ in range(3)],
+        "messages": [["tokens", "[[1, 2], [3]]"]] * 3,
+    }
+).encode()
+ODD = st.sampled_from([
+    b"1e999", b"1e-999", b"1E5", b"2e5", b"-1e-5", b"-", b"[", b"]", b"]]", b"], [", b"],[", b"[[", b"null", b"true",
+    b"NaN", b"1.5", b"1.0", b"\xff", b"9" * 308, b"9" * 320, b"0" * 3, b"-0", b"-100", b"-101", b"-1000", b"999",
+    b"1000", b"4294967296", b'"', b'"]"', b"{}", b",", b",,", b", ", b" ", b"\n", b"\t", b"\\u0000", b"",
+    b"-100, -100", b"-100,-100",
+])  # fmt: skip
+SURVEYED = Door(vocabulary=1000, limits=Limits(rows=16))
+EXACT = Door(vocabulary=1000, limits=Limits(rows=16))
+
+
+def verdict(door: Door, body: bytes, surveyed: bool) -> Any:
+    """What a door makes of a body: the refusal, or all that is kept."""
+    if not surveyed:
+        door._surveyed = lambda _: (None, {})  # type: ignore[method-assign]
+    try:
+        parcel = door.open(body, 800)
+    except Refused as refusal:
+        return refusal.kind, refusal.message, refusal.field, refusal.status
+    parcel.note.at = 0.0
+    return bytes(parcel.body), parcel.note, parcel.env_id, parcel.unversioned
+
+
+def both(body: bytes) -> bool:
+    """Asserts that looking a body over and decoding it come to the same; returns whether it was looked over."""
+    assert verdict(SURVEYED, body, True) == verdict(EXACT, body, False)
+    return SURVEYED._surveyed(body)[0] is not None
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (", ", ":")])
+def test_a_large_group_is_looked_over_rather_than_decoded(separators: tuple[str, str]) -> None:
+    assert both(json.dumps(json.loads(LARGE), separators=separators).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"masks": [[MASKED, 7] * 350] * 3, "tokens": [[3, 7] * 350] * 3},
+        {"masks": [[MASKED] * 700] * 3},
+        {"tokens": [[999] * 700] * 3, "masks": [[999] * 700] * 3},
+        {"inference_logprobs": None, "advantages": [[0.5] * 700] * 3},
+        {"ref_logprobs": [[-1e-300, 3] * 350] * 3},
+    ],
+)
+def test_so_is_every_usual_shape_of_one(change: dict[str, Any]) -> None:
+    assert both(json.dumps(json.loads(LARGE) | change).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tokens": [[1000] * 700] * 3}, "tokens[0][0]"),
+        ({"tokens": [[1] * 700] * 3}, "masks[0][100]"),
+        ({"masks": [[MASKED] * 701] * 3}, "masks[0]"),
+        ({"inference_logprobs": [[1.0] * 700] * 2}, "inference_logprobs"),
+        ({"advantages": [[]]}, "advantages"),
+        ({"scores": [1.0]}, "scores"),
+        ({"rollouts": [0, 0, 9], "outcomes": [{"reward": 1.0}]}, "rollouts[2]"),
+    ],
+)
+def test_what_is_wrong_with_a_large_group_is_named_as_ever(change: dict[str, Any], field: str) -> None:
+    body = json.dumps(json.loads(LARGE) | change).encode()
+    both(body)
+    with pytest.raises(Refused) as refusal:
+        SURVEYED.open(body)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("again", [b'"junk"', b"[[1.5]]", b"[[5]]", b"null", b"[[]]"])
+@pytest.mark.parametrize("name", [b"tokens", b"masks", b"inference_logprobs", b"advantages"])
+def test_a_key_that_comes_twice_hides_nothing(name: bytes, again: bytes) -> None:
+    both(b'{"' + name + b'":' + again + b"," + LARGE[1:])
+    both(LARGE[:-1] + b',"' + name + b'":' + again + b"}")
+    both(b'{"\\u00' + b"%x" % name[0] + name[1:] + b'":' + again + b"," + LARGE[1:])
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, len(LARGE) - 1), cut=st.integers(0, 6), put=ODD)
+def test_looking_over_and_decoding_agree_whatever_is_replaced(at: int, cut: int, put: bytes) -> None:
+    both(LARGE[:at] + put + LARGE[at + cut :])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), put=ODD, name=st.sampled_from([b"tokens", b"masks", b"inference_logprobs"]))
+def test_they_agree_whichever_number_is_replaced(data: st.DataObject, put: bytes, name: bytes) -> None:
+    start = LARGE.index(b'"' + name + b'": [[') + len(name) + 4
+    number = data.draw(st.integers(0, 1500))
+    at = start
+    for _ in range(number):
+        at = LARGE.index(b",", at + 1)
+    at += 2
+    end = min(LARGE.index(b",", at), LARGE.index(b"]", at))
+    both(LARGE[:at] + put + LARGE[end:])

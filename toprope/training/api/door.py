@@ -1,14 +1,16 @@
 """The door of the trajectory API: what comes in is read within limits, decoded by type and checked before anything is
 stored, so that no post can harm another group or the trainer.
 
-A body that passes is kept byte for byte, and later handed out as it came. That is safe because the strict decoder has
-seen every part of it; one with fields that we do not know is written anew without them.
+A body that passes is kept byte for byte, and later handed out as it came. That is safe because every part of it has
+been checked: the matrices of large groups in their text (`matrices.py`), everything else, and what is not plainly in
+order there, by the strict decoder. A body with fields that we do not know is written anew without them.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,6 +20,8 @@ from starlette.types import Receive, Scope
 
 from toprope.records.groups import MASKED, Group
 from toprope.records.journal import GroupNote
+from toprope.training.api.matrices import FLOATS, Surveyor
+from toprope.training.api.protocol import body_of
 from toprope.training.api.refusal import Refused
 
 __all__ = ["Door", "Limits", "Parcel", "lane_of", "read_body"]
@@ -62,7 +66,7 @@ def lane_of(env_id: int | None, environment: str | None) -> str:
     return f"#{env_id}" if env_id is not None else environment or ""
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | bytearray:
     """The body of a request, decompressed where it is gzip.
 
     Raises:
@@ -76,6 +80,20 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 raise _too_large(limits.body_bytes)
         elif name == b"content-encoding":
             encoding = value.strip().lower()
+    body = body_of(scope)
+    if body is None:
+        body = await _receive(receive, limits)
+    elif len(body) > limits.body_bytes:
+        raise _too_large(limits.body_bytes)
+    if encoding in (b"", b"identity"):
+        return body
+    if encoding not in (b"gzip", b"x-gzip"):
+        name = encoding.decode("latin-1")
+        raise Refused("unknown_encoding", f"Content-Encoding {name!r} is not understood; use gzip.", status=415)
+    return _gunzip(body, limits.decoded_bytes)
+
+
+async def _receive(receive: Receive, limits: Limits) -> bytes:
     chunks, size = [], 0
     while True:
         message = await receive()
@@ -88,16 +106,10 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 raise _too_large(limits.body_bytes)
         if not message.get("more_body", False):
             break
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if encoding in (b"", b"identity"):
-        return body
-    if encoding not in (b"gzip", b"x-gzip"):
-        name = encoding.decode("latin-1")
-        raise Refused("unknown_encoding", f"Content-Encoding {name!r} is not understood; use gzip.", status=415)
-    return _gunzip(body, limits.decoded_bytes)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _gunzip(body: bytes, limit: int) -> bytes:
+def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
     unpack = zlib.decompressobj(wbits=31)
     try:
         plain = unpack.decompress(body, limit + 1)
@@ -131,6 +143,7 @@ class Door:
         lenient = msgspec.defstruct("Lenient", fields, bases=(Group,))
         self._strict = msgspec.json.Decoder(strict)
         self._lenient = msgspec.json.Decoder(lenient)
+        self._surveyor = Surveyor(vocabulary or _VOCABULARY)
         self._encode = msgspec.json.Encoder().encode
 
     def open(self, body: bytes, max_row: int | None = None) -> Parcel:
@@ -144,31 +157,52 @@ class Door:
             Refused: Something is wrong with it; `field` says where.
         """
         posted = body
+        group, lengths = self._surveyed(body)
+        if group is None:
+            body, group = self._decoded(body)
+            lengths = {name: [len(row) for row in matrix] for name, matrix in _matrices(group)}
+            self._check(group, lengths, max_row)
+            _check_masks(group.masks, group.tokens)
+        else:
+            self._check(group, lengths, max_row)
+        unversioned = group.env_id is not None and group.versions is None
+        return Parcel(body, _note(group, lengths["tokens"]), group.env_id, posted, unversioned)
+
+    def _surveyed(self, body: bytes) -> tuple[Group | None, dict[str, list[int]]]:
+        """The group but for its matrices, and their rows' lengths, where they are sound for sure."""
+        survey = self._surveyor.survey(body)
+        if survey is not None:
+            try:
+                return self._strict.decode(survey.rest), survey.lengths
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # the exact decoder says at which place
+        return None, {}
+
+    def _decoded(self, body: bytes) -> tuple[bytes, Group]:
+        """The whole group, and its body without the fields that are not known."""
         try:
             try:
-                group = self._strict.decode(body)
+                return body, self._strict.decode(body)
             except msgspec.ValidationError as error:
                 if "unknown field" not in str(error):
                     raise
                 group = self._lenient.decode(body)
-                body = self._encode(group)
+                return self._encode(group), group
         except msgspec.ValidationError as error:
             raise _invalid(error) from None
         except RecursionError:
             raise Refused("too_deep", "The body is nested too deeply.", status=400) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused("malformed_json", f"The body is not JSON: {error}.", status=400) from None
-        self._check(group, max_row)
-        unversioned = group.env_id is not None and group.versions is None
-        return Parcel(body, self._note(group), group.env_id, posted, unversioned)
 
-    def _check(self, group: Group, max_row: int | None) -> None:
-        tokens, rows = group.tokens, len(group.tokens)
+    def _check(self, group: Group, matrices: dict[str, list[int]], max_row: int | None) -> None:
+        """All but the numbers themselves; `matrices` says of each how long its rows are."""
+        lengths = matrices["tokens"]
+        rows = len(lengths)
         if not rows:
             raise Refused("empty_group", "The group has no rows.", field="tokens")
         if rows > self.limits.rows:
             raise Refused("too_many_rows", f"The group has {rows} rows; at most {self.limits.rows}.", field="tokens")
-        lengths = [len(row) for row in tokens]
         if not min(lengths):
             raise Refused("empty_row", "A row has no tokens.", field=f"tokens[{lengths.index(0)}]")
         if max_row is not None and max(lengths) > max_row:
@@ -178,17 +212,15 @@ class Door:
                 f"Row {row} has {lengths[row]} tokens; the trainer takes at most {max_row}.",
                 field=f"tokens[{row}]",
             )
-        for name in ("masks", "inference_logprobs", "advantages", "ref_logprobs"):
-            matrix = getattr(group, name)
-            if matrix is not None and [len(row) for row in matrix] != lengths:
-                _raise_shape(name, matrix, lengths)
+        for name, found in matrices.items():
+            if found != lengths:
+                _raise_shape(name, found, lengths)
         for name in ("scores", "overrides", "rollouts", "versions"):
             column = getattr(group, name)
             if column is not None and len(column) != rows:
                 raise Refused(
                     "length_mismatch", f"{name} has {len(column)} entries, but the group has {rows} rows.", field=name
                 )
-        _check_masks(group.masks, tokens)
         _check_rollouts(group, lengths)
         for name in ("group_id", "environment", "task_id"):
             text = getattr(group, name)
@@ -203,16 +235,23 @@ class Door:
             if (value := getattr(group, name)) is not None and _deeper(value, _DEPTH):
                 raise Refused("too_deep", f"{name} is nested more than {_DEPTH} deep.", field=name)
 
-    def _note(self, group: Group) -> GroupNote:
-        return GroupNote(
-            rows=len(group.tokens),
-            lane=lane_of(group.env_id, group.environment),
-            group_id=group.group_id,
-            equal_score=min(group.scores) == max(group.scores),
-            tokens=sum(map(len, group.tokens)),
-            oldest_version=group.oldest_version(),
-            at=round(time.time(), 3),
-        )
+
+def _matrices(group: Group) -> Iterator[tuple[str, Sequence[Sequence[Any]]]]:
+    for name in ("tokens", "masks", *FLOATS):
+        if (matrix := getattr(group, name)) is not None:
+            yield name, matrix
+
+
+def _note(group: Group, lengths: list[int]) -> GroupNote:
+    return GroupNote(
+        rows=len(lengths),
+        lane=lane_of(group.env_id, group.environment),
+        group_id=group.group_id,
+        equal_score=min(group.scores) == max(group.scores),
+        tokens=sum(lengths),
+        oldest_version=group.oldest_version(),
+        at=round(time.time(), 3),
+    )
 
 
 def _check_masks(masks: list[list[int]], tokens: list[list[int]]) -> None:
@@ -227,13 +266,13 @@ def _check_masks(masks: list[list[int]], tokens: list[list[int]]) -> None:
             )
 
 
-def _raise_shape(name: str, matrix: list[list[Any]], lengths: list[int]) -> None:
-    if len(matrix) != len(lengths):
-        raise Refused("length_mismatch", f"{name} has {len(matrix)} rows, but tokens has {len(lengths)}.", field=name)
-    row = next(index for index, length in enumerate(lengths) if len(matrix[index]) != length)
+def _raise_shape(name: str, found: list[int], lengths: list[int]) -> None:
+    if len(found) != len(lengths):
+        raise Refused("length_mismatch", f"{name} has {len(found)} rows, but tokens has {len(lengths)}.", field=name)
+    row = next(index for index, length in enumerate(lengths) if found[index] != length)
     raise Refused(
         "length_mismatch",
-        f"{name}[{row}] has {len(matrix[row])} entries, but tokens[{row}] has {lengths[row]}.",
+        f"{name}[{row}] has {found[row]} entries, but tokens[{row}] has {lengths[row]}.",
         field=f"{name}[{row}]",
     )
 
