@@ -15,8 +15,10 @@ from toprope.records.crew import Report
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
+from toprope.supervisor.budget import Budget
 from toprope.supervisor.diagnosis import DiagnosisWatcher
 from toprope.supervisor.disk import DiskWatch
+from toprope.supervisor.heartbeat import Heartbeat
 from toprope.supervisor.orders import StopOrder
 from toprope.supervisor.provenance import Provenance
 from toprope.supervisor.stall import StallWatch
@@ -69,6 +71,10 @@ class Watchers:
         """See `Watcher.looked`."""
         self._each(lambda watcher: watcher.looked(now))
 
+    def ended(self) -> None:
+        """The crew is gone: the last look of those that want one, by their method `ended`. May be called again."""
+        self._each(lambda watcher: getattr(watcher, "ended", lambda: None)())
+
     def _each(self, call: Callable[[Watcher], Any]) -> None:
         for watcher in list(self._watchers):
             try:
@@ -81,4 +87,11 @@ class Watchers:
 
 def watchers_for(hands: Hands) -> list[Watcher]:
     """The watchers of a run."""
-    return [DiskWatch(hands), Provenance(hands), DiagnosisWatcher(hands), StallWatch(hands)]
+    return [
+        Heartbeat(hands.folder),
+        DiskWatch(hands),
+        Provenance(hands),
+        DiagnosisWatcher(hands),
+        Budget(hands),
+        StallWatch(hands),
+    ]
