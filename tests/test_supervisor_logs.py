@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toprope.supervisor.logs import clean, page, tail
+from toprope.supervisor.logs import OwnLog, clean, page, tail
 
 
 def test_a_line_loses_what_a_terminal_or_a_reader_would_be_fooled_by():
@@ -36,3 +36,14 @@ def test_the_tail_goes_on_in_the_part_before_where_the_newest_is_short(tmp_path)
     log.write_text("four\n\n")
     assert tail(log, 3) == ["two", "three", "four"]
     assert tail(tmp_path / "b.log") == []
+
+
+def test_a_keepers_own_log_stays_below_its_cap_and_never_raises(tmp_path):
+    log = OwnLog(tmp_path / "keeper.log", 1000)
+    for number in range(500):
+        print(f"line {number}", file=log, flush=True)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"keeper.log", "keeper.log.1"} and max(sizes.values()) <= 1000
+    assert tail(tmp_path / "keeper.log", 2) == ["line 498", "line 499"]
+    gone = OwnLog(tmp_path / "no such folder" / "keeper.log", 1000)
+    print("lost", file=gone, flush=True)

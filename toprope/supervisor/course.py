@@ -20,6 +20,7 @@ from typing import Any
 from toprope.analysis.report import gather
 from toprope.records.crew import Failed, Finished, Report
 from toprope.records.folder import RunFolder, write_json
+from toprope.records.lines import NO_ROOM
 from toprope.records.specification import Specification
 from toprope.records.status import Failure, State, Status
 from toprope.supervisor import guard
@@ -343,7 +344,7 @@ class Course:
         self._life.event("end", state=self._life.state, seconds=round(now - self._life.status.created_at, 3))
         # Whoever sees this finds the whole story in the events.
         self._life.update(ended_at=now)
-        self._life.write()
+        self._life.write_at_last()
 
     async def _conclude(self) -> None:
         if self._spec.kind == "train":
@@ -353,7 +354,14 @@ class Course:
                 self._life.event("warning", what=f"the plot could not be drawn: its program {how}", excerpt=excerpt)
         self._watchers.ended()
         status = self._life.status.model_copy(update={"state": "completed", "ended_at": time.time()})
-        write_json(self._folder.results, gather(self._folder, self._spec, status).model_dump(mode="json"))
+        results = gather(self._folder, self._spec, status).model_dump(mode="json")
+        try:
+            write_json(self._folder.results, results)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            what = "There was no room on the disk for results.json; get_results makes the same of the other files."
+            self._life.event("warning", what=what)
 
     # Orders
 

@@ -96,7 +96,7 @@ def kill(pids: list[int]) -> None:
             continue
 
 
-class _Log:
+class Log:
     """A file that never grows past its cap: full parts are renamed to .1, .2, ... and the oldest is dropped."""
 
     def __init__(self, path: str, limit: int, keep: int) -> None:
@@ -162,7 +162,7 @@ class Guard:
         report: int = -1,
         hold: int = -1,
         grace: float = 5.0,
-        log: _Log | None = None,
+        log: Log | None = None,
         proc: int = -1,
     ) -> None:
         self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
@@ -406,7 +406,7 @@ def main(arguments: list[str]) -> int:
         return 2
     log = None
     if "--log" in options:
-        log = _Log(options["--log"], int(options.get("--log-bytes", 1 << 20)), int(options.get("--log-keep", 2)))
+        log = Log(options["--log"], int(options.get("--log-bytes", 1 << 20)), int(options.get("--log-keep", 2)))
     return Guard(
         rest[1:],
         control=int(options["--control"]),

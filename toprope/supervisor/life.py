@@ -7,6 +7,8 @@ steps of a small policy come faster than anybody reads. No process is started or
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sys
 import time
 from typing import Any
@@ -14,12 +16,14 @@ from typing import Any
 from toprope.analysis.failures import named
 from toprope.records.crew import Progress, Stepped
 from toprope.records.folder import RunFolder
+from toprope.records.lines import NO_ROOM
 from toprope.records.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
 
 __all__ = ["Life"]
 
 _WRITE_EVERY_S = 0.25
 _RETRY_S = 1.0
+_AT_LAST_S, _LOOK_AGAIN_S = 30.0, 0.25
 _TOWARDS: dict[str, State] = {"queued": "validating", "validating": "starting", "starting": "training"}
 _SHOWN = ("reward", "success", "loss", "rollouts_per_second", "rollouts", "entropy", "version")
 
@@ -42,16 +46,16 @@ class Life:
         return self.status.state
 
     def to(self, state: State, reason: str = "", *, can_wait: bool = False, **fields: Any) -> None:
-        """Enters `state` and writes it. To the state it is in: nothing.
+        """Enters `state` and writes it. To the state it is in: nothing. A disk without room delays the writing.
 
         Args:
             state: A state that TRANSITIONS allows now.
             reason: Why, for people.
-            can_wait: Whether a disk without room only delays the writing: a run that is paused for that reason cannot
-                say so at once.
+            can_wait: Whether whatever else the disk says only delays it, too.
             fields: More of the status to replace.
 
         Raises:
+            OSError: It cannot be written, and not for lack of room.
             ValueError: There is no way from the present state to that one: a bug of ours.
         """
         now, old = time.time(), self.status.state
@@ -64,10 +68,12 @@ class Life:
             fields["failure"] = named(fields["failure"])
         update = {"state": state, "reason": reason, "since": now, "progress": dict(self._steps), **fields}
         self.status = self.status.model_copy(update=update)
-        if can_wait:
-            self._write_later()
-        else:
+        try:
             self.write()
+        except OSError as error:
+            if not can_wait and error.errno not in NO_ROOM:
+                raise
+            self._write_later()
         failure: Failure | None = fields.get("failure")
         detail = {"component": failure.component, "failure": failure.kind} if failure else {}
         self.event("state", **{"from": old, "to": state, "reason": reason, **detail})
@@ -155,13 +161,34 @@ class Life:
             self._due = asyncio.get_running_loop().call_later(wait, self._write_later)
 
     def write(self) -> None:
-        """Writes the status now."""
+        """Writes the status now, behind the events that waited for room. Raises: OSError."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
         self._written = time.monotonic()
         self.status = self.status.model_copy(update={"updated_at": time.time()})
+        self._events.catch_up()
         self.status.write(self._folder)
+
+    def write_at_last(self) -> None:
+        """Writes the status and every event before this returns, for which it waits a while on a full disk: with the
+        crew gone nothing else is left to do.
+
+        Raises:
+            OSError: It cannot be written, or there was no room for half a minute.
+        """
+        deadline = time.monotonic() + _AT_LAST_S
+        while True:
+            try:
+                self.write()
+                if not self._events.behind:
+                    return
+                error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder.events))
+            except OSError as failed:
+                error = failed
+            if error.errno not in NO_ROOM or time.monotonic() > deadline:
+                raise error
+            time.sleep(_LOOK_AGAIN_S)
 
     def _write_later(self) -> None:
         if self._due is not None:
@@ -170,6 +197,5 @@ class Life:
         try:
             self.write()
         except OSError as error:
-            # Numbers can wait for room on the disk; a change of state cannot, and `to` says so.
             print(f"status.json could not be written: {error}", file=sys.stderr, flush=True)
             self._due = asyncio.get_running_loop().call_later(_RETRY_S, self._write_later)

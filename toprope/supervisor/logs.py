@@ -1,4 +1,4 @@
-"""Reading what components printed: bounded, and safe to show.
+"""Reading what components printed: bounded, and safe to show. And the keeper's own log, which is bounded as theirs.
 
 A log holds whatever user code and models wrote, so escape sequences and invisible characters are taken out before
 anybody sees it, and nothing is read without a limit.
@@ -6,13 +6,16 @@ anybody sees it, and nothing is read without a limit.
 
 from __future__ import annotations
 
+import io
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LogPage", "clean", "page", "tail"]
+from toprope.supervisor import guard
+
+__all__ = ["LogPage", "OwnLog", "clean", "page", "tail"]
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _LINE_CHARACTERS = 500
@@ -29,6 +32,24 @@ def clean(line: str, secrets: Iterable[str] = ()) -> str:
         if secret:
             line = line.replace(secret, "[secret]")
     return line if len(line) <= _LINE_CHARACTERS else line[: _LINE_CHARACTERS - 1] + "…"
+
+
+class OwnLog(io.TextIOBase):
+    """Where a keeper prints: a file that never grows past its cap, with one older part beside it. What cannot be
+    written, because the disk is full, is lost: words must not end a run."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._log = guard.Log(str(path), limit, 1)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def write(self, text: str, /) -> int:
+        self._log.write(text.encode(errors="replace"))
+        return len(text)
 
 
 @dataclass(frozen=True)
