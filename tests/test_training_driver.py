@@ -17,6 +17,7 @@ from toprope.settings.schema import Config
 from toprope.training.driver import Driver
 from toprope.training.inference.client import PromptTooLong
 from toprope.training.inference.sessions import Turn
+from toprope.training.producing import Producer
 from toprope.training.rollouts import Made
 
 ECHO = '''
@@ -46,7 +47,7 @@ class Echo(Environment):
 class Member:
     """What a driver needs of its membership; remembers the reports."""
 
-    attempt = 1
+    attempt, life = 1, 0
 
     def __init__(self, source: EnvironmentSource, config: Config) -> None:
         self.spec = SimpleNamespace(environment=source, config=config, kind="train", test=None, run_id="run")
@@ -123,7 +124,7 @@ def test_prompts_that_are_too_long_are_failed_groups_and_end_the_run_only_when_n
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await Driver(member)._produce(Maker(), FullApi(), None, None)  # type: ignore[arg-type]
+            await produce(member, FullApi(), Maker())
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
@@ -138,8 +139,8 @@ class Maker:
         return Made("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
 
 
-def produce(member: Member, api: FullApi) -> Any:
-    return Driver(member)._produce(Maker(), api, None, None)  # type: ignore[arg-type]
+def produce(member: Member, api: FullApi, maker: Any = None) -> Any:
+    return Producer(member, maker or Maker(), api, None, None).run()  # type: ignore[arg-type]
 
 
 def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:

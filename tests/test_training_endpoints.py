@@ -14,10 +14,12 @@ from toprope.errors import ComponentFailed
 from toprope.records.specification import ModelUnderTest, TestPlan
 from toprope.sdk.link import Link
 from toprope.settings.endpoints import Endpoint
+from toprope.settings.schema import LauncherSection
 from toprope.training.contest import best_of, contest
 from toprope.training.endpoints import EndpointClient, ModelFailed, Unanswered
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts import RolloutMaker
+from toprope.training.workers import Worker
 
 SAMPLING = Sampling(0.7, 1.0, 32)
 KEY = "sk-very-secret-0123456789"
@@ -120,8 +122,12 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
         raise ComponentFailed("The policy could not be brought up: no memory")
 
     async def work() -> list[Any]:
-        async with await Link.start() as link:
+        async def opened() -> Link:
+            link = await Link.start()
             await link.call("open", source={"file": str(file), "attribute": "Add"})
+            return link
+
+        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
             named = [
                 ModelUnderTest(
                     name=name, endpoint=None if name == "base" else Endpoint(base_url=server.url, model=name)
@@ -135,7 +141,7 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
                 policy_name="tiny",
                 policy=policy,
                 keys={},
-                maker_of=lambda player: RolloutMaker(link, player, multi_turn=False, call_timeout_s=10),
+                maker_of=lambda player: RolloutMaker(worker, player, multi_turn=False, call_timeout_s=10),
                 progress=lambda what, done, total: None,
             )
 

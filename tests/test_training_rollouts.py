@@ -13,10 +13,12 @@ from toprope.errors import ComponentFailed
 from toprope.records.folder import RunFolder
 from toprope.records.groups import MASKED
 from toprope.sdk.link import Link
+from toprope.settings.schema import LauncherSection
 from toprope.training.evaluation import Evaluator, summarize
 from toprope.training.inference.client import Answer, PromptTooLong, Sampling
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts import Made, RolloutMaker
+from toprope.training.workers import Worker
 
 SAMPLING = Sampling(1.0, 1.0, 16)
 
@@ -83,11 +85,15 @@ def play(tmp_path: Path, policy: ScriptedPolicy, work: Callable[[RolloutMaker, L
     file = tmp_path / "countdown.py"
     file.write_text(COUNTDOWN)
 
+    async def opened() -> Link:
+        link = await Link.start()
+        await link.call("open", source={"file": str(file), "attribute": "Countdown"})
+        return link
+
     async def run() -> Any:
-        async with await Link.start() as link:
-            await link.call("open", source={"file": str(file), "attribute": "Countdown"})
-            maker = RolloutMaker(link, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
-            return await work(maker, link)
+        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
+            maker = RolloutMaker(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
+            return await work(maker, await worker.link())
 
     return asyncio.run(run())
 

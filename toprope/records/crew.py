@@ -47,6 +47,8 @@ ENV_COMPONENT = "TOPROPE_COMPONENT"
 ENV_ATTEMPT = "TOPROPE_ATTEMPT"
 ENV_SECRET = "TOPROPE_RUN_SECRET"
 ENV_REPORT_FD = "TOPROPE_REPORT_FD"
+ENV_LIFE = "TOPROPE_LIFE"
+"""How often this member was started in this attempt before: 0 the first time."""
 ENV_CHECKPOINT = "TOPROPE_CHECKPOINT"
 """Path of the checkpoint that this attempt goes on from; not set where it starts at step 0."""
 

@@ -61,6 +61,9 @@ class EnvironmentMistake(SdkError):
 class WorkerFailure(SdkError):
     """Something went wrong with or in a worker."""
 
+    at_work = False
+    """Whether the worker was busy with this very call when it ended; calls that waited behind it fail as well."""
+
 
 class WorkerTimeout(WorkerFailure):
     """The worker did not answer in time and was killed with its process group."""

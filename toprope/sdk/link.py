@@ -237,7 +237,7 @@ class Link:
         self._timed_out = f"The worker did not answer {call.operation!r} within {call.timeout:g} s and was killed."
         del self._waiting[number]
         if not call.future.done():
-            call.future.set_exception(WorkerTimeout(self._timed_out))
+            call.future.set_exception(_at_work(WorkerTimeout(self._timed_out)))
         self._kill()
 
     def _kill(self) -> None:
@@ -306,9 +306,10 @@ class Link:
             self._end = WorkerTimeout(self._timed_out)
         else:
             self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
-        for call in self._waiting.values():
+        for place, call in enumerate(self._waiting.values()):
             if not call.future.done():
-                call.future.set_exception(self._copy_of_end())
+                first = place == 0 and not self._timed_out
+                call.future.set_exception(_at_work(self._copy_of_end()) if first else self._copy_of_end())
         self._waiting.clear()
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
@@ -325,6 +326,11 @@ class Link:
             return WorkerTimeout(str(end))
         code = end.code if end is not None else None
         return WorkerDied(str(end), code, end.stderr if end is not None else "")
+
+
+def _at_work(end: WorkerDied | WorkerTimeout) -> WorkerDied | WorkerTimeout:
+    end.at_work = True
+    return end
 
 
 def _epitaph(code: int, words: str) -> str:

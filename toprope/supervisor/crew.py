@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from toprope.records.crew import Evaluate, Order, Peers, Stop, Without
+from toprope.records.crew import ENV_LIFE, Evaluate, Order, Peers, Stop, Without
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.supervisor import guard
@@ -64,6 +65,7 @@ class Crew:
         self._components: dict[str, Component] = {}
         self._addresses: dict[str, str] = {}
         self._lasting: dict[str, dict[str, Order]] = {}
+        self._lives: Counter[str] = Counter()
         self._deadline = float("inf")
         self._hurry = asyncio.Event()
 
@@ -79,7 +81,8 @@ class Crew:
         component = Component(
             name,
             [*command_of(name, self._programs), *arguments],
-            variables=for_component(
+            variables={ENV_LIFE: str(self._lives[name])}
+            | for_component(
                 name,
                 folder=self._folder.path,
                 specification=self._spec,
@@ -96,6 +99,7 @@ class Crew:
             folder=self._folder.path,
         )
         self._components[name] = component
+        self._lives[name] += 1
         if self._addresses:
             component.send(Peers(dict(self._addresses)))
         for order in self._lasting.get(name, {}).values():

@@ -25,7 +25,8 @@ async def ask(member: Member) -> None:
     if plan is None:
         raise ComponentFailed("The run's specification holds no questions.")
     member.report(Ready())
-    policy = PolicyClient(await member.address_async("inference"), member.secret)
+    await member.address_async("inference")
+    policy = PolicyClient(lambda: member.peer("inference"), member.secret)
     sampling = Sampling(plan.temperature, config.rollout.top_p, plan.max_new_tokens, tuple(config.rollout.stop))
     sampling = sampling if plan.temperature > 0 else sampling.greedy()
     limit, done = asyncio.Semaphore(_AT_ONCE), 0

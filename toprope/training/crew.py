@@ -20,6 +20,7 @@ from toprope.records.crew import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
     ENV_FOLDER,
+    ENV_LIFE,
     ENV_REPORT_FD,
     ENV_SECRET,
     Beat,
@@ -57,11 +58,13 @@ async def beating(report: Callable[[Report], None], moves: Callable[[], bool] = 
 class Member:
     """One program of a crew. Make it with `Member.join()`."""
 
-    def __init__(self, folder: RunFolder, name: str, secret: str, report_fd: int, attempt: int = 1) -> None:
+    def __init__(
+        self, folder: RunFolder, name: str, secret: str, report_fd: int, attempt: int = 1, life: int = 0
+    ) -> None:
         self.folder = folder
         self.name = name
         self.secret = secret
-        self.attempt = attempt
+        self.attempt, self.life = attempt, life
         self.spec = Specification.read(folder)
         self.ending = threading.Event()
         """Set when a Stop order came or the keeper is gone."""
@@ -92,7 +95,7 @@ class Member:
                 f"{missing} is not set: this program is a part of a run.", hint="Start runs with start_training."
             ) from None
         os.set_inheritable(report_fd, False)
-        member = cls(folder, name, secret, report_fd, attempt)
+        member = cls(folder, name, secret, report_fd, attempt, int(os.environ.get(ENV_LIFE, "0")))
         member.beat()  # says that it can: from when it serves the keeper counts on it
         return member
 

@@ -9,15 +9,15 @@ questions to the policy. It holds no user code and no model.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
+import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from toprope.errors import ComponentFailed, TopropeError
+from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
 from toprope.records.crew import (
     ENV_FOLDER,
     Checked,
@@ -32,26 +32,26 @@ from toprope.records.crew import (
     Without,
 )
 from toprope.records.digests import measuring
+from toprope.records.folder import read_json
 from toprope.records.lines import NO_ROOM
 from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
-from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.sdk.link import Link, worker_environment
 from toprope.training.api.client import ApiClient
 from toprope.training.asking import ask
 from toprope.training.contents import Contents, write_contents
 from toprope.training.contest import best_of, contest
-from toprope.training.crew import Member
+from toprope.training.crew import Member, beating
 from toprope.training.endpoints import EndpointClient
-from toprope.training.evaluation import Evaluator, newest_version
-from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
+from toprope.training.evaluation import Evaluator, summary_of
+from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.peers import PeerAway
+from toprope.training.producing import Producer
 from toprope.training.rollouts import Made, RolloutMaker
+from toprope.training.workers import Worker
 
 __all__ = ["Driver", "main"]
-
-_FAILURES_IN_A_ROW = 32
-"""Groups that may fail one after the other before the environment is given up."""
-_ROOM_WAIT_S = 20.0
 
 
 class Driver:
@@ -59,9 +59,7 @@ class Driver:
 
     def __init__(self, member: Member) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
-        self._failed_in_a_row = 0
         self._contents = Contents()
-        self._version, self._news = 0, asyncio.Event()
         # Out of this process's variables before a worker is started from it.
         names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
         self._keys = {name.removeprefix(ENDPOINT_KEY): os.environ.pop(name) for name in names}
@@ -75,18 +73,17 @@ class Driver:
         if self._spec.kind == "ask":
             await ask(self._member)
             return
-        link = await self._open()
+        worker = await Worker.start(self._open, self._config.launcher, self._member.report)
         policy: PolicyClient | None = None
         try:
-            sizes = await self._check(link)
+            sizes = await self._check(await worker.link())
             self._member.report(Ready())
             if self._spec.test is not None and self._spec.test.models:
-                await self._contest(link, sizes)
+                await self._contest(worker, sizes)
                 return
-            address = await self._member.address_async("inference")
-            policy = PolicyClient(address, self._member.secret)
+            policy = await self._own_policy()
             rollout, sampling = self._config.rollout, self._sampling()
-            maker = self._maker(link, policy)
+            maker = self._maker(worker, policy)
             evaluator = Evaluator(
                 self._member.folder,
                 maker,
@@ -103,7 +100,12 @@ class Driver:
         finally:
             if policy is not None:
                 await policy.close()
-            await link.close()
+            await worker.close()
+
+    async def _own_policy(self) -> PolicyClient:
+        """The run's own policy, from when it serves, wherever that is."""
+        await self._member.address_async("inference")
+        return PolicyClient(lambda: self._member.peer("inference"), self._member.secret)
 
     def _sampling(self) -> Sampling:
         rollout = self._config.rollout
@@ -111,9 +113,9 @@ class Driver:
         seed = algorithm.seed if algorithm.deterministic else None
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
-    def _maker(self, link: Link, player: PolicyClient | EndpointClient) -> RolloutMaker:
+    def _maker(self, worker: Worker, player: PolicyClient | EndpointClient) -> RolloutMaker:
         return RolloutMaker(
-            link,
+            worker,
             player,
             multi_turn=self._card["max_turns"] > 1,
             call_timeout_s=self._config.environment.call_timeout_s,
@@ -208,7 +210,7 @@ class Driver:
         self._member.report(Evaluated("test", summary))
         self._member.report(Finished())
 
-    async def _contest(self, link: Link, sizes: dict[str, int]) -> None:
+    async def _contest(self, worker: Worker, sizes: dict[str, int]) -> None:
         """Tests several models; what the best reached goes into the status."""
         plan, sampling = self._spec.test, self._sampling()
         assert plan is not None
@@ -221,7 +223,7 @@ class Driver:
             policy_name=self._config.policy.model,
             policy=self._policy,
             keys=self._keys,
-            maker_of=lambda player: self._maker(link, player),
+            maker_of=lambda player: self._maker(worker, player),
             progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
         )
         write_models(self._member.folder, models)
@@ -239,7 +241,7 @@ class Driver:
         """The run's own policy once it serves; the run goes on where it will not."""
         async for order in self._member.orders():
             if isinstance(order, Peers) and "inference" in order.addresses:
-                return PolicyClient(order.addresses["inference"], self._member.secret)
+                return await self._own_policy()
             if isinstance(order, Without):
                 raise ComponentFailed(f"The policy could not be brought up: {order.component}: {order.reason}")
             if isinstance(order, Stop):
@@ -251,7 +253,6 @@ class Driver:
     ) -> None:
         evaluation = self._config.evaluation
         heldout, examples = sizes.get("heldout", 0), min(evaluation.examples, sizes["validation"])
-        self._validation = min(evaluation.validation_tasks, sizes["validation"])
 
         async def evaluate(label: str) -> None:
             if heldout:
@@ -262,10 +263,22 @@ class Driver:
             self._member.report(Evaluated(label, summary))
 
         # What was measured before training stays; a resumed run has another policy by now.
-        if self._member.attempt == 1 or not self._member.folder.evaluation("before").exists():
+        if (known := self._known("before")) is None:
             await evaluate("before")
-        api = ApiClient(await self._member.address_async("api"), self._member.secret)
-        producing: asyncio.Task[None] | None = asyncio.create_task(self._produce(maker, api, sampling, evaluator))
+        else:
+            self._member.report(Evaluated("before", known))
+        await self._member.address_async("api")
+        api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
+        producer = Producer(
+            self._member,
+            maker,
+            api,
+            sampling,
+            evaluator,
+            validation=min(evaluation.validation_tasks, sizes["validation"]),
+            seen=lambda made: self._saw("train", made),
+        )
+        producing: asyncio.Task[None] | None = asyncio.create_task(producer.run())
         evaluations = self._evaluations()
         try:
             while True:
@@ -285,6 +298,13 @@ class Driver:
             self._leave_contents()
             await api.close()
 
+    def _known(self, label: str) -> dict[str, Any] | None:
+        """What an evaluation found in an earlier attempt or an earlier life of this driver; None: there is none."""
+        try:
+            return summary_of(read_json(self._member.folder.evaluation(label)))
+        except (NotFound, Corrupt, KeyError, TypeError):
+            return None
+
     async def _evaluations(self) -> AsyncIterator[str]:
         """Labels of the evaluations that the keeper asks for, until it says stop or is gone."""
         async for order in self._member.orders():
@@ -292,69 +312,6 @@ class Driver:
                 yield order.label
             if isinstance(order, Stop):
                 return
-
-    async def _produce(self, maker: RolloutMaker, api: ApiClient, sampling: Sampling, evaluator: Evaluator) -> None:
-        """Makes groups for ever, `concurrency` at a time, and pauses while enough of them wait."""
-        rollout = self._config.rollout
-        # A resumed run goes on with tasks that were not played yet, or few that were.
-        numbers = itertools.count((await api.counts()).accepted if self._member.attempt > 1 else 0)
-        room = asyncio.Event()
-        room.set()
-
-        async def watch_room() -> None:
-            while not await api.wait_for_room(below=rollout.queue_groups, wait_s=_ROOM_WAIT_S):
-                pass
-            room.set()
-
-        async def one() -> int:
-            """Makes and posts a group; how many wait with it."""
-            number = next(numbers)
-            group_id = f"{self._spec.run_id}-{self._member.attempt}-{number}"
-            try:
-                made = await maker.make("train", number, rollout.group_size, sampling)
-            except (WorkerError, PromptTooLong) as error:
-                self._count_failure(error)
-                return 0
-            group = made.group(self._spec.environment.name, group_id)
-            if not group.tokens:
-                self._count_failure("no rollout of it holds a sampled token")
-                return 0
-            self._failed_in_a_row = 0
-            self._saw("train", made)
-            self._sampled_by(newest_version(made))
-            return await api.post_group(group)
-
-        if self._config.algorithm.deterministic:
-            await self._in_step(one, api, evaluator)
-            return
-
-        async def work() -> None:
-            while True:
-                await room.wait()
-                await self._member.hold_async()
-                waiting = await one()
-                if waiting >= rollout.queue_groups and room.is_set():
-                    room.clear()
-                    tasks.create_task(watch_room())
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(rollout.concurrency):
-                tasks.create_task(work())
-            if self._config.evaluation.every_steps:
-                tasks.create_task(self._evaluate_along(evaluator))
-
-    async def _in_step(self, make_one: Callable[[], Awaitable[int]], api: ApiClient, evaluator: Evaluator) -> None:
-        """Makes groups one after the other, and only for a trainer that waits: each is sampled by exactly the weights
-        that it trains, and no clock decides what a step is made of."""
-        due = self._config.evaluation.every_steps
-        while True:
-            wanted = await api.wanted(wait_s=_ROOM_WAIT_S)
-            if not wanted.rows:
-                continue
-            if due and wanted.version >= due:
-                due = await self._evaluate_now(evaluator, wanted.version)
-            await self._member.hold_async()
-            await make_one()
 
     def _leave_contents(self) -> None:
         try:
@@ -371,37 +328,6 @@ class Driver:
         """What this attempt measures with, as it was loaded, and as it lies on the disk now."""
         now = measuring(self._spec.environment)
         return self._loaded | {"on_disk": now} if now != self._loaded["loaded"] else dict(self._loaded)
-
-    def _sampled_by(self, version: int) -> None:
-        if version > self._version:
-            self._version = version
-            self._news.set()
-
-    async def _evaluate_along(self, evaluator: Evaluator) -> None:
-        """Evaluates on validation tasks every so many steps, while training goes on."""
-        evaluation = self._config.evaluation
-        due = evaluation.every_steps
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._version < due:
-                continue
-            due = await self._evaluate_now(evaluator, self._version)
-
-    async def _evaluate_now(self, evaluator: Evaluator, version: int) -> int:
-        """Evaluates on validation tasks; the version at which the next time is due."""
-        label, every = f"step-{version}", self._config.evaluation.every_steps
-        self._member.report(Evaluated(label, await evaluator.along(label, self._validation)))
-        return (version // every + 1) * every
-
-    def _count_failure(self, error: WorkerError | PromptTooLong | str) -> None:
-        self._failed_in_a_row += 1
-        print(f"a group failed: {error}", file=sys.stderr, flush=True)
-        if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
-            raise ComponentFailed(
-                f"The environment failed {self._failed_in_a_row} groups one after the other; the last: {error}",
-                hint="describe_environment shows how it scores; read_logs(component='environment') has the details.",
-            )
 
 
 class _OwnLog:
@@ -421,14 +347,25 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 def main() -> int:
     """The component program."""
     member = Member.join()
+
+    async def run() -> None:
+        pulse = asyncio.create_task(beating(member.report))
+        try:
+            await Driver(member).run()
+        finally:
+            pulse.cancel()
+
     try:
-        asyncio.run(Driver(member).run())
+        asyncio.run(run())
     except (TopropeError, WorkerFailure, BaseExceptionGroup) as error:
         cause = _first(error)
         if isinstance(cause, TopropeError):
-            member.report(Failed(cause.message, cause.hint))
+            member.report(Failed(cause.message, cause.hint, isinstance(cause, PeerAway)))
         elif isinstance(cause, WorkerFailure):
-            member.report(Failed(str(cause), "read_logs(component='environment') has what the environment printed."))
+            hint = "read_logs(component='environment') has what the environment printed."
+            # Killed by somebody else, before there was one to keep going.
+            killed = isinstance(cause, WorkerDied) and cause.code == -signal.SIGKILL
+            member.report(Failed(str(cause), hint, killed))
         else:
             raise
         return 1

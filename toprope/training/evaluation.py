@@ -27,7 +27,17 @@ from toprope.training.batches import PARSED
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts import Made, RolloutMaker
 
-__all__ = ["SEALED", "Evaluator", "by_task", "example_of", "newest_version", "summarize", "tally", "unplayed"]
+__all__ = [
+    "SEALED",
+    "Evaluator",
+    "by_task",
+    "example_of",
+    "newest_version",
+    "summarize",
+    "summary_of",
+    "tally",
+    "unplayed",
+]
 
 SEALED = "heldout"
 """The split whose texts nobody gets to see."""
@@ -191,13 +201,18 @@ class Evaluator:
                     raise
             self._progress(f"waiting for room on the disk ({label})", 0, 1)
             await asyncio.sleep(_WRITE_AGAIN_S)
-        sampled, greedy = result["sampled"], result["greedy"]
-        summary = {key: sampled[key] for key in ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")}
-        if "rollouts" in sampled:
-            summary |= {key: sampled[key] for key in ("rollouts", "all_wrong_share", "all_right_share")}
-        if greedy is not None:
-            summary["greedy_accuracy"] = greedy["accuracy"]
-        return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
+        return summary_of(result)
+
+
+def summary_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an evaluation's file goes into the run's status."""
+    sampled, greedy = result["sampled"], result["greedy"]
+    summary = {key: sampled[key] for key in ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")}
+    if "rollouts" in sampled:
+        summary |= {key: sampled[key] for key in ("rollouts", "all_wrong_share", "all_right_share")}
+    if greedy is not None:
+        summary["greedy_accuracy"] = greedy["accuracy"]
+    return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
 
 
 def by_task(groups: list[Made]) -> dict[str, Any]:

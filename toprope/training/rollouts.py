@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.records.groups import Group, Outcome
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
 from toprope.sdk.link import Link
 from toprope.training.endpoints import EndpointClient
-from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling
+from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn, join_turns
+from toprope.training.workers import Worker
 
 __all__ = ["Made", "RolloutMaker"]
 
+_TRAINED = "train"
 _HEAD, _TAIL = 1200, 800
 """Characters of a text's beginning and end that are kept for people to read."""
 
@@ -81,28 +85,46 @@ class RolloutMaker:
     """Plays tasks with the policy.
 
     Args:
-        link: The environment's worker, opened.
+        worker: The environment's worker.
         policy: The policy, or a model at an endpoint that stands in for it.
         multi_turn: Whether rollouts can have more than one turn; single turns need no sessions.
         call_timeout_s: How long one call into the environment may take.
     """
 
     def __init__(
-        self, link: Link, policy: PolicyClient | EndpointClient, *, multi_turn: bool, call_timeout_s: float
+        self, worker: Worker, policy: PolicyClient | EndpointClient, *, multi_turn: bool, call_timeout_s: float
     ) -> None:
-        self._link, self._policy = link, policy
+        self._worker, self._policy = worker, policy
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
         self._numbers = itertools.count()
 
     async def make(self, split: str, index: int, size: int, sampling: Sampling) -> Made:
         """Plays one task `size` times.
 
+        It is begun again where the worker ended over another one; and where inference lost its sessions, but for
+        training, which has other tasks.
+
         Raises:
-            toprope.sdk.errors.WorkerFailure: The worker failed; see there.
+            toprope.sdk.errors.WorkerError: The environment raised, or its worker ended over this very task.
+            toprope.sdk.errors.WorkerFailure: The worker ended and is not started again.
+            SessionLost: Inference was started again amid a rollout for training.
             ComponentFailed: Inference failed.
         """
+        while True:
+            link = await self._worker.link()
+            try:
+                return await self._play(link, split, index, size, sampling)
+            except (WorkerDied, WorkerTimeout) as error:
+                await self._worker.lost(link, error)
+                if error.at_work and not _killed(error):
+                    raise WorkerError("ended", type(error).__name__, str(error)) from error
+            except SessionLost:
+                if split == _TRAINED:
+                    raise
+
+    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
-        start = await self._link.call("begin", timeout=self._timeout, split=split, index=index, count=size)
+        start = await link.call("begin", timeout=self._timeout, split=split, index=index, count=size)
         first = start["messages"]
         own = start.get("per_rollout")
         rollouts = [
@@ -114,14 +136,14 @@ class RolloutMaker:
                 answers = await self._answers(rollouts, sampling, session)
             else:
                 answers = list(await self._policy.chat(first, sampling, n=size, session=session))
-            open_rollouts = await self._advance(rollouts, answers)
+            open_rollouts = await self._advance(link, rollouts, answers)
             while open_rollouts:
                 answers = await self._answers(open_rollouts, sampling, session, rollouts)
-                open_rollouts = await self._advance(open_rollouts, answers)
+                open_rollouts = await self._advance(link, open_rollouts, answers)
         except BaseException:
             left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
-            if left and self._link.alive:
-                await self._discard(left)
+            if left and link.alive:
+                await self._discard(link, left)
             raise
         finally:
             if session:
@@ -138,7 +160,7 @@ class RolloutMaker:
 
     def sealed(self) -> AbstractAsyncContextManager[None]:
         """See `Link.sealed`."""
-        return self._link.sealed()
+        return self._worker.sealed()
 
     async def _answers(
         self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None
@@ -161,7 +183,7 @@ class RolloutMaker:
 
         return list(await asyncio.gather(*(one(rollout) for rollout in rollouts)))
 
-    async def _advance(self, rollouts: list[_Rollout], answers: list[Answer | None]) -> list[_Rollout]:
+    async def _advance(self, link: Link, rollouts: list[_Rollout], answers: list[Answer | None]) -> list[_Rollout]:
         """Hands the answers to the environment; returns the rollouts that go on."""
         moves, moved, outgrown = [], [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
@@ -175,10 +197,10 @@ class RolloutMaker:
             moves.append([rollout.handle, answer.text, answer.truncated])
             moved.append(rollout)
         if outgrown:
-            await self._discard(outgrown)
+            await self._discard(link, outgrown)
         if not moves:
             return []
-        results = await self._link.call("advance", timeout=self._timeout, moves=moves)
+        results = await link.call("advance", timeout=self._timeout, moves=moves)
         going = []
         for rollout, result in zip(moved, results, strict=True):
             if result["done"]:
@@ -188,11 +210,16 @@ class RolloutMaker:
                 going.append(rollout)
         return going
 
-    async def _discard(self, handles: list[int]) -> None:
-        await self._link.call("discard", timeout=self._timeout, rollouts=handles)
+    async def _discard(self, link: Link, handles: list[int]) -> None:
+        await link.call("discard", timeout=self._timeout, rollouts=handles)
 
     async def _forget(self, session: str) -> None:
         await self._policy.close_session(session)
+
+
+def _killed(error: WorkerDied | WorkerTimeout) -> bool:
+    """Whether somebody else ended the worker: the system, for lack of memory, or a person."""
+    return isinstance(error, WorkerDied) and error.code == -signal.SIGKILL
 
 
 def _talk(rollout: _Rollout, asked: int) -> str:

@@ -1,0 +1,209 @@
+"""Feeds the trajectory API with scored groups until it is told to stop, and keeps the account of them.
+
+Every group that is begun ends as one of two: posted, or given up with a reason. What is given up is no loss (there are
+other tasks), but it is counted, and the keeper is told before and after each step, so that even of a driver that is
+killed the account is exact. Group ids name run, attempt, the driver's life and a number: none comes twice, and a post
+that had to be repeated is stored once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from toprope.errors import ComponentFailed
+from toprope.records.crew import Evaluated, Making
+from toprope.sdk.errors import WorkerError
+from toprope.training.api.client import ApiClient
+from toprope.training.crew import Member
+from toprope.training.evaluation import Evaluator, newest_version
+from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
+from toprope.training.rollouts import Made, RolloutMaker
+
+__all__ = ["Producer"]
+
+_FAILURES_IN_A_ROW = 32
+"""Groups that may fail one after the other before the environment is given up."""
+_ROOM_WAIT_S = 20.0
+
+_FAILED = "the environment failed"
+_TOO_LONG = "the prompt left no room"
+_EMPTY = "nothing was sampled"
+_SESSION = "inference was started again"
+_ENDED = "training had ended"
+
+
+class _Account:
+    """What became of the groups of this life; every change is told."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._begun = self._posting = self._posted = 0
+        self._given_up: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        self._begun += 1
+        self._tell()
+
+    def post(self) -> None:
+        self._posting += 1
+        self._tell()
+
+    def posted(self) -> None:
+        self._posting, self._posted = self._posting - 1, self._posted + 1
+        self._tell()
+
+    def give_up(self, reason: str) -> None:
+        self._given_up[reason] += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        self._member.report(Making(self._begun, self._posting, self._posted, dict(self._given_up)))
+
+
+class Producer:
+    """The making of groups for training.
+
+    Args:
+        member: The driver's membership.
+        maker: Plays tasks.
+        api: Where groups go.
+        sampling: How answers are sampled.
+        evaluator: Measures along the way.
+        validation: Validation tasks for that.
+        seen: Hears of every group that was played.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        maker: RolloutMaker,
+        api: ApiClient,
+        sampling: Sampling,
+        evaluator: Evaluator,
+        *,
+        validation: int = 0,
+        seen: Callable[[Made], None] = lambda made: None,
+    ) -> None:
+        self._member, self._spec, self._config = member, member.spec, member.spec.config
+        self._maker, self._api, self._sampling = maker, api, sampling
+        self._evaluator, self._validation, self._seen = evaluator, validation, seen
+        self._account = _Account(member)
+        self._failed_in_a_row = 0
+        self._version, self._news = 0, asyncio.Event()
+
+    async def run(self) -> None:
+        """Makes groups for ever, `concurrency` at a time, and pauses while enough of them wait.
+
+        Raises:
+            BaseExceptionGroup, TopropeError, WorkerFailure: It cannot go on.
+        """
+        # A run or driver that goes on does so with tasks that were not played yet, or few that were.
+        goes_on = self._member.attempt > 1 or self._member.life > 0
+        self._numbers = itertools.count((await self._api.counts()).accepted if goes_on else 0)
+        if self._config.algorithm.deterministic:
+            await self._in_step()
+        else:
+            await self._side_by_side()
+
+    async def _side_by_side(self) -> None:
+        rollout, api = self._config.rollout, self._api
+        room = asyncio.Event()
+        room.set()
+
+        async def watch_room() -> None:
+            while not await api.wait_for_room(below=rollout.queue_groups, wait_s=_ROOM_WAIT_S):
+                pass
+            room.set()
+
+        async def work() -> None:
+            while True:
+                await room.wait()
+                await self._member.hold_async()
+                waiting = await self._one()
+                if waiting >= rollout.queue_groups and room.is_set():
+                    room.clear()
+                    tasks.create_task(watch_room())
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(rollout.concurrency):
+                tasks.create_task(work())
+            if self._config.evaluation.every_steps:
+                tasks.create_task(self._evaluate_along())
+
+    async def _in_step(self) -> None:
+        """Makes groups one after the other, and only for a trainer that waits: each is sampled by exactly the weights
+        that it trains, and no clock decides what a step is made of."""
+        due = self._config.evaluation.every_steps
+        while True:
+            wanted = await self._api.wanted(wait_s=_ROOM_WAIT_S)
+            if not wanted.rows:
+                continue
+            if due and wanted.version >= due:
+                due = await self._evaluate_now(wanted.version)
+            await self._member.hold_async()
+            await self._one()
+
+    async def _one(self) -> int:
+        """Makes and posts a group; how many wait with it."""
+        number, account = next(self._numbers), self._account
+        account.begin()
+        try:
+            made = await self._maker.make("train", number, self._config.rollout.group_size, self._sampling)
+        except WorkerError as error:
+            return self._failed(_FAILED, error)
+        except PromptTooLong as error:
+            return self._failed(_TOO_LONG, error)
+        except SessionLost:
+            account.give_up(_SESSION)
+            return 0
+        except asyncio.CancelledError:
+            account.give_up(_ENDED)
+            raise
+        member = self._member
+        life = f"{member.attempt}.{member.life}" if member.life else str(member.attempt)
+        group = made.group(self._spec.environment.name, f"{self._spec.run_id}-{life}-{number}")
+        if not group.tokens:
+            return self._failed(_EMPTY, "no rollout of it holds a sampled token")
+        self._failed_in_a_row = 0
+        self._seen(made)
+        self._sampled_by(newest_version(made))
+        account.post()
+        waiting = await self._api.post_group(group)
+        account.posted()
+        return waiting
+
+    def _failed(self, reason: str, error: Exception | str) -> int:
+        self._account.give_up(reason)
+        self._failed_in_a_row += 1
+        print(f"a group failed: {error}", file=sys.stderr, flush=True)
+        if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+            raise ComponentFailed(
+                f"The environment failed {self._failed_in_a_row} groups one after the other; the last: {error}",
+                hint="describe_environment shows how it scores; read_logs(component='environment') has the details.",
+            )
+        return 0
+
+    def _sampled_by(self, version: int) -> None:
+        if version > self._version:
+            self._version = version
+            self._news.set()
+
+    async def _evaluate_along(self) -> None:
+        """Evaluates on validation tasks every so many steps, while training goes on."""
+        due = self._config.evaluation.every_steps
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._version < due:
+                continue
+            due = await self._evaluate_now(self._version)
+
+    async def _evaluate_now(self, version: int) -> int:
+        """Evaluates on validation tasks; the version at which the next time is due."""
+        label, every = f"step-{version}", self._config.evaluation.every_steps
+        self._member.report(Evaluated(label, await self._evaluator.along(label, self._validation)))
+        return (version // every + 1) * every
