@@ -58,6 +58,7 @@ _NEXT = {
     "check_status": "check_status() names the open runs.",
     "list_runs": "Call list_runs() for the first page.",
     "get_results": "list_runs names the runs there are.",
+    "compare_runs": "list_runs names the runs there are.",
     "read_logs": "list_runs names the runs there are.",
 }
 """Where to go on after a failure that says nothing of it itself."""

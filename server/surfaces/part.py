@@ -16,20 +16,20 @@ from tools.patience import Client
 if TYPE_CHECKING:
     from tools.workshop import Workshop
 
-__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds", "client_of"]
+__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds", "client_of", "listed"]
 
 DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
 RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """A lone id counts as a list of one."""
     return [value] if isinstance(value, str) and value and not value.lstrip().startswith("[") else value
 
 
-RunIds = Annotated[list[str] | None, BeforeValidator(_listed)]
-Names = Annotated[list[str] | None, BeforeValidator(_listed)]
-Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(_listed)]
+RunIds = Annotated[list[str] | None, BeforeValidator(listed)]
+Names = Annotated[list[str] | None, BeforeValidator(listed)]
+Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(listed)]
 
 
 def client_of(ctx: Context) -> Client:

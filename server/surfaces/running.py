@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mcp.server.elicitation import ElicitationResult
 from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.resolve import Resolve
 from mcp.types import CallToolResult
 from pydantic import Field
 
+from server.surfaces.consent import Consent, Preview, agreed, ask_consent, shown_first
 from server.surfaces.part import DraftId, Names, Part, RunId, RunIds, client_of
 from tools import answers
 
@@ -65,6 +68,8 @@ class Running(Part):
 
     async def start_training(
         self,
+        shown: Annotated[Preview | None, Resolve(shown_first)],
+        consent: Annotated[ElicitationResult[Consent], Resolve(ask_consent)],
         draft_id: DraftId,
         name: Annotated[
             str | None, Field(max_length=64, description="Begins the run's id; omit for the environment's name.")
@@ -81,19 +86,41 @@ class Running(Part):
                 "same run.",
             ),
         ] = None,
+        seeds: Annotated[
+            int, Field(ge=1, le=16, description="So many runs, differing in algorithm.seed alone, as one seed group.")
+        ] = 1,
+        preview: Annotated[
+            bool, Field(description="true: start nothing; answer what it would take, from measured runs.")
+        ] = False,
+        confirm: Annotated[
+            str | None, Field(max_length=64, description="The hash that a refusal named, once a person agreed to it.")
+        ] = None,
     ) -> Annotated[CallToolResult, answers.Started]:
         """Freezes a draft with the owner's locks, starts training from it, and answers the run_id within a second.
 
         Takes the machine's time until budget.steps or budget.max_train_seconds; the run lives on when client or server
         end. Loading, held-out evaluation before and after and a last checkpoint are part of it. Later edits of the
         draft do not touch it. While the machine is taken the run is queued, and check_status says behind what. A draft
-        revision whose run is live is refused unless again=true. Next: check_status with wait_s. To measure without
-        training, call test_inference.
+        revision whose run is live is refused unless again=true; so is what the owner's limits leave no room for. With
+        seeds it answers a group_id, which check_status, stop_training and compare_runs take. Next: check_status with
+        wait_s. To measure without training, call test_inference.
         """
-        return await self._do("training", "start_training", draft_id=draft_id, name=name, again=again, key=key)
+        if shown is not None:
+            confirm = agreed(shown, consent)
+        return await self._do(
+            "training",
+            "start_training",
+            draft_id=draft_id,
+            name=name,
+            again=again,
+            key=key,
+            seeds=seeds,
+            preview=preview,
+            confirm=confirm,
+        )
 
     async def stop_training(self, run_id: RunId) -> Annotated[CallToolResult, answers.Stopped]:
-        """Stops a live run of any kind; a training run writes a last checkpoint if it fits into the grace.
+        """Stops a live run of any kind, or a seed group by its id; training writes a last checkpoint if that fits.
 
         Use it when check_status shows that a run is not worth its time. Logs, metrics and checkpoints stay, and
         resume_training goes on from the last one; steps after it are lost. Answers the state it ended in. A run that
