@@ -18,6 +18,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -66,11 +67,11 @@ _DOUBTED_S = 60.0
 
 _TRIAL = """
 import json, os, sys, time
-said, proc, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+said, proc = int(sys.argv[1]), int(sys.argv[2])
 facts = {"pid": os.getpid(), "self": os.readlink("/proc/self"), "outside": os.readlink("self", dir_fd=proc)}
 facts["gpus"] = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))
-with open(os.path.join(folder, "written"), "w") as file:
-    file.write("x")
+place = os.stat(".")
+facts["place"] = [place.st_dev, place.st_ino, os.access(".", os.W_OK)]
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -150,28 +151,24 @@ def probe() -> str:
     program = shutil.which("bwrap")
     if program is None:
         return "bwrap is not installed"
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="toprope-containment-") as folder:
-        return _tried(program, folder)
+    return _tried(program)
 
 
-def _tried(program: str, folder: str) -> str:
+def _tried(program: str) -> str:
     reader, said = os.pipe()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    command = [program, *_OPTIONS, "--", sys.executable, "-I", "-S", "-c", _TRIAL, str(said), str(proc), folder]
-    # A file, not a pipe: the daemon that this is about would hold its other end.
-    complaints, process = Path(folder) / "complaints", None
+    command = [program, *_OPTIONS, "--", sys.executable, "-I", "-S", "-c", _TRIAL, str(said), str(proc)]
+    # A file that has no name, not a pipe: the daemon that this is about would hold its other end.
+    complaints, process = tempfile.TemporaryFile(), None
     try:
-        with complaints.open("wb") as errors:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=(said, proc),
-                start_new_session=True,
-            )
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+            pass_fds=(said, proc),
+            start_new_session=True,
+        )
         os.close(said)
         said = -1
         try:
@@ -179,7 +176,8 @@ def _tried(program: str, folder: str) -> str:
         except subprocess.TimeoutExpired:
             return "bwrap does not come to an end here"
         if code != 0:
-            last = complaints.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
+            complaints.seek(0)
+            last = complaints.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
             return f"bwrap may not do here what is needed ({last[0][:200]})"
         data, ended, limit = b"", False, time.monotonic() + _ENDED_WITHIN_S
         while not ended and select.select([reader], [], [], max(0.0, limit - time.monotonic()))[0]:
@@ -191,13 +189,14 @@ def _tried(program: str, folder: str) -> str:
         if process is not None and process.poll() is None:
             process.kill()
             process.wait()
+        complaints.close()
         for descriptor in (reader, proc, said):
             if descriptor >= 0:
                 os.close(descriptor)
-    return _judged(data, ended, folder)
+    return _judged(data, ended)
 
 
-def _judged(data: bytes, ended: bool, folder: str) -> str:
+def _judged(data: bytes, ended: bool) -> str:
     try:
         facts = json.loads(data)
     except ValueError:
@@ -206,8 +205,9 @@ def _judged(data: bytes, ended: bool, folder: str) -> str:
         return "bwrap gives no pid namespace with a /proc of its own here"
     if not str(facts.get("outside", "")).isdigit() or facts["outside"] == "1":
         return "the outer /proc cannot be read within bwrap here"
-    if not os.path.exists(os.path.join(folder, "written")):
-        return "files that are written within bwrap are not seen outside"
+    place = os.stat(".")
+    if facts.get("place") != [place.st_dev, place.st_ino, os.access(".", os.W_OK)]:
+        return "folders are not within bwrap what they are outside"
     if facts.get("gpus") != sorted(name for name in os.listdir("/dev") if name.startswith("nvidia")):
         return "GPUs are not seen within bwrap"
     return "" if ended else "a daemon outlived its pid namespace here"

@@ -304,11 +304,11 @@ class Runs:
         found, unkept = [], []
         try:
             with os.scandir(self.path) as entries:
-                folders = [entry.name for entry in entries if entry.is_dir()]
+                found_there = [(entry.name, entry.is_dir()) for entry in entries]
         except FileNotFoundError:
             return []
-        names = [name for name in folders if RUN_ID.fullmatch(name)]
-        self._clear_unmade(name for name in folders if name.startswith(_MAKING))
+        names = [name for name, is_folder in found_there if is_folder and RUN_ID.fullmatch(name)]
+        self._clear_unmade(name for name, _ in found_there if name.startswith((_MAKING, "..")))
         self._seen.keep_only(set(names))
         for name in names:
             known = self._seen.known(name, f"{self.path}/{name}/status.json")
@@ -356,12 +356,16 @@ class Runs:
             self._reviving.release()
 
     def _clear_unmade(self, names: Iterable[str]) -> None:
-        """Removes what starters that were killed left of runs that never appeared."""
+        """Removes what front ends that were killed left: runs that never appeared, files that were half written."""
         for name in names:
             path = self.path / name
             with suppress(OSError):
                 young = abs(time.time() - path.stat().st_mtime) < _MADE_WITHIN_S
-                if not young and not any(held(below / "keeper.lock") for below in path.iterdir()):
+                if young:
+                    continue
+                if not path.is_dir():
+                    path.unlink()
+                elif not any(held(below / "keeper.lock") for below in path.iterdir()):
                     shutil.rmtree(path, ignore_errors=True)
 
     def events(self, run_id: str, after: int = 0) -> Sequence[Event]:

@@ -76,6 +76,7 @@ def end_unkept(
                 "reason": failure.reason if failure else reason,
                 "failure": failure,
                 "since": now,
+                "making": _closed(status.making),
                 "resume_at": ahead.resume_at if ahead else None,
                 "resumed_lost": ahead.times if ahead else status.resumed_lost,
                 "crew": {
@@ -92,6 +93,17 @@ def end_unkept(
     _tell_end(folder, status)
     status.write(folder)
     return status
+
+
+def _closed(making: dict[str, Any]) -> dict[str, Any]:
+    """The account of groups once their driver is gone: what it was making came to nothing."""
+    if not making:
+        return making
+    given_up = dict(making.get("given_up", {}))
+    left = making.get("begun", 0) - making.get("posted", 0) - making.get("unanswered", 0) - sum(given_up.values())
+    if left > 0:
+        given_up["the environment's driver ended"] = given_up.get("the environment's driver ended", 0) + left
+    return {**making, "given_up": given_up}
 
 
 def _tell_end(folder: RunFolder, status: Status) -> None:
