@@ -147,8 +147,8 @@ _SPECIFIC: tuple[_Cause, ...] = (
     ),
     _cause(
         "timeout",
-        r"timed? ?out|TimeoutError|deadline exceeded|not ready after|no answer within|did not answer "
-        r"within|took longer than",
+        r"timed out|time-?out (after|while|waiting|error|reached|exceeded|expired)|TimeoutError|TimeoutExpired|"
+        r"deadline exceeded|not ready after|no answer within|did not answer within|took longer than",
         "Raise what ran out: environment.call_timeout_s for a slow scorer, environment.load_timeout_s for a slow "
         "load, launcher.start_timeout_s for a large model; then resume_training.",
         "medium",
