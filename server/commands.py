@@ -49,7 +49,8 @@ def build() -> typer.Typer:
             typer.echo(f"toprope {toprope.__version__}")
             raise typer.Exit()
 
-    for command in (serve, token, runs, status, watch, logs, stop, resume, doctor, prune, install, clients, demo):
+    watching = (runs, status, watch, logs, report)
+    for command in (serve, token, *watching, stop, resume, doctor, prune, install, clients, demo):
         app.command()(command)
     return app
 
@@ -167,6 +168,24 @@ def resume(run: Run) -> None:
         from tools.training import resume_training
 
         _say(lambda: resume_training(workshop, run_id=run))
+
+
+def report(
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Where to: .html for one file, .md for Markdown with its pictures beside."),
+    ],
+    run: Annotated[str | None, typer.Argument(help="The run's id, as 'toprope runs' shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all runs and the ledger of experiments.")] = False,
+) -> None:
+    """Write a report to read, keep or send on: of one run, or of everything."""
+    if (run is None) != everything:
+        raise typer.BadParameter("Name a run, or give --all.")
+    with _workshop() as workshop:
+        from server.report import write_report
+
+        for path in write_report(workshop, run, output):
+            typer.echo(f"Wrote {path}")
 
 
 def doctor(

@@ -13,8 +13,8 @@ from tools import memory_answers as answers
 from tools.answers import Answer, call, clip, percent
 from tools.config import said_changes
 from toprope.analysis.handoff import Standing, handoff
+from toprope.analysis.intervals import wilson
 from toprope.analysis.plateau import plateau
-from toprope.analysis.report import gather
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.ledger import Decision, Experiment, Figures, Ledger
 from toprope.records.specification import Specification
@@ -147,22 +147,19 @@ def figures_of(workshop: Workshop, runs: list[str]) -> dict[str, Figures]:
     for run_id in runs:
         try:
             folder, status = workshop.runs.folder(run_id), workshop.runs.status(run_id)
-            specification = Specification.read(folder)
-            found[run_id] = _figures(specification, status, gather(folder, specification, status).steps)
+            found[run_id] = _figures(Specification.read(folder), status)
         except (NotFound, Corrupt):
             continue
     return found
 
 
-def _figures(specification: Specification, status: Status, steps: int) -> Figures:
-    from toprope.analysis.intervals import wilson
-
-    after = status.evaluations.get("after") or status.evaluations.get("test") or {}
+def _figures(specification: Specification, status: Status) -> Figures:
+    after = status.evaluations.get("after") or {}  # what a test measured on validation tasks is another figure
     before = status.evaluations.get("before") or {}
     figures = Figures(
         state=status.state,
         before=before.get("accuracy"),
-        steps=steps,
+        steps=int(status.progress.get("step") or 0),
         seed=specification.config.algorithm.seed,
         configuration=_digest(specification),
     )

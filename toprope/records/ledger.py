@@ -35,7 +35,7 @@ class Figures(BaseModel):
 
     state: str
     accuracy: float | None = None
-    """Held out, after training (a test: on validation tasks)."""
+    """Held out, after training."""
     low: float | None = None
     high: float | None = None
     tasks: int | None = None
