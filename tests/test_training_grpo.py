@@ -198,6 +198,35 @@ def test_segments_of_a_rollout_share_one_advantage() -> None:
     assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
 
 
+def test_advantages_that_an_environment_gives_are_used_token_by_token() -> None:
+    given = Group(
+        tokens=[[5, 9, 8], [6, 8]], masks=[[MASKED, 9, 8], [MASKED, 8]], scores=[1.0, 1.0],
+        advantages=[[0.0, 0.5, -0.25], [0.0, 2.0]],
+    )  # fmt: skip
+    zeroed = Group(
+        tokens=[[5, 9, 7], [5, 7]], masks=[[MASKED, 9, 7], [MASKED, 7]], scores=[1.0, 0.0],
+        overrides=[{"set_advantage_to_zero": True}, {}],
+    )  # fmt: skip
+    config = Config()
+    config.algorithm.scale_rewards = "none"
+    batch = collate(rows_of([given, zeroed], config), pad=0, mask_truncated=False)
+    assert batch["advantages"].tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
+    assert collate(rows_of([zeroed], config)[1:], pad=0, mask_truncated=False)["advantages"].tolist() == [-0.5]
+    config.algorithm.shuffle_rewards = True  # the control knows nothing of the answers
+    assert all(row.token_advantages is None for row in rows_of([given, zeroed], config))
+
+
+def test_equal_scores_are_no_lack_of_signal_where_advantages_are_given() -> None:
+    group = rollout_group([1.0, 1.0])
+    config = Config()
+    source = BatchSource(Reader([]), config, ending=lambda: False)
+    assert source._reason_to_drop(group, 0) == "zero_signal"
+    group.advantages = [[0.0] * len(row) for row in group.tokens]
+    assert source._reason_to_drop(group, 0) == "zero_signal"
+    group.advantages[0][-1] = 1.0
+    assert source._reason_to_drop(group, 0) is None
+
+
 def test_advantages_by_scale() -> None:
     assert advantages([1.0, 0.0], "none", 3.0) == [0.5, -0.5]
     assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)

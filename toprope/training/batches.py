@@ -59,6 +59,8 @@ class Row:
     truncated: bool
     version: int | None = None
     """The oldest policy version that sampled a token of it; None where unknown."""
+    token_advantages: list[float] | None = None
+    """An advantage for each token of the completion, where the environment gave them: then `advantage` is not used."""
 
 
 @dataclass
@@ -96,7 +98,11 @@ def advantages(rewards: list[float], scale: Literal["group", "batch", "none"], b
 
 
 def rows_of(groups: list[Group], config: Config) -> list[Row]:
-    """The rows of a batch, with advantages; rows without a sampled token are left out."""
+    """The rows of a batch, with advantages; rows without a sampled token are left out.
+
+    What an environment says itself comes first: its `advantages`, token by token, and Atropos's override
+    `set_advantage_to_zero`. Shuffled rewards are a control that must know nothing of the answers, so they replace both.
+    """
     algorithm = config.algorithm
     rewards = [_shuffled(group, algorithm.seed) if algorithm.shuffle_rewards else rewards_of(group) for group in groups]
     flat = [reward for own in rewards for reward in own]
@@ -111,6 +117,7 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
             rollout = group.outcome_of(index)
             logprobs = (group.inference_logprobs or [])[index] if group.inference_logprobs else [0.0] * len(tokens)
             trained = [mask != MASKED for mask in masks[start:]]
+            own_advantages = None if algorithm.shuffle_rewards else _own_advantages(group, index)
             rows.append(
                 Row(
                     prompt=tokens[:start],
@@ -118,6 +125,7 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
                     trained=trained,
                     logprobs=[value if kept else 0.0 for value, kept in zip(logprobs[start:], trained, strict=True)],
                     advantage=scaled[rollout],
+                    token_advantages=None if own_advantages is None else own_advantages[start:],
                     truncated=group.outcomes[rollout].truncated if group.outcomes else False,
                     version=min((version for version, _ in group.versions[index]), default=None)
                     if group.versions
@@ -211,9 +219,14 @@ class BatchSource:
             return "stale"
         if not any(mask != MASKED for masks in group.masks for mask in masks):
             return "empty"
-        if self._config.algorithm.drop_zero_signal and _is_flat(group):
+        if self._config.algorithm.drop_zero_signal and self._is_silent(group):
             return "zero_signal"
         return None
+
+    def _is_silent(self, group: Group) -> bool:
+        if group.advantages is not None and not self._config.algorithm.shuffle_rewards:
+            return not any(any(row) for row in group.advantages)
+        return _is_flat(group)
 
     def _totals(self) -> dict[str, float]:
         first, last = self._pace[0], self._pace[-1]
@@ -256,6 +269,13 @@ def _numbers(seen: list[Group], kept: list[Group], stale: list[int], waited: flo
             values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
             numbers[f"rewards/{name}/mean"] = statistics.fmean(values)
     return numbers
+
+
+def _own_advantages(group: Group, row: int) -> list[float] | None:
+    """An advantage for each token of a row, where the environment gave them; None where rewards decide."""
+    if group.overrides is not None and group.overrides[row].get("set_advantage_to_zero"):
+        return [0.0] * len(group.tokens[row])
+    return None if group.advantages is None else group.advantages[row]
 
 
 def _is_flat(group: Group) -> bool:

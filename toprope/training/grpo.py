@@ -45,7 +45,8 @@ def collate(rows: list[Row], pad: int, *, mask_truncated: bool, device: Any = "c
     Returns:
         prompt_ids, prompt_mask: R x P, padded on the left. completion_ids, completion_mask, tool_mask (0 where the
         environment wrote), old_per_token_logps, sampling_per_token_logps: R x C, padded on the right.
-        advantages: R. num_items_in_batch: scalar, tokens that are trained on.
+        advantages: R, or R x C where an environment gave some for each token.
+        num_items_in_batch: scalar, tokens that are trained on.
     """
     prompts = max(max(len(row.prompt) for row in rows), 1)
     completions = max(len(row.completion) for row in rows)
@@ -62,13 +63,16 @@ def collate(rows: list[Row], pad: int, *, mask_truncated: bool, device: Any = "c
     )
     tool_mask = torch.tensor([right([int(kept) for kept in row.trained], 0) for row in rows])
     logprobs = torch.tensor([right(row.logprobs, 0.0) for row in rows])
+    advantages: list[Any] = [row.advantage for row in rows]
+    if any(row.token_advantages is not None for row in rows):
+        advantages = [right(row.token_advantages or [row.advantage] * len(row.completion), 0.0) for row in rows]
     batch = {
         "prompt_ids": torch.tensor([left(row.prompt, pad) for row in rows]),
         "prompt_mask": torch.tensor([left([1] * len(row.prompt), 0) for row in rows]),
         "completion_ids": torch.tensor([right(row.completion, pad) for row in rows]),
         "completion_mask": completion_mask,
         "tool_mask": tool_mask,
-        "advantages": torch.tensor([row.advantage for row in rows]),
+        "advantages": torch.tensor(advantages),
         "num_items_in_batch": (completion_mask * tool_mask).sum().float(),
         "old_per_token_logps": logprobs,
         "sampling_per_token_logps": logprobs,
