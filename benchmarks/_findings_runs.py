@@ -120,7 +120,7 @@ def _specification(case: Case, home: Path) -> Specification:
     preset = load_preset("cpu-embedded", [ROOT / "configs" / "presets"])
     short: dict[str, Any] = {
         "launcher.device": "cpu",
-        "launcher.stall_after_s": 12.0,
+        "launcher.stall_after_s": 15.0,
         "budget.steps": STEPS,
         "budget.max_train_seconds": None,
         "evaluation.heldout_tasks": 16,

@@ -71,7 +71,7 @@ def all_wrong(trail: Trail) -> Sign | None:
     now = trail.recent(_WRONG)
     if now < 0.9:
         return None
-    level = "critical" if trail.rows >= trail.early and now >= 0.97 else "warning"
+    level = "critical" if trail.rows >= trail.early and now >= 0.99 else "warning"
     return Sign(
         level,
         f"Since the start {share(now)} of the groups hold wrong answers only, all with the same reward: there is "
@@ -177,7 +177,7 @@ REWARDS: tuple[Rule, ...] = (
         "90 % of groups without spread in every row of a window, rewards of tasks differ",
         MEASURED,
     ),
-    Rule("all_wrong", all_wrong, "90 % of groups all wrong from the first window on; critical: 97 %", _RLDOCTOR),
+    Rule("all_wrong", all_wrong, "90 % of groups all wrong from the first window on; critical: 99 %", _RLDOCTOR),
     Rule("all_right", all_right, "90 % of groups all right; a warning where 75 % were at the start", _RLDOCTOR),
     Rule("parse_failures", parse_failures, "30 % unreadable, and no better than at the start", MEASURED, 10),
     Rule(
