@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from toprope.errors import Corrupt
+from toprope.errors import Corrupt, TopropeError
 from toprope.records.checkpoints import seal
 from toprope.records.crew import Checkpointed, Finished, Ready, Stepped
 from toprope.records.folder import RunFolder
@@ -72,7 +72,7 @@ class StandInMember:
         self.folder, self.secret, self.ending = folder, "secret", threading.Event()
         self.spec = SimpleNamespace(config=config)
         self.reports: list[Any] = []
-        self._policy, self._stop_after, self.attempt = policy, stop_after, 1
+        self._policy, self._stop_after, self.attempt, self.life = policy, stop_after, 1, 0
 
     def address(self, peer: str) -> str:
         return str(self._policy) if peer == "policy" else "http://127.0.0.1:1"
@@ -82,7 +82,13 @@ class StandInMember:
         if isinstance(report, Stepped) and report.step == self._stop_after:
             self.ending.set()
 
-    def hold(self) -> float:
+    def peer(self, name: str) -> str:
+        return self.address(name)
+
+    def beat(self) -> None:
+        pass
+
+    def hold(self, beat: Any = None) -> float:
         return 0.0
 
     def of(self, kind: type) -> list[Any]:
@@ -184,6 +190,60 @@ def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_rea
     assert seen[0] == 3
     for name, value in trained.named_parameters():
         assert torch.equal(seen[1][name], value), name
+
+
+def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_published(attempt, tiny_policy, tmp_path):
+    """It was killed before its first checkpoint, when inference had version 2, which goes back to the first weights."""
+    folder, config = RunFolder.create(tmp_path, "run-1"), small()
+    served = load_model(tiny_policy, config)
+    first = {name: value.detach().clone() for name, value in served.named_parameters()}
+    reader = WeightReader(folder.crew, dict(served.named_parameters()))
+    attempt(folder, config, stop_after=2)
+    assert reader.refresh() == 2
+    assert any(not torch.equal(value, first[name]) for name, value in served.named_parameters())
+    seen: list[Any] = []
+
+    class Looks(StandInMember):
+        def report(self, report: Any) -> None:
+            super().report(report)
+            if isinstance(report, Ready):
+                seen.append(reader.refresh())
+                seen.append(all(torch.equal(value, first[name]) for name, value in served.named_parameters()))
+                newcomer = load_model(tiny_policy, config)
+                seen.append(WeightReader(folder.crew, dict(newcomer.named_parameters())).refresh())
+
+    member = Looks(folder, tiny_policy, config, stop_after=1)
+    member.life = 1
+    trainer.TrainingRun(member).run()
+    assert seen == [0, True, 0]
+    assert reader.refresh() == 1 and [report.step for report in member.of(Stepped)] == [1]
+
+
+@pytest.mark.parametrize("what", ["loss", "weight"])
+def test_what_is_not_finite_is_neither_published_nor_saved(attempt, tiny_policy, tmp_path, monkeypatch, what):
+    from toprope.training.grpo import GroupTrainer
+
+    folder, config = RunFolder.create(tmp_path, "run-1"), small(logging__save_steps=1)
+    served = load_model(tiny_policy, config)
+    reader = WeightReader(folder.crew, dict(served.named_parameters()))
+    real, calls = GroupTrainer.compute_loss, []
+
+    def spoilt(self: Any, model: Any, *arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        loss = real(self, model, *arguments, **named)
+        if len(calls) == 3 and what == "loss":
+            return loss * float("nan")
+        if len(calls) == 3:
+            next(model.parameters()).data[0, 0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(GroupTrainer, "compute_loss", spoilt)
+    with pytest.raises(TopropeError, match=f"{what} at step 3 is not a number. Nothing of that step was published"):
+        attempt(folder, config)
+    assert reader.refresh() == 2
+    assert all(torch.isfinite(value).all() for value in served.parameters())
+    assert folder.newest_checkpoint().name == "step-000002"
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3] and rows(folder)[-1]["version"] == 2
 
 
 def test_a_checkpoint_at_the_last_step_is_not_trained_on(attempt, tmp_path):

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from toprope.records.lines import NO_ROOM, PatientLines
 from toprope.records.metrics import header
 from toprope.settings.schema import Config
 from toprope.training.crew import Member
+from toprope.training.peers import PeerAway
 from toprope.training.wandb_note import note_wandb
 
 __all__ = ["TrainingRun", "main", "rate_factor"]
@@ -95,12 +97,14 @@ class TrainingRun:
         self._tokenizer = load_tokenizer(folder)
         self._model = load_model(folder, config, trained=True)
         trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-        self._publisher = WeightFile(member.folder.crew, trained)
+        # Inference may hold what an earlier life of this trainer published, which is no more: it takes even version 0.
+        self._publisher = WeightFile(member.folder.crew, trained, -1 if member.life else 0)
         self._optimizer = _optimizer(config, trained)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: rate_factor(config, step, self._elapsed())
         )
-        self._api = SyncApiClient(member.address("api"), member.secret)
+        member.address("api")
+        self._api = SyncApiClient(self._where_api_is, member.secret)
         self._api.waits = lambda: not member.ending.is_set()
         report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
         args = arguments(config, str(member.folder.crew / "trainer"), describe_device(config), report_to)
@@ -115,8 +119,11 @@ class TrainingRun:
             callbacks=[_after_step(self)],
         )
         state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(self._sound(checkpoint))
+        if member.life or state.policy_version:
+            self._publisher.version = state.policy_version - 1
+            self._publisher.publish()
         trainer.first_step = state.step
-        self._source = BatchSource(self._api, config, member.ending.is_set, state.cursor, state.rollouts, state.dropped)
+        self._source = BatchSource(self._api, config, self._is_ending, state.cursor, state.rollouts, state.dropped)
         member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
         if state.step < config.budget.steps and not self._out_of_time():
             try:
@@ -150,16 +157,13 @@ class TrainingRun:
         return found.path
 
     def _take_up(self, checkpoint: Path) -> Any:
-        """Becomes what the checkpoint was, and lets inference have its weights under their version."""
+        """Becomes what the checkpoint was."""
         from toprope.training.checkpoints import load, load_weights
 
         load_weights(checkpoint, self._model)
         state = load(checkpoint, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
-        if state.policy_version:
-            self._publisher.version = state.policy_version - 1
-            self._publisher.publish()
         # A trainer that was killed may have written the checkpoint and not have said so.
         cursor = self._api.take_up(state.cursor)
         if cursor != state.cursor:
@@ -175,9 +179,12 @@ class TrainingRun:
         """Leaves word of where Weights & Biases keeps this run, if it does."""
         note_wandb(self._member.folder, self._config.logging.wandb)
 
+    def beat(self) -> None:
+        """Says that the training goes on."""
+        self._member.beat()
+
     def after_step(self) -> bool:
-        """Publishes the step's weights; returns whether the training is to end."""
-        self._publisher.publish()
+        """Whether the training is to end."""
         return self._member.ending.is_set() or self._out_of_time()
 
     def _out_of_time(self) -> bool:
@@ -187,7 +194,7 @@ class TrainingRun:
     def _hold(self) -> None:
         """Waits while the run is held, which does not count as training; what found no room on the disk goes there
         now."""
-        held_s = self._member.hold()
+        held_s = self._member.hold(self._member.beat)
         if held_s:
             if self._began is not None:
                 self._began += held_s
@@ -195,12 +202,28 @@ class TrainingRun:
             if self._unsaved_since is not None:
                 self._save()
 
+    def _is_ending(self) -> bool:
+        """Asked about once a second while there are no groups."""
+        self._member.beat()
+        self._hold()
+        return self._member.ending.is_set()
+
+    def _where_api_is(self) -> str | None:
+        """Asked before every call of the API, and while it is away."""
+        self._member.beat()
+        url = self._member.peer("api")
+        if url is None and self._member.ending.is_set():
+            raise PeerAway("The trajectory API was away when the run ended.")
+        return url
+
     def _next_batch(self) -> Any:
         self._hold()
         self._api.policy_version = self._publisher.version
         try:
             batch = self._source.next(self._publisher.version)
-        except DiskFull:  # it waits for room unless the run is to end
+        except (DiskFull, PeerAway):
+            if not self._member.ending.is_set():  # else both are waited for
+                raise
             from toprope.training.batches import Ending
 
             raise Ending from None
@@ -214,6 +237,9 @@ class TrainingRun:
 
     def _on_row(self, step: int, numbers: dict[str, float | None]) -> None:
         self._step = step
+        unsound = self._unsound(numbers.get("loss"))
+        if unsound is None:
+            self._publisher.publish()
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row |= {name: _short(value) for name, value in numbers.items()}
         row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
@@ -221,14 +247,21 @@ class TrainingRun:
         if not self._metrics.append(line):
             self._member.report(NoRoom(f"{self._metrics.behind} rows of metrics.jsonl wait for room on the disk"))
         self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
-        if numbers.get("loss") is None or not math.isfinite(numbers["loss"] or 0.0):
+        if unsound is not None:
             raise TopropeError(
-                f"The loss at step {step} is not a number.",
+                f"{unsound} at step {step} is not a number. Nothing of that step was published or saved.",
                 hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; metrics.jsonl has the steps before.",
             )
         waited = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= _SAVE_AGAIN_S
         if waited or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):
             self._save()
+
+    def _unsound(self, loss: float | None) -> str | None:
+        """What of a step is not finite; None: it may be published."""
+        if loss is None or not math.isfinite(loss):
+            return "The loss"
+        trained = [value for value in self._model.parameters() if value.requires_grad]
+        return None if _finite(trained) else "A weight"
 
     def _eta(self, step: int) -> float:
         elapsed, budget = self._elapsed(), self._config.budget
@@ -255,6 +288,14 @@ class TrainingRun:
 
         if self._saved_step == self._step:
             return True
+        moments = [
+            value for kept in self._optimizer.state.values() for value in kept.values() if hasattr(value, "numel")
+        ]
+        if not _finite(moments):
+            raise TopropeError(
+                f"The optimizer's state at step {self._step} holds what is not a number, and was not saved.",
+                hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
+            )
         source = self._source
         state = CheckpointState(
             self._step, source.cursor, self._publisher.version, self._elapsed(), source.rollouts, dict(source.dropped)
@@ -276,11 +317,23 @@ class TrainingRun:
             self._member.report(NoRoom(f"the checkpoint of step {self._step} waits for room on the disk"))
             return False
         self._saved_step, self._unsaved_since = self._step, None
-        with suppress(DiskFull):  # the next attempt says it again
-            self._api.commit(state.cursor)
         relative = str(path.relative_to(self._member.folder.path))
         self._member.report(Checkpointed(self._step, relative, state.cursor))
+        with suppress(DiskFull, PeerAway):  # whoever goes on from here says it again
+            self._api.commit(state.cursor)
         return True
+
+
+def _finite(tensors: Iterable[Any]) -> bool:
+    """Whether every number in them is one."""
+    import torch
+
+    with torch.no_grad():
+        # The largest magnitude of each: one pass without a copy, and what is no number stays none.
+        largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in tensors if tensor.numel()]
+        return not largest or bool(
+            torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest])).all()
+        )
 
 
 def _optimizer(config: Config, parameters: dict[str, Any]) -> Any:
@@ -306,7 +359,11 @@ def _after_step(run: TrainingRun) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             run.note_reporting()
 
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            run.beat()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            run.beat()
             if run.after_step():
                 control.should_training_stop = True
 
@@ -336,7 +393,7 @@ def main() -> int:
     try:
         TrainingRun(member).run(None if checkpoint is None else Path(checkpoint))
     except TopropeError as error:
-        member.report(Failed(error.message, error.hint))
+        member.report(Failed(error.message, error.hint, isinstance(error, PeerAway)))
         return 1
     except OSError as error:
         if error.errno not in NO_ROOM:
