@@ -133,7 +133,7 @@ def served_version(trail: Trail) -> Sign | None:
 def trainer_waits(trail: Trail) -> Sign | None:
     """The trainer's time goes into waiting for groups: sampling is the bottleneck."""
     waiting = _shares(trail)
-    if waiting is None or waiting < 0.5:
+    if waiting is None or waiting < 0.5 or trail.stale_share >= 0.2:  # sampling more would only be dropped
         return None
     rollout = trail.config.rollout
     return Sign(
