@@ -11,7 +11,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-__all__ = ["NO_ROOM", "PatientLines"]
+__all__ = ["NO_ROOM", "Ballast", "PatientLines"]
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What writing fails with where there is no room: disk, quota, or limit of a file's size."""
@@ -71,6 +71,39 @@ class PatientLines:
                 self._waiting.popleft()
         finally:
             os.close(descriptor)
+
+
+class Ballast:
+    """Room that is set aside, to be given up when a disk is full: for saying that it is.
+
+    Args:
+        path: A file that holds the room, made at once where that is possible.
+        size: Bytes.
+    """
+
+    def __init__(self, path: Path, size: int = 1 << 18) -> None:
+        self._path, self._size = path, size
+        self.take()
+
+    def take(self) -> None:
+        """Sets the room aside, unless it is, or there is none."""
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(descriptor).st_size < self._size:
+                    os.pwrite(descriptor, bytes(self._size), 0)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Gives the room up; whether there was any."""
+        try:
+            os.unlink(self._path)
+        except OSError:
+            return False
+        return True
 
 
 def _torn(path: Path) -> bool:

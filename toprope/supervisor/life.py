@@ -16,7 +16,7 @@ from typing import Any
 from toprope.analysis.failures import named
 from toprope.records.crew import Progress, Stepped
 from toprope.records.folder import RunFolder
-from toprope.records.lines import NO_ROOM
+from toprope.records.lines import NO_ROOM, Ballast
 from toprope.records.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
 
 __all__ = ["Life"]
@@ -35,6 +35,7 @@ class Life:
         self.status = status
         self._folder = folder
         self._events = EventLog(folder)
+        self._ballast = Ballast(folder.crew / "ballast")
         self._written = 0.0
         self._due: asyncio.TimerHandle | None = None
         self._work: dict[str, Any] = {}
@@ -167,8 +168,18 @@ class Life:
             self._due = None
         self._written = time.monotonic()
         self.status = self.status.model_copy(update={"updated_at": time.time()})
-        self._events.catch_up()
-        self.status.write(self._folder)
+        try:
+            self._events.catch_up()
+            self.status.write(self._folder)
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self._ballast.drop():
+                raise
+            self._events.catch_up()
+            self.status.write(self._folder)
+
+    def set_aside(self) -> None:
+        """Takes room on the disk again for what has to be said when it is full."""
+        self._ballast.take()
 
     def write_at_last(self) -> None:
         """Writes the status and every event before this returns, for which it waits a while on a full disk: with the

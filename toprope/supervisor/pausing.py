@@ -66,4 +66,5 @@ class Pausing:
         """Goes back to the state that the pause interrupted."""
         if self._before is not None and self._life.state == "paused":
             self._life.to(self._before, can_wait=True)
+        self._life.set_aside()
         self._before = None
