@@ -14,6 +14,7 @@ import pytest
 from training_api_server import ENVIRONMENT, REGISTRATION, group, marks, served, until
 
 from toprope.errors import NotFound, NotPossibleNow
+from toprope.records.frames import scan
 from toprope.records.journal import FileJournal, GroupNote, Unsynced
 from toprope.training.api.durable import GroupCommit
 from toprope.training.api.refusal import Refused
@@ -126,17 +127,17 @@ def test_what_a_killed_writer_left_in_memory_is_on_disk_before_it_is_taken_up(
     journal.close()
 
 
-def small_store(folder: Path, **options: Any) -> tuple[FileJournal, TrajectoryStore]:
-    journal = FileJournal(folder, segment_bytes=1000)
+def small_store(folder: Path, recent: bool = False, **options: Any) -> tuple[FileJournal, TrajectoryStore]:
+    journal = FileJournal(folder, segment_bytes=1000, recent=recent)
     return journal, TrajectoryStore(journal, **options)
 
 
 def segments(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.iterdir())
+    return sorted(path.stem for path in folder.glob("*.journal"))
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Path, keep: bool) -> None:
+@pytest.mark.parametrize(("keep", "recent"), [(True, False), (True, True), (False, False)])
+def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Path, keep: bool, recent: bool) -> None:
     journal, store = small_store(tmp_path, keep=keep)
     store.next_batch(0, 16)
     for mark in range(40):
@@ -153,11 +154,13 @@ def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Pat
     before = store.queue.counts(), store.queue.step, store.queue.delivered, store.registry.current_step
     assert ("00000001" in segments(tmp_path)) == keep
     journal.close()
-    journal, again = small_store(tmp_path, keep=keep)
+    journal, again = small_store(tmp_path, recent, keep=keep)
     again.queue.rewind(26)
     assert (again.queue.counts(), again.queue.step, again.queue.delivered, again.registry.current_step) == before
     assert again.post(body(3, group_id="k3")) == 4, "its key is remembered even if its bytes are gone"
     if keep:
+        assert FileJournal(tmp_path).read(1), "whoever browses the run reads all"
+    if keep and not recent:
         assert journal.read(1)
     else:
         assert journal.first > 1
@@ -168,6 +171,57 @@ def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Pat
         rest += [found.seq for found in formed.plan.groups]
     assert sorted(rest) == sorted(set(range(27, 41)) - {dropped})
     assert again.post(body(99)) == 41
+    journal.close()
+
+
+def kept_history(folder: Path, groups: int) -> tuple[TrajectoryStore, int]:
+    """A journal of so many groups, of which checkpoints have passed all but the last few; and the cursor."""
+    journal, store = small_store(folder)
+    cursor = 0
+    for mark in range(groups):
+        store.post(body(mark))
+        if mark % 2:
+            formed = store.next_batch(cursor, 16)
+            assert formed is not None
+            cursor = formed.plan.end
+            store.commit(cursor - 2)
+    journal.close()
+    return store, cursor
+
+
+def test_a_restart_does_not_read_what_checkpoints_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cursor = kept_history(tmp_path, 60)
+    assert len(segments(tmp_path)) > 30
+    counts, read = store.queue.counts(), []
+
+    def counting(path: Path, *arguments: Any) -> Any:
+        read.append(path.stem)
+        return scan(path, *arguments)
+
+    monkeypatch.setattr("toprope.records.journal.scan", counting)
+    journal, store = small_store(tmp_path, recent=True)
+    assert set(read) <= set(segments(tmp_path)[-6:])
+    assert store.queue.counts() == counts and store.queue.delivered == cursor
+    assert store.post(body(77)) == 61
+    journal.close()
+
+
+@pytest.mark.parametrize("harm", ["start is no number", "start is missing", "start is ahead", "snapshots are damaged"])
+def test_a_start_that_cannot_be_trusted_costs_time_only(tmp_path: Path, harm: str) -> None:
+    store, cursor = kept_history(tmp_path, 20)
+    start = tmp_path / "start"
+    if harm == "start is no number":
+        start.write_bytes(b"\xff")
+    elif harm == "start is missing":
+        start.unlink()
+    elif harm == "start is ahead":
+        start.write_text("99")
+    else:
+        for path in tmp_path.glob("*.journal"):
+            path.write_bytes(path.read_bytes().replace(b'"type":"snapshot"', b'"type":"snapshut"'))
+    journal, again = small_store(tmp_path, recent=True)
+    assert again.queue.counts() == store.queue.counts() and again.queue.delivered == cursor
+    assert journal.read(1)
     journal.close()
 
 

@@ -150,18 +150,18 @@ class Lives(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.committed: set[int] = set()
         self.duplicates = 0
-        self.keep = True
+        self.keep, self.recent = True, False
         self.store = self.opened()
 
-    @initialize(keep=st.booleans())
-    def choose(self, keep: bool) -> None:
-        """Whether segments that a commit has passed are kept."""
-        self.keep = keep
+    @initialize(keep=st.booleans(), recent=st.booleans())
+    def choose(self, keep: bool, recent: bool) -> None:
+        """Whether segments that a commit has passed are kept, and whether a restart passes them over."""
+        self.keep, self.recent = keep, recent
         self.journal.close()
         self.store = self.opened()
 
     def opened(self) -> TrajectoryStore:
-        self.journal = FileJournal(self.folder, segment_bytes=2000)
+        self.journal = FileJournal(self.folder, segment_bytes=2000, recent=self.recent)
         return TrajectoryStore(self.journal, keep=self.keep, now=lambda: self.time)
 
     def teardown(self) -> None:

@@ -13,7 +13,7 @@ Kind 1 is a group: the body is the JSON that was posted, the note a `GroupNote`.
 `Mark`, there is no body, and the sequence number is that of the last group before it. Groups are numbered from 1. The
 magic starts with a byte that no JSON contains, so that after damage the next whole frame can be found. A writer never
 changes an existing segment: it starts a new one, and what a crash left torn at the end of the old one is passed over.
-The oldest segments may be missing: a `Snapshot` behind them says what they added up to.
+The oldest segments may be missing, or set aside (`passed.py`): a `Snapshot` behind them says what they added up to.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from toprope.records.marks import (
     Tallied,
     TrainerRegistered,
 )
+from toprope.records.passed import note_start, start_of, sync_folder
 
 __all__ = [
     "Committed",
@@ -104,7 +105,7 @@ class Unsynced(NamedTuple):
         for descriptor in self.files:
             os.fdatasync(descriptor)
         if self.folder is not None:
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
 
 
 class Journal(Protocol):
@@ -147,8 +148,8 @@ class Journal(Protocol):
         """Whether there are segments that hold only groups numbered below `before`."""
         ...
 
-    def remove(self, before: int, snapshot: Snapshot) -> None:
-        """Removes them, once the snapshot is on disk. Raises as `append` does."""
+    def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
+        """Sets them aside or removes them, once the snapshot is on disk. Raises as `append` does."""
         ...
 
     def close(self) -> None: ...
@@ -163,11 +164,15 @@ class FileJournal:
             also waits for the disk, at every record. `group` leaves that to the caller, who flushes what is `unsynced`
             for many records at once.
         segment_bytes: A segment that has grown to this is followed by a new one.
+        recent: Whether to pass over the segments that were set aside, so that opening does not cost more with every
+            checkpoint.
 
     Only numbers are kept in memory, 20 bytes a group. `damage` names what opening passed over. Not for several threads.
     """
 
-    def __init__(self, folder: Path, *, sync: Sync = "os", segment_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(
+        self, folder: Path, *, sync: Sync = "os", segment_bytes: int = 64 * 1024 * 1024, recent: bool = False
+    ) -> None:
         self._folder = folder
         self._sync = sync
         self._segment_bytes = segment_bytes
@@ -188,10 +193,11 @@ class FileJournal:
         """Records that were written, and that are known to be on disk, by this process."""
         self.damage: list[str] = []
         self.has_snapshot = False
-        for ordinal in sorted(int(path.stem) for path in folder.glob("*.journal") if path.stem.isdecimal()):
-            self._open_segment(ordinal)
-            if sync != "os":  # a killed writer's last records may be in memory only: what is found here is to last
-                _sync_file(self._path(ordinal))
+        start = start_of(folder) if recent else 0
+        ordinals = sorted(int(path.stem) for path in folder.glob("*.journal") if path.stem.isdecimal())
+        self._open([ordinal for ordinal in ordinals if ordinal >= start])
+        if not self.has_snapshot and ordinals[:1] != list(self._last_of)[:1]:
+            self._open(ordinals)  # what stands for the others is damaged
         self._recovered = self.last
 
     @property
@@ -217,7 +223,7 @@ class FileJournal:
 
     def read(self, seq: int) -> bytes:
         if not self.first <= seq <= self.last:
-            removed = " Those before are removed: checkpoints have passed them." if self._base else ""
+            removed = " Those before are removed or set aside: checkpoints have passed them." if self._base else ""
             raise NotFound(
                 f"The journal holds no group {seq}.",
                 hint=f"Groups are numbered {self.first} to {self.last}.{removed}",
@@ -249,7 +255,7 @@ class FileJournal:
     def removable(self, before: int) -> bool:
         return bool(self._passed(before))
 
-    def remove(self, before: int, snapshot: Snapshot) -> None:
+    def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
         passed = self._passed(before)
         if not passed:
             return
@@ -264,11 +270,17 @@ class FileJournal:
             raise self.fail(error) from error
         self.synced(pending)
         self.has_snapshot = True
+        if keep:
+            try:
+                note_start(self._folder, next(o for o in self._last_of if o > passed[-1]))
+            except OSError:
+                return  # reading them all again costs time only
         gone = self._last_of[passed[-1]] - self._base
         for ordinal in passed:  # oldest first: a crash in between leaves no gap
             if (descriptor := self._readers.pop(ordinal, None)) is not None:
                 os.close(descriptor)
-            self._path(ordinal).unlink(missing_ok=True)
+            if not keep:
+                self._path(ordinal).unlink(missing_ok=True)
             del self._last_of[ordinal]
         for numbers in (self._segment, self._offset, self._length, self._crc):
             del numbers[:gone]
@@ -318,6 +330,18 @@ class FileJournal:
                 break
             passed.append(ordinal)
         return passed
+
+    def _open(self, ordinals: list[int]) -> None:
+        self._last_of.clear()
+        for numbers in (self._segment, self._offset, self._length, self._crc, self.damage):
+            del numbers[:]
+        self._base = 0
+        for ordinal in ordinals:
+            self._open_segment(ordinal)
+            if (
+                self._sync != "os"
+            ):  # a killed writer's last records may be in memory only: what is found here is to last
+                _sync_file(self._path(ordinal))
 
     def _open_segment(self, ordinal: int) -> None:
         oldest = not self._last_of
@@ -389,7 +413,7 @@ class FileJournal:
         self._written = 0
         self._new_segment = True
         if self._sync == "always":
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         return self._writer
 
     def _reader(self, ordinal: int) -> int:
@@ -419,13 +443,5 @@ def _sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

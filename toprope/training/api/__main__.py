@@ -84,7 +84,7 @@ def registration_of(spec: Specification, folder: RunFolder) -> TrainerRegistrati
 async def run(member: MemberLike) -> None:
     """Serves until a Stop order comes or the orders end."""
     config = member.spec.config
-    journal = FileJournal(member.folder.journal, sync=config.logging.journal_sync)
+    journal = FileJournal(member.folder.journal, sync=config.logging.journal_sync, recent=True)
     try:
         store = TrajectoryStore(
             journal,

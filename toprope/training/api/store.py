@@ -262,11 +262,11 @@ class TrajectoryStore:
         newly = self.queue.commit(cursor)
         self._change()
         oldest = self.queue.oldest_at_stake
-        if not self._keep and self._journal.removable(oldest):
+        if self._journal.removable(oldest):
             snapshot = self.queue.snapshot()
             self.registry.save_to(snapshot)
             snapshot.by_cursor = self._by_cursor
-            self._journal.remove(oldest, snapshot)
+            self._journal.leave(oldest, snapshot, keep=self._keep)
         return newly
 
     def drop(self, items: Sequence[tuple[int, str]]) -> int:
