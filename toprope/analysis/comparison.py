@@ -111,7 +111,7 @@ class Comparison:
     only_b: int
     """Tasks that this side solves more often than the other."""
     rests_on: tuple[str, ...]
-    """Runs without which less than half of the difference is left."""
+    """Runs without which less than half of the difference is left, where the tasks alone would show one."""
     lone_wins: dict[str, int]
     """By run: tasks that it solves and no other seed of its side does."""
 
@@ -198,7 +198,7 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
         why=_why(difference, p_tasks, floor, verdict),
         only_a=sum(one < 0 for one in units),
         only_b=sum(one > 0 for one in units),
-        rests_on=_rests_on(a, b, means_a.by_run, means_b.by_run, difference) if verdict != "none" else (),
+        rests_on=_rests_on(a, b, means_a.by_run, means_b.by_run, difference) if p_tasks <= SIGNIFICANT else (),
         lone_wins=_lone_wins(a, answers_a) | _lone_wins(b, answers_b),
     )
 
