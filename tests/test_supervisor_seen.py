@@ -8,8 +8,9 @@ from tools_house import become, make_workshop, step
 
 from toprope.errors import NotFound
 from toprope.records.folder import RunFolder
-from toprope.records.status import Status
-from toprope.supervisor.seen import SeenStatuses
+from toprope.records.status import EventLog, Status
+from toprope.supervisor import seen as module
+from toprope.supervisor.seen import SeenEvents, SeenStatuses
 
 RUN = "run-1"
 
@@ -71,3 +72,45 @@ def test_runs_that_ended_are_listed_without_reading_them_again_and_resumed_ones_
     assert sorted(run.state for run in shop.statuses()) == ["lost", "stopped", "stopped"]
     assert set(reads) == {"run-1"}
     launcher.close()
+
+
+def test_events_are_read_on_from_those_that_are_known(tmp_path, monkeypatch):
+    folder, seen = made(tmp_path), SeenEvents()
+    log = EventLog(folder)
+    for number in range(4):
+        log.append("evaluation", label=str(number))
+    assert [event.seq for event in seen.read(folder, 2)] == [3, 4]
+    asked = []
+    read = module.read_events
+    monkeypatch.setattr(module, "read_events", lambda path, after: asked.append(after) or read(path, after))
+    assert [event.seq for event in seen.read(folder, 3)] == [4]
+    assert asked == []
+    log.append("end")
+    assert [event.seq for event in seen.read(folder, 3)] == [4, 5]
+    assert [event.seq for event in seen.read(folder)] == [1, 2, 3, 4, 5]
+    assert asked == [4, 0]
+
+
+def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path):
+    folder, seen = made(tmp_path), SeenEvents()
+    log = EventLog(folder)
+    log.append("evaluation")
+    line = log.append("finding", what="x").model_dump_json() + "\n"
+    whole = folder.events.read_bytes()
+    folder.events.write_bytes(whole[: -len(line) // 2])
+    assert [event.seq for event in seen.read(folder)] == [1]
+    with folder.events.open("ab") as file:
+        file.write(whole[-len(line) // 2 :])
+    assert [event.seq for event in seen.read(folder)] == [1, 2]
+
+
+def test_no_more_events_are_kept_than_there_is_room_for(tmp_path):
+    seen = SeenEvents(most=10)
+    folders = [made(tmp_path, f"run-{n}") for n in range(6)]
+    for folder in folders:
+        log = EventLog(folder)
+        for _ in range(3):
+            log.append("evaluation")
+        assert len(seen.read(folder)) == 3
+    assert sum(len(known.events) + 1 for known in seen._known.values()) <= 10
+    assert all(len(seen.read(folder)) == 3 for folder in folders)

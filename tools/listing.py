@@ -39,7 +39,7 @@ async def list_runs(
     Raises:
         InvalidValue: The cursor is none.
     """
-    runs = sorted(await to_thread.run_sync(workshop.statuses), key=_key, reverse=True)
+    runs = await to_thread.run_sync(workshop.statuses)
     if state != "any":
         runs = [run for run in runs if run.ended == (state == "ended")]
     if query:

@@ -16,6 +16,7 @@ from tools.looking import Look, work_of
 from tools.numbers import numbers_line
 from tools.waiting import Met, Waited
 from toprope.records.index import Stamp
+from toprope.records.stamps import keep_stamps
 from toprope.records.status import LIVE, Event
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         answer = _answer(told, waited.met, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
-    for one in told:
-        if one.stamp is not None:
-            workshop.index.set_stamp(one.item.run_id, one.stamp)
+    keep_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
     return answer
 
 
@@ -132,7 +131,9 @@ def _told(look: Look, most: int) -> _Told:
     else:
         fresh, numbers, at = False, stamp.snapshot, stamp.at
     seq = max(place, stamp.seq if stamp else 0)
-    kept = Stamp(at, seq, numbers) if fresh or (stamp is not None and seq != stamp.seq) else None
+    kept = Stamp(at, seq, numbers)
+    if stamp is not None and seq == stamp.seq and (not fresh or (status.ended and numbers == stamp.snapshot)):
+        kept = None
     limited = not status.ended and bool(work_of(numbers))
     next_in = max(0.0, round(at + look.interval_s - look.now, 1)) if limited else None
     line = f"{status.run_id}: {status.state}"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from toprope.records.index import Index, Stamp
 
-__all__ = ["forget_stamps", "stamps_of"]
+__all__ = ["forget_stamps", "keep_stamps", "stamps_of"]
 
 
 def stamps_of(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
@@ -23,6 +23,22 @@ def stamps_of(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
             return {}
         rows = db.execute(f"SELECT run_id, at, seq, snapshot FROM stamps WHERE run_id IN ({marks})", tuple(run_ids))
         return {row["run_id"]: Stamp(row["at"], row["seq"], _snapshot(row["snapshot"])) for row in rows}
+
+
+def keep_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
+    """Replaces the stamps of runs, as `Index.set_stamp` does, all of them at once. Raises: see `Index`."""
+    if not stamps:
+        return
+    rows = [
+        (run_id, stamp.at, stamp.seq, json.dumps(stamp.snapshot, ensure_ascii=False, allow_nan=False))
+        for run_id, stamp in stamps.items()
+    ]
+    with index.writing() as db:
+        db.executemany(
+            "INSERT INTO stamps VALUES (?, ?, ?, ?) ON CONFLICT (run_id) DO UPDATE SET at = excluded.at, "
+            "seq = max(seq, excluded.seq), snapshot = excluded.snapshot WHERE excluded.at >= stamps.at",
+            rows,
+        )
 
 
 def forget_stamps(index: Index, run_ids: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ EVENT_VERSION = 1
 """Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""
 
 _TAIL_BYTES = 1 << 15
+_NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
+"""How a line of ours begins: those that are known already are passed over without reading them."""
 
 State = Literal[
     "queued",
@@ -223,6 +226,8 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
     for line in _lines_after(path, after):
         if marks is not None and not any(mark in line for mark in marks):
             continue
+        if (numbered := _NUMBERED.match(line)) is not None and int(numbered[1]) <= after:
+            continue
         try:
             value = json.loads(line)
             event = Event.model_validate(value)
@@ -275,6 +280,8 @@ def _last_number(path: Path) -> int:
 
 
 def _number(line: bytes) -> int | None:
+    if (numbered := _NUMBERED.match(line)) is not None and line.endswith((b"}\n", b"}")):
+        return int(numbered[1])
     try:
         return Event.model_validate_json(line).seq
     except ValueError:

@@ -20,14 +20,14 @@ import anyio
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TopropeError
 from toprope.records.folder import RUN_ID, RunFolder
 from toprope.records.specification import Specification
-from toprope.records.status import RESUMABLE, Event, Failure, Status, read_events
+from toprope.records.status import RESUMABLE, Event, Failure, Status
 from toprope.supervisor.heartbeat import silence
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.lost import is_due
 from toprope.supervisor.refusals import lives, not_written
 from toprope.supervisor.reservations import Machine, Reservations
-from toprope.supervisor.seen import SeenStatuses
+from toprope.supervisor.seen import SeenEvents, SeenStatuses
 from toprope.supervisor.settle import end_unkept, prepare_attempt, settle
 from toprope.supervisor.sweep import sweep
 from toprope.supervisor.variables import OwnersVariables
@@ -63,7 +63,7 @@ class Runs:
     ) -> None:
         self.path = path
         self._launcher, self._machine, self._variables = launcher, machine, variables
-        self._seen = SeenStatuses()
+        self._seen, self._seen_events = SeenStatuses(), SeenEvents()
         self._reviving = threading.Lock()
 
     def folder(self, run_id: str) -> RunFolder:
@@ -307,12 +307,12 @@ class Runs:
                 found_there = [(entry.name, entry.is_dir()) for entry in entries]
         except FileNotFoundError:
             return []
-        names = [name for name, is_folder in found_there if is_folder and RUN_ID.fullmatch(name)]
+        over = self._seen.over(self.path)
+        names = [name for name, is_folder in found_there if is_folder and (name in over or RUN_ID.fullmatch(name))]
         self._clear_unmade(name for name, _ in found_there if name.startswith((_MAKING, "..")))
         self._seen.keep_only(set(names))
         for name in names:
-            known = self._seen.known(name, f"{self.path}/{name}/status.json")
-            if known is not None and _over(known):
+            if (known := over.get(name)) is not None:
                 found.append(known)
                 continue
             folder = RunFolder(self.path / name)
@@ -331,7 +331,7 @@ class Runs:
             # A keeper takes tenths of a second to come up, and this answer waits for none. Not a daemon: a command
             # that ends now ends when they are there.
             threading.Thread(target=self._revive, args=(due,), name="revive").start()
-        return sorted(found, key=lambda status: status.created_at, reverse=True)
+        return sorted(found, key=lambda status: (status.created_at, status.run_id), reverse=True)
 
     def _settled_or_read(self, folders: Sequence[RunFolder]) -> list[Status]:
         try:
@@ -374,7 +374,7 @@ class Runs:
         Raises:
             NotFound: There is no such run.
         """
-        return list(read_events(self.folder(run_id).events, after))
+        return self._seen_events.read(self.folder(run_id), after)
 
     async def wait(
         self,
