@@ -1,4 +1,4 @@
-"""Why a run cannot be started or resumed now, said in full."""
+"""Why a run cannot be started, resumed or read now, said in full."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from toprope.errors import NotPossibleNow
 from toprope.records.folder import RunFolder
 from toprope.records.status import Status
 
-__all__ = ["lives", "not_written"]
+__all__ = ["lives", "not_written", "unreadable"]
 
 
 def not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
@@ -27,4 +27,20 @@ def lives(status: Status) -> NotPossibleNow:
     return NotPossibleNow(
         f"{status.run_id} is {status.state} under its keeper (attempt {status.attempt}): there is nothing to resume.",
         hint=f'check_status(run_ids=["{status.run_id}"], wait_s=45) follows it; stop_training stops it.',
+    )
+
+
+def unreadable(folder: RunFolder, error: Exception) -> Status:
+    """What a list shows of a run whose status cannot be read."""
+    at = folder.path.stat().st_mtime
+    return Status(
+        run_id=folder.run_id,
+        kind="",
+        environment="",
+        state="lost",
+        reason=f"Its status cannot be read: {error}",
+        created_at=at,
+        since=at,
+        updated_at=at,
+        ended_at=at,
     )
