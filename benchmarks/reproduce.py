@@ -106,16 +106,18 @@ def _difference(first: RunFolder, second: RunFolder, deterministic: bool) -> dic
         "differing": found.differing,
         "steps": found.steps,
         "compared": found.compared,
-        "evaluations": sum(_measured(first, path.stem) != _measured(second, path.stem) for path in _all(first)),
+        "evaluations": sum(_measured(first, label) != _measured(second, label) for label in _labels(first, second)),
     }
 
 
-def _all(folder: RunFolder) -> list[Path]:
-    return sorted(folder.evaluations.glob("*.json"))
+def _labels(*folders: RunFolder) -> list[str]:
+    return sorted({path.stem for folder in folders for path in folder.evaluations.glob("*.json")})
 
 
 def _measured(folder: RunFolder, label: str) -> Any:
-    """An evaluation without its times."""
+    """An evaluation without its times; None where it was not made."""
+    if not folder.evaluation(label).exists():
+        return None
     content = read_json(folder.evaluation(label))
     return {key: value for key, value in content.items() if key not in ("at", "seconds")}
 
