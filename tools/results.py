@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tools import answers
 from tools.answers import TOKEN_BUDGET, Answer, ago, call, clip, duration, number, percent, tokens
 from tools.ask import answer_lines, shown
+from tools.diagnosis import findings_lines, findings_told, time_line
 from tools.history import compared_with_original
 from toprope.analysis.report import Accuracy, Example, ModelReport, Models, Results, gather
 from toprope.errors import Corrupt, NotFound
@@ -64,15 +65,23 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     repeated = compared_with_original(workshop, specification)
     if repeated is not None:
         lines.append(repeated.says)
+    events = workshop.runs.events(run_id)
+    lines += findings_lines(status, events)
+    lines += time_line(report.time)
     lines += _where(folder, report)
     if status.failure is not None:
         failure = status.failure
-        lines.append(f"Failed: {failure.component}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip())
+        kind = f" ({failure.kind})" if failure.kind not in ("", "unknown") else ""
+        lines.append(
+            f"Failed: {failure.component}{kind}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
+        )
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
     left_out = set() if detailed else {"history", "examples", "counts", "metrics"}
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
     if repeated is not None:
         structure["reproduction"] = {"same": repeated.same, **repeated.model_dump(mode="json")}
+    if findings := findings_told(status, events, detailed=detailed):
+        structure["findings"] = findings
     if said:
         structure["answers"] = shown(said)
     if report.tested is not None:

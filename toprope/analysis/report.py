@@ -158,6 +158,9 @@ class Results(_Part):
     answers: list[dict[str, Any]] = []
     plot: str | None = None
     metrics: dict[str, Any] = {}
+    time: dict[str, float] = {}
+    """Where the trainer's time went, as shares: `wait` (for groups), `prepare`, `passes` (forward and backward), `rest`
+    (optimizer, publishing, checkpoints)."""
     history: list[Point] = []
     examples: list[Example] = []
     counts: dict[str, Any] = {}
@@ -245,6 +248,7 @@ def build(
         checkpoint_step=(status.checkpoint or {}).get("step"),
         plot=plot,
         metrics=last,
+        time=_time(rows),
         history=_history(rows),
         examples=_examples(evaluations),
         counts=status.counts,
@@ -348,6 +352,15 @@ def _history(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
             )
         )
     return points
+
+
+def _time(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of a step's wall time, over all steps but the first, which has the start in it."""
+    whole = sum(row.get("time/step") or 0.0 for row in rows[1:])
+    if whole <= 0:
+        return {}
+    parts = ("wait", "prepare", "passes", "rest")
+    return {part: round(sum(row.get(f"time/{part}") or 0.0 for row in rows[1:]) / whole, 4) for part in parts}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
