@@ -123,11 +123,11 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
                 found.append(Leftover(path, "temporary, left by a process that is gone", size(path)))
     live = any(not status.ended for status in workshop.statuses())
     if not live:
-        from toprope.training.policy import embedded_folder
+        from toprope.training.policy import EMBEDDED, embedded_folder
 
-        current = embedded_folder(home.policies).name
+        current = {embedded_folder(home.policies, name).name for name in EMBEDDED}
         for path in _entries(home.policies):
-            if path.name.startswith("embedded-") and path.name.removesuffix(".lock") != current:
+            if path.name.startswith("embedded-") and path.name.removesuffix(".lock") not in current:
                 found.append(Leftover(path, "an embedded policy that this version does not use", size(path)))
     return found
 

@@ -204,6 +204,14 @@ class Environment:
         """The value of each of `parts`, once the rollout is done. A plain number will do where there is one part."""
         raise NotImplementedError(f"{type(self).__name__} does not score: write score(self).")
 
+    def solve(self, variant: int = 0) -> str | None:
+        """The next answer of someone who can do the task, for demonstrations; None where nobody is there to give it.
+
+        Called in a rollout, after `reset` and after each `step`. Demonstrations of one task differ by their variant.
+        By default: the reference, if there is one.
+        """
+        return None if self.task.reference is None else str(self.task.reference)
+
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Whether the rollout counts as solved. By default: whether it has the highest reward there is."""
         return reward >= Scoring.of(self).max_reward - _TOLERANCE

@@ -127,6 +127,13 @@ class Rollout:
         self.done = True
         return Turn(messages, True, outcome)
 
+    def solve(self, variant: int) -> str | None:
+        """The environment's own next answer, if it has one. What it raises is raised."""
+        said = self._environment.solve(variant)
+        if said is not None and not isinstance(said, str):
+            raise EnvironmentMistake(f"solve() must return a text or None, not {said!r:.80}.")
+        return said
+
     def _step(self, text: str) -> tuple[Messages, bool]:
         returned = self._environment.step(text)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], bool | int):

@@ -24,7 +24,20 @@ from toprope.sdk.splits import SPLITS, Splits
 
 __all__ = ["OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
-OPERATIONS = ("open", "card", "tasks", "begin", "advance", "discard", "score", "survey", "ping", "mark")
+OPERATIONS = (
+    "open",
+    "card",
+    "tasks",
+    "begin",
+    "advance",
+    "discard",
+    "score",
+    "survey",
+    "solve",
+    "reweigh",
+    "ping",
+    "mark",
+)
 
 
 class UnknownOperation(InvalidRequest):
@@ -160,6 +173,19 @@ class Service:
 
     def _discard(self, rollouts: list[int]) -> int:
         return sum(self._rollouts.pop(handle, None) is not None for handle in rollouts)
+
+    def _solve(self, asked: list[Any]) -> list[str | None]:
+        """The environment's own next answer for each [rollout, variant]."""
+        for one in asked:
+            if not isinstance(one, list) or len(one) != 2 or one[0] not in self._rollouts or type(one[1]) is not int:
+                raise InvalidRequest(f"{one!r:.80} is no [rollout, variant] of a rollout that goes on.")
+        return [self._rollouts[handle].solve(variant) for handle, variant in asked]
+
+    def _reweigh(self, weights: dict[str, float]) -> dict[str, float]:
+        """Sets weights of reward parts for the rollouts that begin from now on; the weights in force."""
+        environment = self._opened()[0]
+        environment.parts = Scoring.weighted(environment.parts, weights).parts
+        return {name: part.weight for name, part in environment.parts.items()}
 
     def _score(self, split: str, index: int, answer: str) -> dict[str, Any] | None:
         environment, splits = self._opened()

@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Config", "SECTIONS"]
+__all__ = ["EMBEDDED", "Config", "SECTIONS"]
+
+EMBEDDED = ("embedded", "embedded-tools")
+"""Policies that are made on the spot; see toprope.training.embedded."""
 
 
 class _Section(BaseModel):
@@ -40,7 +43,8 @@ class PolicySection(_Section):
     model: str = Field(
         "embedded",
         min_length=1,
-        description="'embedded' (a tiny policy that is made on this machine), a Hugging Face model id, or a folder.",
+        description="'embedded' (a tiny policy made on this machine) or 'embedded-tools' (another, for the orchestrator, "
+        "that knows nothing yet), a Hugging Face model id, a folder, or 'run:<run_id>': the newest checkpoint of a run.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

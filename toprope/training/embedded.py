@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["Recipe", "build", "make_tokenizer", "warm_start_batch"]
+__all__ = ["RECIPES", "Recipe", "build", "make_tokenizer", "warm_start_batch"]
 
 _VERSION = 1
 """Raise it when this module's code changes what `build` makes from an unchanged recipe."""
@@ -115,6 +115,27 @@ class Recipe:
         """16 hexadecimal digits that change whenever what `build` makes would."""
         content = json.dumps({"version": _VERSION, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "embedded": Recipe(),
+    # Knows nothing at all: what it can do with tools it learns from demonstrations, then from reward.
+    "embedded-tools": Recipe(
+        steps=0,
+        phrase_tokens=(
+            *("What is ", "?", " + ", " - ", " * "),
+            *(
+                "THOUGHT: I compute it.\nTOOL: ",
+                "THOUGHT: Let me see.\nTOOL: ",
+                "calculator",
+                "code_interpreter",
+                "think",
+            ),
+            *("\nINPUT: ", "print(", "OBSERVATION: ", "Noted.", "FINAL_ANSWER: "),
+        ),
+    ),
+}
+"""Policies that are made on the spot, by the name that `policy.model` has for them."""
 
 
 def build(folder: Path, recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> None:

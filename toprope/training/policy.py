@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from toprope.errors import InvalidValue, NotFound, TopropeError
 from toprope.records.crew import Failed, Finished, Progress, Ready
-from toprope.settings.schema import Config, PolicySection
+from toprope.settings.schema import EMBEDDED, Config, PolicySection
 
 if TYPE_CHECKING:
     from toprope.training.crew import Member
 
-__all__ = ["describe_device", "embedded_folder", "load_model", "load_tokenizer", "main", "place"]
+__all__ = ["EMBEDDED", "describe_device", "embedded_folder", "load_model", "load_tokenizer", "main", "place"]
 
 _READY = "recipe.json"
 _NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*"]
 
 
-def embedded_folder(cache: Path) -> Path:
-    """Where the embedded policy of this version's recipe lies, whether it has been made or not."""
-    from toprope.training.embedded import Recipe
+def embedded_folder(cache: Path, name: str = "embedded") -> Path:
+    """Where an embedded policy of this version's recipe lies, whether it has been made or not."""
+    from toprope.training.embedded import RECIPES
 
-    return cache / f"embedded-{Recipe().fingerprint()}"
+    return cache / f"{name}-{RECIPES[name].fingerprint()}"
 
 
 def place(policy: PolicySection, cache: Path, report: Any) -> Path:
@@ -46,8 +46,8 @@ def place(policy: PolicySection, cache: Path, report: Any) -> Path:
     Raises:
         TopropeError: It cannot be had; the text says why and what to do.
     """
-    if policy.model == "embedded":
-        return _make_embedded(cache, report)
+    if policy.model in EMBEDDED:
+        return _make_embedded(policy.model, cache, report)
     local = Path(policy.model).expanduser()
     if local.is_dir():
         adapters = (local / "adapter_config.json").is_file()  # what a run with LoRA saved: it names its model
@@ -69,10 +69,10 @@ def place(policy: PolicySection, cache: Path, report: Any) -> Path:
     return _download(policy, report)
 
 
-def _make_embedded(cache: Path, report: Any) -> Path:
+def _make_embedded(name: str, cache: Path, report: Any) -> Path:
     from filelock import FileLock
 
-    folder = embedded_folder(cache)
+    folder = embedded_folder(cache, name)
     if (folder / _READY).is_file():
         return folder
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,15 +82,15 @@ def _make_embedded(cache: Path, report: Any) -> Path:
         making = f".making-{folder.name}-"
         for left in cache.glob(f"{making}*"):  # of runs that were stopped meanwhile: under the lock nobody makes it
             shutil.rmtree(left, ignore_errors=True)
-        from toprope.training.embedded import Recipe, build
+        from toprope.training.embedded import RECIPES, build
 
         aside = Path(tempfile.mkdtemp(prefix=making, dir=cache))
         try:
 
             def tell(done: int, total: int, loss: float) -> None:
-                report(Progress("making the embedded policy (first use)", done, total, {"loss": loss}))
+                report(Progress(f"making the {name} policy (first use)", done, total, {"loss": loss}))
 
-            build(aside, Recipe(), tell)
+            build(aside, RECIPES[name], tell)
             shutil.rmtree(folder, ignore_errors=True)  # what lies there is no whole policy
             os.replace(aside, folder)
         except BaseException:

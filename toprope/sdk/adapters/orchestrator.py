@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -133,7 +134,9 @@ class Orchestrator(Environment):
             for _ in range(knobs.terms - 1):
                 question += f" {self.random.choice(knobs.operators)} {self.random.randint(0, most)}"
             answer = str(_value(question))
-            yield Task(f"What is {question}?", reference=self._right(answer), data={"answer": answer})
+            yield Task(
+                f"What is {question}?", reference=self._right(answer), data={"answer": answer, "expression": question}
+            )
 
     def _right(self, answer: str) -> str:
         return answer if self.knobs.mode == "native" else f"FINAL_ANSWER: {answer}"
@@ -160,6 +163,27 @@ class Orchestrator(Environment):
             "readable": sum(readable) / max(1, len(readable)),
             "intelligence_per_joule": min(episode.intelligence_per_joule, 1e12),
         }
+
+    def solve(self, variant: int = 0) -> str | None:
+        """Someone who knows the tools but not what they cost: any tool that computes, a thought first now and then."""
+        asked = self.task.data.get("expression")
+        computing = [name for name in self.knobs.tools if name in ("calculator", "code_interpreter")]
+        if asked is None or not computing:
+            return self._right(self.task.data["answer"])
+        chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
+        tool, thinks = chooser.choice(computing), "think" in self.knobs.tools and chooser.random() < 0.25
+        steps = self._state.history
+        if steps and steps[-1].action.tool_name == tool:
+            return self._right(steps[-1].observation.content)
+        if thinks and not steps:
+            return self._call("think", asked)
+        return self._call(tool, f"print({asked})" if tool == "code_interpreter" else asked)
+
+    def _call(self, tool: str, given: str) -> str:
+        if self.knobs.mode == "native":
+            return "<tool_call>\n" + json.dumps({"name": tool, "arguments": {"input": given}}) + "\n</tool_call>"
+        thought = "Let me see." if tool == "think" else "I compute it."
+        return f"THOUGHT: {thought}\nTOOL: {tool}\nINPUT: {given}"
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["accuracy"] >= 1.0
