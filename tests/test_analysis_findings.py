@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toprope.analysis.failures import KINDS
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
 from toprope.analysis.findings.rules import Rule, Sign
 from toprope.analysis.findings.standstill import LEAST_GROUPS, standstill
@@ -169,6 +170,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 def test_every_rule_has_its_trajectories() -> None:
     assert {rule.id for rule in RULES} == set(CASES)
+
+
+def test_the_page_names_every_rule_and_every_kind_of_failure() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert [name for name in (*CASES, "no_signal", *KINDS) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("rule", CASES)
