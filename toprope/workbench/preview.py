@@ -136,6 +136,8 @@ def _estimates(
     first: Specification, measured: Sequence[_Measured], demand: Demand, limits: Limits, count: int
 ) -> dict[str, Estimate | None]:
     unknown: dict[str, Estimate | None] = dict.fromkeys(_QUANTITIES)
+    if demand.gpu is None:
+        unknown["gpu_hours"] = Estimate(0.0, 0.0, 0.0)
     if not measured:
         return unknown
     budget = first.config.budget
@@ -152,7 +154,8 @@ def _estimates(
         disks.append((one.fixed_bytes + one.step_bytes * steps[-1]) / GB)
     found = unknown | {"wall_hours": Estimate.of(walls), "disk_gb": Estimate.of(disks).times(count)}
     found["cpu_hours"] = Estimate.of(cpus).times(count) if cpus else None
-    found["gpu_hours"] = Estimate.of(walls).times(count) if demand.gpu is not None else Estimate(0.0, 0.0, 0.0)
+    if demand.gpu is not None:
+        found["gpu_hours"] = Estimate.of(walls).times(count)
     memories = [one.memory_bytes / GB for one in measured if one.memory_bytes]
     found["memory_gb"] = Estimate.of(memories) if memories else None
     cpu_price = limits.prices.cpu_hour_usd
