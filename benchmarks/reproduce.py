@@ -3,8 +3,8 @@
     python -P -m benchmarks.reproduce [--steps N] [--runs N]
 
 Runs of one specification are started one after the other, each with a real crew of its own: keeper, trajectory API,
-inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step, but for those that a
-clock makes, which are printed; and so is every evaluation. A run without the deterministic mode shows what it is for.
+inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step, but for those that
+a clock makes, which are printed; and so is every evaluation. Two runs without the mode show what it is for.
 """
 
 from __future__ import annotations
