@@ -344,7 +344,7 @@ def index(home: Home) -> Iterator[Finding]:
             "index",
             "broken",
             f"{home.index} is damaged: {'; '.join(problems)}",
-            f"Runs are safe in their folders; to lose only the drafts: mv {home.index} {home.index}.broken",
+            "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and makes a new one of them.",
         )
     else:
         yield Finding("index", "ok", f"sound, {count} drafts")

@@ -16,6 +16,7 @@ import typer
 
 import toprope
 from server.install import client_lines
+from server.roles import Role
 from toprope.errors import TopropeError
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "client_lines"]
 
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
+Tools = Annotated[
+    str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read.")
+]
 Run = Annotated[str, typer.Argument(help="The run's id, as 'toprope runs' shows it.")]
 COMPONENTS = "keeper, policy, api, inference, trainer or environment"
 
@@ -65,18 +70,22 @@ def serve(
         str | None,
         typer.Option(help="With --http: the address. Others than loopback only if http.hosts of the settings has it."),
     ] = None,
+    read_only: ReadOnly = False,
+    tools: Tools = None,
 ) -> None:
     """Serve MCP on standard input and output, for a client that started this, or over HTTP with a token."""
+    with _errors():
+        role = Role.of(read_only, tools)
     if not http:
         if port is not None or host is not None:
             raise typer.BadParameter("--port and --host are of --http; without it MCP is served on standard input.")
         from server.app import serve_stdio
 
-        serve_stdio()
+        serve_stdio(role)
     with _errors():
         from server.http_door import serve_http
 
-        serve_http(host or "127.0.0.1", port)
+        serve_http(host or "127.0.0.1", port, role=role)
 
 
 def token(
@@ -190,11 +199,19 @@ def report(
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Make a damaged index of drafts anew; the old file is kept.")
+    ] = False,
 ) -> None:
-    """Look for what is broken or missing on this machine, and say how to mend it. Changes nothing.
+    """Look for what is broken or missing on this machine, and say how to mend it. Changes nothing without --repair.
 
     Exit status 1 if something is broken.
     """
+    if repair:
+        with _errors():
+            from server.repair import main as mend
+
+            raise typer.Exit(mend())
     with _errors():
         from server.doctor import main
 
@@ -227,6 +244,8 @@ def install(
     project: Annotated[
         Path | None, typer.Option(help="claude-code: into .mcp.json of this folder instead of the user's own file.")
     ] = None,
+    read_only: ReadOnly = False,
+    tools: Tools = None,
     variable: Annotated[
         list[str] | None,
         typer.Option(
@@ -240,7 +259,8 @@ def install(
     with _errors():
         from server.install import main
 
-        for line in main(client, show=show, http=http, project=project, variables=variable or []):
+        role = Role.of(read_only, tools)
+        for line in main(client, show=show, http=http, project=project, variables=variable or [], role=role):
             typer.echo(line)
 
 

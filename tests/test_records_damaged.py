@@ -46,7 +46,7 @@ def test_one_draft_that_cannot_be_read_is_that_draft_alone(index, column, value)
     with pytest.raises(Corrupt) as raised:
         drafts.get(bad)
     assert bad in raised.value.message and "select_environment" in raised.value.hint
-    assert "index.db.broken" not in str(raised.value)
+    assert "doctor --repair" not in str(raised.value)
     assert drafts.get(good).id == good
     assert [draft.id for draft in drafts.list()] == [good]
 

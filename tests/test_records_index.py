@@ -79,7 +79,7 @@ def test_a_file_that_is_no_database_is_left_and_the_remedy_said(tmp_path, conten
     path = tmp_path / "index.db"
     path.write_bytes(content)
     for use in (lambda: Index(path).drafts(), lambda: make(Index(path))):
-        with pytest.raises(Corrupt, match="moves the file away"):
+        with pytest.raises(Corrupt, match="doctor --repair"):
             use()
     assert path.read_bytes() == content
 

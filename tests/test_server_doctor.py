@@ -123,7 +123,7 @@ def test_an_index_that_is_damaged_is_told_and_left(home):
     assert "sound, 1 drafts" in found(home, checks.index)[0].text
     home.index.write_bytes(b"nothing of the kind" * 100)
     (finding,) = broken(found(home, checks.index))
-    assert "mv " in finding.remedy
+    assert "doctor --repair" in finding.remedy
     assert home.index.read_bytes().startswith(b"nothing")
 
 

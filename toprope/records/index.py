@@ -83,6 +83,7 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._looked = False
 
     def create_draft(
         self, preset: str, environment: dict[str, Any], knobs: list[dict[str, Any]], config: dict[str, Any]
@@ -233,6 +234,9 @@ class Index:
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
+        # A log that is left says that somebody died with it open, or has it open now: then the file is looked through,
+        # once by each process.
+        unclean = not self._looked and Path(f"{self.path}-wal").exists()
         db = None
         try:
             db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
@@ -240,6 +244,9 @@ class Index:
             db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
             db.execute("PRAGMA foreign_keys = ON")
             self._migrate(db)
+            if unclean and (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise _Unreadable(problem)
+            self._looked = True
             yield db
         except sqlite3.OperationalError as error:
             raise self._refusal(error) from None
@@ -264,8 +271,8 @@ class Index:
     def _corrupt(self, error: Exception) -> Corrupt:
         return Corrupt(
             f"{self.path} is damaged or no index of Toprope ({error}); it was left as it is.",
-            hint=f"Runs are safe in their folders. The owner moves the file away (mv {self.path} {self.path}.broken) "
-            "and a new one is made; only the drafts in it are lost.",
+            hint="Runs are safe in their folders. The owner runs `toprope doctor --repair`: it keeps the file aside and "
+            "makes a new one of what can be read there and of the runs.",
         )
 
     def _create(self) -> None:

@@ -1,6 +1,10 @@
 """How the index came to its present shape, one script a version, so that the file of any earlier version still opens.
 
-Entry n leads from `user_version` n to n + 1. Entries are never changed, only appended: databases have run them.
+Entry n leads from `user_version` n to n + 1. Entries are never changed, only appended: databases have run them, and a
+test opens a file of each earlier version. To add a table: append a string of statements, each ended by a semicolon,
+with `IF NOT EXISTS` nowhere (a version is run once) and no semicolon within a statement; keep what reads and writes the
+table in a module of its own, over `Index.reading()` and `Index.writing()`. What cannot be made again of the run
+folders belongs into a file of its own as well: `toprope doctor --repair` begins a new index.
 """
 
 from __future__ import annotations
