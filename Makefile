@@ -5,15 +5,17 @@ VENV ?= .venv
 PIP_ARGS ?=
 PY = $(VENV)/bin/python
 NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
+ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup demo test tools-node lint clean
+.PHONY: help setup demo test tools-node tools-atropos lint clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
 	@echo "make test    set up if need be and run the tests"
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
 	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
+	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
 	@echo "make lint    formatting, imports between rooms, likely mistakes"
 	@echo "make bench-NAME   one of: $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_%,$(wildcard benchmarks/[a-z]*.py)))"
 
@@ -43,6 +45,15 @@ tools-node:
 	@npm install --silent --no-audit --no-fund --prefix "$(NODE_TOOLS)" \
 		node@24 @modelcontextprotocol/inspector@2.12.0 @modelcontextprotocol/conformance@0.2.0-alpha.12
 	@echo "installed in $(NODE_TOOLS)"
+
+# A virtual environment of its own: atroposlib wants other versions than ours. PyTorch comes first and by its version, so
+# that what asks for it later finds the build that is there.
+tools-atropos:
+	@test -x "$(ATROPOS_VENV)/bin/python" || $(PYTHON) -m venv "$(ATROPOS_VENV)"
+	@"$(ATROPOS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
+	@"$(ATROPOS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		torch==2.13.0 atroposlib==0.4.0
+	@echo "installed in $(ATROPOS_VENV)"
 
 lint: $(STAMP)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports

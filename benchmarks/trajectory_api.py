@@ -48,11 +48,9 @@ def atropos_venv() -> Path:
     folder = Path(os.environ.get("TOPROPE_BENCH_VENV") or Path.home() / ".cache" / "toprope" / "bench-atropos")
     if not (folder / "bin" / "run-api").exists():
         _console.print(f"making {folder} with atroposlib 0.4.0 (once, several minutes)")
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # torch first and pinned: whatever else asks for it must find the small build that is there.
-        subprocess.run([*pip, "torch==2.13.0"], check=True)
-        subprocess.run([*pip, "torch==2.13.0", "atroposlib==0.4.0"], check=True)
+        repository = Path(__file__).parents[1]
+        make = ["make", "tools-atropos", f"ATROPOS_VENV={folder}", f"PYTHON={sys.executable}"]
+        subprocess.run(make, cwd=repository, check=True, stdout=sys.stderr)
     return folder
 
 

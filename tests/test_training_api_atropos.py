@@ -1,6 +1,6 @@
 """A real, unmodified environment of atroposlib, from its own virtual environment, against our API and inference.
 
-`make bench-trajectory-api` makes that environment (3 GB); without it these tests are skipped.
+`make tools-atropos` makes that environment (3 GB); without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +21,14 @@ from typing import Any
 import pytest
 from training_api_server import REGISTRATION, SECRET, Served, served, until
 
+from toprope.records.crew import ENV_COMPONENT, ENV_FOLDER, ENV_LISTENER_FD, ENV_REPORT_FD, ENV_SECRET
+from toprope.records.folder import RunFolder
 from toprope.records.groups import MASKED
 from toprope.records.journal import FileJournal
+from toprope.records.specification import EnvironmentSource, Specification
+from toprope.settings.schema import Config
 from toprope.training.api.matching import InferenceMatcher
+from toprope.training.api.sync_client import SyncApiClient
 
 VENV = Path(os.environ.get("TOPROPE_BENCH_VENV") or Path.home() / ".cache" / "toprope" / "bench-atropos")
 
@@ -28,8 +36,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (VENV / "bin" / "run-api").exists(),
-        reason=f"atroposlib is not installed in {VENV}: `make bench-trajectory-api` does it, TOPROPE_BENCH_VENV names "
-        "another place",
+        reason=f"atroposlib is not installed in {VENV}: `make tools-atropos` does it, TOPROPE_BENCH_VENV names another "
+        "place",
     ),
 ]
 
@@ -174,6 +182,64 @@ def test_it_serves_through_our_api_and_inference_and_survives_a_restart(
     with served(tmp_path / "journal") as api:
         assert api.get("/counts")["accepted"] == counts["accepted"]
         assert api.call("GET", "/status-env", {"env_id": 0})[0] == 200, "it goes on under its id"
+
+
+@contextmanager
+def crew_api(folder: RunFolder, listener: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], SyncApiClient]]:
+    """The API as a process, on a socket that stays open when it is killed; and a trainer's client."""
+    variables = {
+        ENV_FOLDER: str(folder.path), ENV_COMPONENT: "api", ENV_SECRET: SECRET, ENV_REPORT_FD: "2",
+        ENV_LISTENER_FD: str(listener.fileno()),
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "toprope.training.api"],
+        stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[listener.fileno()], env=os.environ | variables,
+    )  # fmt: skip
+    client = SyncApiClient(f"http://127.0.0.1:{listener.getsockname()[1]}", SECRET)
+    try:
+        yield process, client
+    finally:
+        client.close()
+        process.kill()
+        process.communicate()
+
+
+def test_it_lives_through_a_kill_of_the_api(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
+    folder = RunFolder.create(tmp_path / "runs", "run-1")
+    config = Config()
+    config.rollout.group_size, config.rollout.groups_per_step, config.policy.max_context = 2, 2, 64
+    Specification(
+        run_id="run-1", kind="train", created_at=0.0, toprope_version="0", policy_cache=str(tmp_path),
+        environment=EnvironmentSource(name="letters"), config=config,
+    ).write(folder)  # fmt: skip
+    prompts: list[list[int]] = []
+
+    def read(client: SyncApiClient, batches: int, running: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 120
+        while batches:
+            assert running.poll() is None, log_of(tmp_path)
+            assert time.monotonic() < deadline, log_of(tmp_path)
+            answer = client.next_batch(len(prompts), 4, 1.0)
+            for group in answer.batch or ():
+                pair = group.tokens[0], group.masks[0]
+                prompts.append([token for token, mask in zip(*pair, strict=True) if mask == MASKED])
+            batches -= bool(answer.batch)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"--env.rollout_server_url=http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}"
+        with environment(tmp_path, tiny_policy, inference, "vllm", "serve", url) as running:
+            for _ in range(2):
+                with crew_api(folder, listener) as (process, client):
+                    read(client, 2, running)
+                    accepted = client.counts().accepted
+                    process.kill()
+                    process.wait()
+            with crew_api(folder, listener) as (_, client):
+                read(client, 2, running)
+                counts = client.counts()
+    assert len(prompts) == 12 and counts.accepted >= max(12, accepted) and counts.balanced()
+    assert counts.waiting + counts.delivered == counts.accepted and not counts.dropped
+    assert len({tuple(prompt) for prompt in prompts}) == 12, "each item was asked about and came once"
 
 
 def test_its_process_mode_works_with_our_inference_alone(tmp_path: Path, tiny_policy: Path, inference: str) -> None:

@@ -16,7 +16,13 @@ __all__ = ["serve"]
 
 
 async def serve(
-    app: Any, started: Callable[[str], None], ending: asyncio.Event, *, port: int = 0, **options: Any
+    app: Any,
+    started: Callable[[str], None],
+    ending: asyncio.Event,
+    *,
+    port: int = 0,
+    listener: socket.socket | None = None,
+    **options: Any,
 ) -> None:
     """Serves `app` until `ending` is set, which SIGTERM does too: a stop asks that way.
 
@@ -25,16 +31,10 @@ async def serve(
         started: Called with the base URL (`http://127.0.0.1:<port>`) when connections are accepted.
         ending: Set by the caller to end in order; open requests get a second.
         port: The one to take if it is free: a program that comes back is found where it was.
+        listener: A TCP socket that is bound already, to serve on instead.
         options: More of `uvicorn.Config`.
     """
-    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it every answer on a kept
-    # connection takes 44 ms, the other side's delayed acknowledgement.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own old connections do not keep a port
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError:
-        listener.bind(("127.0.0.1", 0))
+    listener = listener or _bound(port)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, backlog=2048, **options
     )
@@ -56,3 +56,15 @@ async def serve(
         server.should_exit = True
         await task
         listener.close()
+
+
+def _bound(port: int) -> socket.socket:
+    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it every answer on a kept
+    # connection takes 44 ms, the other side's delayed acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own old connections do not keep a port
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        listener.bind(("127.0.0.1", 0))
+    return listener

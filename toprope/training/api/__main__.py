@@ -1,8 +1,8 @@
 """The trajectory API as a member of a run's crew: `python -P -m toprope.training.api`, started by the keeper.
 
-It takes the run's journal up where the last attempt left it, serves on a loopback port of the system's choice, and
-tells the keeper its address and, at most once a second, the account of groups. It ends when the keeper says so or is
-gone.
+It takes the run's journal up where the last attempt left it and serves on loopback: on a socket that it is given, else
+on the port that it had before if that is free, else on one of the system's choice. It tells the keeper its address and,
+at most once a second, the account of groups. It ends when the keeper says so or is gone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -20,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from toprope.errors import NotPossibleNow, TopropeError
-from toprope.records.crew import CountsReport, Failed, Order, Peers, Ready, Report, Stop
+from toprope.records.crew import ENV_LISTENER_FD, CountsReport, Failed, Order, Peers, Ready, Report, Stop
 from toprope.records.folder import RunFolder
 from toprope.records.journal import FileJournal
 from toprope.records.specification import Specification
@@ -125,6 +127,7 @@ async def run(member: MemberLike) -> None:
                 ready,
                 ending,
                 port=_last_port(remembered),
+                listener=_inherited(),
                 http=protocol(),
                 proxy_headers=False,
                 timeout_keep_alive=75,
@@ -145,6 +148,12 @@ async def run(member: MemberLike) -> None:
             raise broken[0]
     finally:
         journal.close()
+
+
+def _inherited() -> socket.socket | None:
+    """The socket that whoever started this program keeps open for it."""
+    descriptor = os.environ.pop(ENV_LISTENER_FD, "")
+    return socket.socket(fileno=int(descriptor)) if descriptor.isdecimal() else None
 
 
 def _last_port(remembered: Path) -> int:

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -20,12 +20,17 @@ from starlette.types import Receive, Scope
 
 from toprope.records.groups import MASKED, Group
 from toprope.records.journal import GroupNote
-from toprope.training.api.matrices import FLOATS, Surveyor
 from toprope.training.api.protocol import body_of
 from toprope.training.api.refusal import Refused
 
 __all__ = ["Door", "Limits", "Parcel", "lane_of", "read_body"]
 
+if TYPE_CHECKING:
+    from toprope.training.api.matrices import Surveyor
+
+_FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")
+_SURVEYED_BYTES = 16_384
+"""Bodies below this are decoded as quickly as they are looked over."""
 _DEPTH = 32
 _VOCABULARY = 2**31 - 1
 
@@ -143,7 +148,8 @@ class Door:
         lenient = msgspec.defstruct("Lenient", fields, bases=(Group,))
         self._strict = msgspec.json.Decoder(strict)
         self._lenient = msgspec.json.Decoder(lenient)
-        self._surveyor = Surveyor(vocabulary or _VOCABULARY)
+        self._vocabulary = vocabulary or _VOCABULARY
+        self._surveyor: Surveyor | None = None
         self._encode = msgspec.json.Encoder().encode
 
     def open(self, body: bytes, max_row: int | None = None) -> Parcel:
@@ -170,6 +176,12 @@ class Door:
 
     def _surveyed(self, body: bytes) -> tuple[Group | None, dict[str, list[int]]]:
         """The group but for its matrices, and their rows' lengths, where they are sound for sure."""
+        if len(body) < _SURVEYED_BYTES:
+            return None, {}
+        if self._surveyor is None:  # it needs NumPy, which runs of small groups do without
+            from toprope.training.api.matrices import Surveyor
+
+            self._surveyor = Surveyor(self._vocabulary)
         survey = self._surveyor.survey(body)
         if survey is not None:
             try:
@@ -237,7 +249,7 @@ class Door:
 
 
 def _matrices(group: Group) -> Iterator[tuple[str, Sequence[Sequence[Any]]]]:
-    for name in ("tokens", "masks", *FLOATS):
+    for name in ("tokens", "masks", *_FLOATS):
         if (matrix := getattr(group, name)) is not None:
             yield name, matrix
 

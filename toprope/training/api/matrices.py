@@ -20,13 +20,8 @@ import numpy.typing as npt
 
 from toprope.records.groups import MASKED
 
-__all__ = ["FLOATS", "Survey", "Surveyor"]
+__all__ = ["Survey", "Surveyor"]
 
-FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")
-"""The matrices of a group that hold floats and may be missing."""
-
-_WORTH_IT = 16_384
-"""Bytes of a body below which decoding is as quick."""
 _ROW_WORTH_IT = 128
 """Bytes of an average row below which it is."""
 _EMPTY = b"[[0]]"
@@ -135,8 +130,6 @@ class Surveyor:
 
     def survey(self, body: bytes | bytearray) -> Survey | None:
         """What is in a body, if its matrices are sound; None where that is not sure."""
-        if len(body) < _WORTH_IT:
-            return None
         try:
             skim = self._skim.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -159,7 +152,7 @@ class Surveyor:
         for row, ids in zip(masks.rows, tokens.rows, strict=True):
             if not (_repeats(body, row, ids) or self._fits(body, row, ids)):
                 return None
-        for name in FLOATS:
+        for name in _Skim.__struct_fields__[2:]:
             raw = getattr(skim, name)
             if len(memoryview(raw)) == 4 and bytes(raw) == b"null":
                 continue
