@@ -122,6 +122,8 @@ def status(run: Run) -> None:
         typer.echo(numbers_line(found.progress))
         for name, member in found.crew.items():
             typer.echo(f"  {name}: {member.state}{f', pid {member.pid}' if member.pid else ''}")
+        for finding in found.findings:
+            typer.echo(f"{finding.level}: {finding.rule}: {finding.what} {finding.next}".rstrip())
         if found.failure is not None:
             typer.echo(f"failed: {found.failure.component}: {found.failure.reason} {found.failure.hint}".rstrip())
             for line in found.failure.excerpt:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
+from toprope.analysis.failures import named
 from toprope.records.checkpoints import Damage, newest_sound, nothing_sound, set_aside
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
@@ -74,7 +75,7 @@ def end_unkept(
             update={
                 "state": state,
                 "reason": failure.reason if failure else reason,
-                "failure": failure,
+                "failure": named(failure) if failure else None,
                 "since": now,
                 "making": _closed(status.making),
                 "resume_at": ahead.resume_at if ahead else None,
@@ -139,7 +140,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
         NotFound, Corrupt: Specification or checkpoint cannot be read; nothing was changed.
     """
     specification = Specification.read(folder)
-    checkpoint, damaged = _checkpoint(folder) if specification.kind == "train" else (None, [])
+    checkpoint, damaged = _checkpoint(folder) if specification.trains else (None, [])
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
     for path in (*folder.orders.glob("*"), *folder.orders.glob(".*"), folder.results):
