@@ -13,6 +13,7 @@ from tools.answers import TOKEN_BUDGET, Answer, ago, call, clip, duration, numbe
 from tools.ask import answer_lines, shown
 from tools.diagnosis import findings_lines, findings_told, time_line
 from tools.history import compared_with_original
+from tools.integrity import believed
 from toprope.analysis.report import Accuracy, Example, ModelReport, Models, Results, gather
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import RunFolder, read_json
@@ -76,8 +77,12 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             f"Failed: {failure.component}{kind}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
         )
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
-    left_out = set() if detailed else {"history", "examples", "counts", "metrics"}
+    believable, checks = believed(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
+    lines += believable
+    left_out = {"integrity"} if detailed else {"history", "examples", "counts", "metrics", "integrity"}
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
+    if checks is not None:
+        structure["integrity"] = checks
     if repeated is not None:
         structure["reproduction"] = {"same": repeated.same, **repeated.model_dump(mode="json")}
     if findings := findings_told(status, events, detailed=detailed):
@@ -101,7 +106,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
 
 def _report(folder: RunFolder) -> Results | None:
     try:
-        return Results.model_validate(read_json(folder.results))
+        return Results.model_validate(read_json(folder.results, RESULTS_VERSION))
     except NotFound:
         return None
     except ValidationError as error:

@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.analysis.integrity import Integrity, examine
 from toprope.analysis.intervals import Proportion, rose, wilson
 from toprope.errors import Corrupt, NotFound
-from toprope.records.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.folder import EVALUATION_VERSION, LEFT, WANDB_VERSION, RunFolder, misfits, read_json
 from toprope.records.metrics import read_history, read_rows
 from toprope.records.specification import Specification
 from toprope.records.status import Event, Status, read_events
@@ -32,9 +33,12 @@ __all__ = [
     "Seconds",
     "build",
     "gather",
+    "RESULTS_VERSION",
     "read_rows",
 ]
 
+RESULTS_VERSION = 1
+"""Of results.json: the newest that is known here."""
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
 _TOLD = ("first_step", "state")
@@ -137,6 +141,7 @@ class Results(_Part):
     measured twice. Paths are absolute, None where there is nothing."""
 
     version: int = 1
+    version: int = RESULTS_VERSION
     run_id: str
     kind: str
     state: str
@@ -164,6 +169,8 @@ class Results(_Part):
     history: list[Point] = []
     examples: list[Example] = []
     counts: dict[str, Any] = {}
+    integrity: Integrity | None = None
+    """Whether these figures may be believed; None for what does not train."""
 
 
 def gather(folder: RunFolder, specification: Specification, status: Status) -> Results:
@@ -177,14 +184,15 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
     Raises:
         Corrupt: An evaluation is not what the driver writes.
     """
-    evaluations = {path.stem: read_json(path) for path in sorted(folder.evaluations.glob("*.json"))}
+    evaluations = {path.stem: read_json(path, EVALUATION_VERSION) for path in sorted(folder.evaluations.glob("*.json"))}
     checkpoint = (status.checkpoint or {}).get("path")
+    rows = read_history(folder.metrics).rows
     try:
         report = build(
             specification,
             status,
             evaluations,
-            read_history(folder.metrics).rows,
+            rows,
             list(read_events(folder.events, kinds=_TOLD)),
             checkpoint=_existing(folder.path / checkpoint) if checkpoint else None,
             plot=_existing(folder.plot),
@@ -201,6 +209,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "wandb": _wandb(folder, specification.config.logging.wandb),
             "tested": _tested(read_models(folder)),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
+            "integrity": examine(folder, specification, evaluations, rows) if specification.kind == "train" else None,
         }
     )
 
@@ -264,10 +273,12 @@ def _wandb(folder: RunFolder, mode: str) -> dict[str, str] | None:
     if mode == "disabled":
         return None
     try:
-        noted = read_json(folder.path / "wandb.json")
+        noted = read_json(folder.path / "wandb.json", WANDB_VERSION)
     except NotFound:
         return {"mode": mode}
-    return {key: str(value) for key, value in noted.items()} if isinstance(noted, dict) else {"mode": mode}
+    if not isinstance(noted, dict):
+        return {"mode": mode}
+    return {key: str(value) for key, value in noted.items() if key != "version"}
 
 
 def _tested(models: Sequence[TestedModel]) -> Models | None:

@@ -1,0 +1,271 @@
+"""Whether a run's figures may be believed: what could have made them besides learning.
+
+Agents that were let loose on training have trained on test sets, swapped the model that they started from, and been
+taken in by a lucky seed. None of that shows in an accuracy, so every report says what was looked at: overlap of the
+splits, the sources that measure, where the weights come from, how answers changed their length and form, and in a group
+of seeds what one of them alone can do. A check that has nothing to go by says `unknown`, never `ok`.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from toprope.analysis.comparison import Measured
+from toprope.errors import Corrupt, NotFound
+from toprope.records.folder import RUN_ID, RunFolder, read_json
+from toprope.records.manifest import Manifest
+from toprope.records.specification import Specification
+
+__all__ = ["Check", "Integrity", "examine", "lineage_of", "lone_wins"]
+
+_LENGTH_FACTOR = 2.0
+_SHARE = 0.05
+_LONGEST_LINE_OF_DESCENT = 16
+_CHECKPOINT = re.compile(r"^step-(\d+)$")
+
+
+class Check(BaseModel):
+    """One thing that was looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    state: Literal["ok", "warning", "unknown"]
+    what: str
+    observed: dict[str, Any] = {}
+
+
+class Integrity(BaseModel):
+    """All checks of a run; `warnings` counts those that want a look."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    checks: list[Check] = []
+
+    @property
+    def warnings(self) -> list[Check]:
+        return [check for check in self.checks if check.state == "warning"]
+
+
+def examine(
+    folder: RunFolder,
+    specification: Specification,
+    evaluations: Mapping[str, Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+) -> Integrity:
+    """The checks of a training run, from its records; never raises for records that are missing or damaged.
+
+    Args:
+        folder: The run's.
+        specification: The run's.
+        evaluations: Label -> content of evaluations/<label>.json.
+        rows: Of metrics.jsonl, oldest first.
+    """
+    before, after = evaluations.get("before"), evaluations.get("after")
+    return Integrity(
+        checks=[
+            _safely("splits", lambda: _splits(_read(folder.path / "contents.json"))),
+            _safely("evaluator", lambda: _sources([one for one in (before, after) if one])),
+            _safely("lineage", lambda: _lineage(folder, specification)),
+            _safely("length", lambda: _length(rows, before, after)),
+            _safely("format", lambda: _format(before, after)),
+        ]
+    )
+
+
+def _safely(name: str, check: Callable[[], Check]) -> Check:
+    """The check, or `unknown` where a record is not what the crew writes."""
+    try:
+        return check()
+    except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+        return Check(name=name, state="unknown", what=f"The run's records cannot be read for this: {error!r:.200}.")
+
+
+def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
+    """Whether what a run of a seed group can do, others of the group can as well.
+
+    Args:
+        run_id: The run.
+        group: All runs of its group that were measured, itself among them.
+    """
+    own = next((one for one in group if one.run_id == run_id), None)
+    others = [one for one in group if one.run_id != run_id and one.sampled.tasks == (own and own.sampled.tasks)]
+    if own is None or not others:
+        return Check(name="seeds", state="unknown", what="No other seed of its group was measured on the same tasks.")
+    by_task = list(zip(own.sampled.wins, *(one.sampled.wins for one in others), strict=True))
+    alone = sum(won > 0 and not any(rest) for won, *rest in by_task)
+    best = max(one.sampled.accuracy for one in others)
+    lucky = own.sampled.accuracy - best > max(best / 2, _SHARE) and alone > len(by_task) * _SHARE
+    what = f"{alone} of {len(by_task)} tasks are solved by this seed alone; the next best seed reaches {best:.1%}."
+    return Check(
+        name="seeds",
+        state="warning" if lucky else "ok",
+        what=f"{what} A win of one seed alone is no gain." if lucky else what,
+        observed={"alone": alone, "tasks": len(by_task), "accuracy": own.sampled.accuracy, "next_best": best},
+    )
+
+
+def lineage_of(folder: RunFolder, model: str) -> list[dict[str, Any]]:
+    """Where weights come from: the run and step that each generation started from, the nearest first.
+
+    Args:
+        folder: Of the run that started from `model`; its neighbours are looked at.
+        model: policy.model: a Hub id, `embedded`, or a folder, perhaps of a checkpoint of another run.
+    """
+    runs, line = folder.path.parent.resolve(), []
+    for _ in range(_LONGEST_LINE_OF_DESCENT):
+        found = _checkpoint_of(runs, model)
+        if found is None:
+            break
+        run_id, step = found
+        line.append({"run": run_id, "step": step})
+        spec = _read(runs / run_id / "spec.json")
+        try:
+            model = str(spec["config"]["policy"]["model"]) if spec else ""
+        except (KeyError, TypeError):
+            break
+    line.append({"model": model})
+    return line
+
+
+def _checkpoint_of(runs: Path, model: str) -> tuple[str, int] | None:
+    path = Path(model).expanduser()
+    try:
+        parts = path.resolve().relative_to(runs).parts
+    except (ValueError, OSError, RuntimeError):
+        return None
+    if len(parts) < 3 or parts[1] != "checkpoints" or not RUN_ID.fullmatch(parts[0]):
+        return None
+    step = _CHECKPOINT.match(parts[2])
+    return (parts[0], int(step[1])) if step else None
+
+
+def _splits(contents: Any) -> Check:
+    name = "splits"
+    try:
+        attempts = list(contents["attempts"].values())
+        seen = {split: max(int(one["seen"][split]) for one in attempts) for split in attempts[0]["seen"]}
+        copies = {pair: max(int(one["copies"][pair]) for one in attempts) for pair in attempts[0]["copies"]}
+        sharing = max(int(one["heldout_sharing_passages"]) for one in attempts)
+        words = int(attempts[-1]["passage_words"])
+        skipped = sum(int(one["train_not_looked_at"]) for one in attempts)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return Check(name=name, state="unknown", what="What was played was not recorded.")
+    observed = {"seen": seen, "copies": copies, "sharing_passages": sharing, "train_not_looked_at": skipped}
+    told = f"{seen.get('train', 0)} training, {seen.get('validation', 0)} validation and {seen.get('heldout', 0)} "
+    told += "held-out tasks were seen"
+    if skipped:
+        told += f", of {skipped} training tasks whole texts only"
+    problems = [f"{count} {pair.replace('_', ' and ')} copies" for pair, count in copies.items() if count]
+    if sharing:
+        problems.append(f"{sharing} held-out tasks that share a passage of {words} words with training tasks")
+    if problems:
+        what = f"{told}: {', '.join(problems)}. Accuracy on held-out tasks may be remembered, not learned."
+        return Check(name=name, state="warning", what=what, observed=observed)
+    if not seen.get("train") or not seen.get("heldout"):
+        return Check(name=name, state="unknown", what=f"{told}, which is too little to say.", observed=observed)
+    return Check(name=name, state="ok", what=f"{told}; none is a copy of another split's.", observed=observed)
+
+
+def _sources(evaluations: Sequence[Mapping[str, Any]]) -> Check:
+    name = "evaluator"
+    told = [one.get("evaluator") or {} for one in evaluations]
+    loaded = [one.get("loaded") for one in told]
+    if not loaded or not all(isinstance(one, dict) for one in loaded):
+        return Check(name=name, state="unknown", what="By what was measured was not recorded.")
+    observed = {"loaded": loaded[-1], "versions": told[-1].get("versions") or {}}
+    if any(one != loaded[0] for one in loaded):
+        what = "Before and after training were measured by different sources of environment or evaluator."
+        return Check(name=name, state="warning", what=what, observed=observed | {"before": loaded[0]})
+    on_disk = next((one["on_disk"] for one in told if one.get("on_disk")), None)
+    if on_disk:
+        what = "The source of environment or evaluator was changed while the run went on; it kept what it had loaded."
+        return Check(name=name, state="warning", what=what, observed=observed | {"on_disk": on_disk})
+    if len(loaded) < 2:
+        return Check(name=name, state="unknown", what="Only one evaluation was made so far.", observed=observed)
+    what = "Before and after were measured by the same sources, which did not change on disk."
+    return Check(name=name, state="ok", what=what, observed=observed)
+
+
+def _lineage(folder: RunFolder, specification: Specification) -> Check:
+    policy = specification.config.policy
+    line = lineage_of(folder, policy.model)
+    try:
+        manifest = Manifest.read(folder)
+    except Corrupt:
+        manifest = None
+    sha, hashed = (manifest.policy.sha256, manifest.policy.hashed) if manifest else (None, "")
+    told = " which started from ".join(
+        f"step {one['step']} of {one['run']}," if "run" in one else str(one["model"] or "an unknown model")
+        for one in line
+    )
+    what = f"The weights started from {told}"
+    if policy.revision:
+        what += f" at revision {policy.revision}"
+    observed = {"line": line, "revision": policy.revision, "sha256": sha, "hashed": hashed}
+    if sha is None:
+        what += "; their hash was not recorded."
+        return Check(name="lineage", state="unknown", what=what, observed=observed)
+    what += f" (hash of {hashed or 'contents'} {sha[:16]})."
+    return Check(name="lineage", state="ok", what=what, observed=observed)
+
+
+def _length(
+    rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> Check:
+    """Mean lengths in tokens: of the first and the last tenth of the steps, and of held-out answers."""
+    name = "length"
+    lengths = [float(row["completions/mean_length"]) for row in rows if row.get("completions/mean_length") is not None]
+    pairs: dict[str, tuple[float, float]] = {}
+    if len(lengths) >= 2:
+        part = max(1, len(lengths) // 10)
+        pairs["training"] = statistics.fmean(lengths[:part]), statistics.fmean(lengths[-part:])
+    measured = _two(before, after, "answer_tokens")
+    if measured is not None:
+        pairs["held-out"] = measured
+    if not pairs:
+        return Check(name=name, state="unknown", what="Lengths of answers were not measured twice.")
+    observed = {where: {"first": round(first, 3), "last": round(last, 3)} for where, (first, last) in pairs.items()}
+    told = ", ".join(f"{where} {first:.3g} to {last:.3g} tokens" for where, (first, last) in pairs.items())
+    drifted = any(last > _LENGTH_FACTOR * first or first > _LENGTH_FACTOR * last for first, last in pairs.values())
+    what = f"Mean length of answers: {told}."
+    if drifted:
+        what += (
+            f" They changed by more than {_LENGTH_FACTOR:g} times: read some (get_results detailed, ask_checkpoint)."
+        )
+    return Check(name=name, state="warning" if drifted else "ok", what=what, observed=observed)
+
+
+def _format(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Check:
+    found = {name: _two(before, after, name) for name in ("parse_failures", "truncated")}
+    known = {name: pair for name, pair in found.items() if pair is not None}
+    if not known:
+        return Check(name="format", state="unknown", what="The form of held-out answers was not measured twice.")
+    words = {"parse_failures": "answers that could not be read", "truncated": "answers that were cut off"}
+    told = ", ".join(f"{words[name]} {first:.1%} to {last:.1%}" for name, (first, last) in known.items())
+    worse = any(last - first > _SHARE for first, last in known.values())
+    what = f"Held-out, before to after: {told}."
+    if worse:
+        what += " More of them than before is a sign of a reward that is got without answering."
+    observed = {name: {"before": first, "after": last} for name, (first, last) in known.items()}
+    return Check(name="format", state="warning" if worse else "ok", what=what, observed=observed)
+
+
+def _two(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, name: str) -> tuple[float, float] | None:
+    values = [((one or {}).get("sampled") or {}).get(name) for one in (before, after)]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        return None
+    return float(values[0]), float(values[1])
+
+
+def _read(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (NotFound, Corrupt):
+        return None
