@@ -29,8 +29,9 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent
 import toprope
 from server.arguments import check
 from server.caretaker import look_after_runs
-from server.prompts import complete, train_prompt
+from server.prompts import complete, prompts_for
 from server.resources import TEMPLATES, Resources
+from server.roles import Role, owners_role
 from server.surface import INSTRUCTIONS, Surface
 from toprope.errors import ComponentFailed, TopropeError
 
@@ -67,29 +68,37 @@ _NEXT = {
 class TopropeServer(MCPServer[Any]):
     """An MCP server whose failures are answers. See the module."""
 
-    def __init__(self, surface: Surface, **options: Any) -> None:
-        self.surface = surface
-        tools = surface.tools()
+    def __init__(self, surface: Surface, role: Role | None = None, **options: Any) -> None:
+        self.surface, role = surface, role or Role()
+        everything = surface.tools()
+        tools = [tool for tool in everything if role.allows(tool)]
         self._by_name = {tool.name: tool for tool in tools}
+        self._left_out = {tool.name for tool in everything} - self._by_name.keys()
         super().__init__(
             name="toprope",
             title="Toprope",
             description="Reinforcement learning of language models, planned by an agent, held by its owner.",
-            instructions=INSTRUCTIONS,
+            instructions=role.says + INSTRUCTIONS,
             version=toprope.__version__,
             tools=tools,
             **options,
         )
         self._resources = Resources(surface)
         self._resources.serve(self._lowlevel_server)
-        self.add_prompt(train_prompt())
-        self.completion()(lambda ref, argument, _: complete(surface, ref, argument))
+        for prompt in prompts_for(self._by_name):
+            self.add_prompt(prompt)
+        self.completion()(lambda ref, argument, context: complete(surface, ref, argument, context))
 
     async def call_tool(
         self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
     ) -> CallToolResult | InputRequiredResult:
         """Calls a tool. Every failure comes back as an `is_error` result; only protocol errors are raised."""
         tool = self._by_name.get(name)
+        if tool is None and name in self._left_out:
+            return _failure(
+                f"{name} is not offered here: the owner started this server with fewer tools. Nothing was changed.\n"
+                f"There are: {', '.join(self._by_name)}."
+            )
         if tool is None:
             near = difflib.get_close_matches(name[:80], self._by_name, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]}? " if near else ""
@@ -172,14 +181,17 @@ def _failure(text: str) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)
 
 
-def create_server(open_workshop: Callable[[], Workshop] | None = None, **options: Any) -> TopropeServer:
+def create_server(
+    open_workshop: Callable[[], Workshop] | None = None, role: Role | None = None, **options: Any
+) -> TopropeServer:
     """A server over a workshop that is opened at the first call that needs it.
 
     Args:
         open_workshop: Opens it; the owner's own home by default.
+        role: Which tools it offers; all when None.
         options: Of MCPServer.
     """
-    return TopropeServer(Surface(open_workshop or _owners_workshop), **options)
+    return TopropeServer(Surface(open_workshop or _owners_workshop), role, **options)
 
 
 def _owners_workshop() -> Workshop:
@@ -215,8 +227,13 @@ def leave() -> None:
     os._exit(0)
 
 
-def serve_stdio() -> None:
-    """Serves on standard input and output until the client closes them or sends a signal; does not return."""
-    create_server(lifespan=_ending_on_signals, log_level="WARNING").run("stdio")
+def serve_stdio(role: Role | None = None) -> None:
+    """Serves on standard input and output until the client closes them or sends a signal; does not return.
+
+    Args:
+        role: Which tools it offers, as far as the owner's settings allow.
+    """
+    allowed = (role or Role()).within(owners_role())
+    create_server(role=allowed, lifespan=_ending_on_signals, log_level="WARNING").run("stdio")
     # A worker thread that still waits (for a stopping run, say) must not keep the process of a client that is gone.
     leave()

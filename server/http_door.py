@@ -25,6 +25,7 @@ from starlette.datastructures import Headers
 from server.app import create_server, leave
 from server.caretaker import look_after_runs
 from server.http_token import TokenFile
+from server.roles import Role
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.settings.owner import Home, HttpDoor
 
@@ -118,6 +119,7 @@ def serve_http(
     port: int | None = None,
     *,
     home: Home | None = None,
+    role: Role | None = None,
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Serves until a signal; does not return.
@@ -126,6 +128,7 @@ def serve_http(
         host: An address of this machine to listen on.
         port: 0 for any that is free; the owner's (8765 by default) when None.
         home: Whose settings and token; the owner's by default.
+        role: Which tools it offers, as far as the owner's settings allow.
         say: Told once it serves: the URL, and how clients pass the token. Printed when None.
 
     Raises:
@@ -134,12 +137,13 @@ def serve_http(
         NotPossibleNow: The port is taken.
     """
     home = home or Home.locate()
-    door = home.settings().http
+    settings = home.settings()
+    door, owners = settings.http, Role.of(settings.serve.read_only, settings.serve.tools)
     _check_host(host, door, home)
     token = TokenFile(home.configuration)
     token.ensure()
     listening = _listen(host, door.port if port is None else port)
-    app = build_app(token, door, host)
+    app = build_app(token, door, host, role=(role or Role()).within(owners))
     url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
     anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
     # A worker thread that still waits must not hold what its owner ended.

@@ -17,9 +17,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toprope.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from server.roles import Role
 
 __all__ = ["CLIENTS", "Plan", "client_lines", "configuration_file", "main", "plan", "server_command", "write"]
 
@@ -111,7 +114,7 @@ def configuration_file(
     )
 
 
-def plan(client: str, *, http: bool = False, project: Path | None = None) -> Plan:
+def plan(client: str, *, http: bool = False, project: Path | None = None, role: Role | None = None) -> Plan:
     """What `install` would do.
 
     Raises:
@@ -125,9 +128,11 @@ def plan(client: str, *, http: bool = False, project: Path | None = None) -> Pla
         "claude-code": "Start Claude Code again; /mcp shows the server.",
         "inspector": f"Run: npx @modelcontextprotocol/inspector --catalog {shlex.quote(str(path))} --server {NAME}",
     }[client]
+    wanted = role.arguments if role is not None else []
     if http:
-        return Plan(client, path, _http_entry(client), f"Start 'toprope serve --http'. {after}")
-    command, *arguments = server_command()
+        serve = " ".join(["toprope serve --http", *wanted])
+        return Plan(client, path, _http_entry(client), f"Start '{serve}'. {after}")
+    command, *arguments = [*server_command(), *wanted]
     entry: dict[str, Any] = {"command": command, "args": arguments}
     if client == "claude-code":
         entry = {"type": "stdio", **entry}
@@ -206,13 +211,21 @@ def _back_up(path: Path, text: str) -> Path:
     raise OSError("there are too many backups")
 
 
-def main(client: str, *, show: bool, http: bool, project: Path | None, variables: Sequence[str]) -> list[str]:
+def main(
+    client: str,
+    *,
+    show: bool,
+    http: bool,
+    project: Path | None,
+    variables: Sequence[str],
+    role: Role | None = None,
+) -> list[str]:
     """`toprope install`: the lines to print.
 
     Raises:
         InvalidValue: See `plan`, `write`; or a variable is not set or cannot be kept.
     """
-    planned = plan(client, http=http, project=project)
+    planned = plan(client, http=http, project=project, role=role)
     kept = [_variable(one) for one in variables]
     if show:
         return [f"# {planned.path}", json.dumps({"mcpServers": {NAME: planned.entry}}, indent=2)]

@@ -239,10 +239,11 @@ def test_a_prompt_is_offered_and_its_environment_completed(house):
                 async with Client(streamable_http_client(url, http_client=http)) as client:
                     from mcp.types import PromptReference
 
+                    name = "train_an_environment"
                     prompts = (await client.list_prompts()).prompts
-                    text = (await client.get_prompt("train", {"environment": "sort_letters"})).messages[0].content.text
+                    text = (await client.get_prompt(name, {"environment": "sort_letters"})).messages[0].content.text
                     known = await client.complete(
-                        PromptReference(type="ref/prompt", name="train"), {"name": "environment", "value": "sort"}
+                        PromptReference(type="ref/prompt", name=name), {"name": "environment", "value": "sort"}
                     )
                     other = await client.complete(
                         PromptReference(type="ref/prompt", name="other"), {"name": "environment", "value": "sort"}
@@ -250,7 +251,7 @@ def test_a_prompt_is_offered_and_its_environment_completed(house):
                     return prompts, text, known.completion, other.completion
 
     prompts, text, known, other = anyio.run(work)
-    assert [prompt.name for prompt in prompts] == ["train"]
+    assert [prompt.name for prompt in prompts] == ["train_an_environment", "diagnose_run", "improve_a_run"]
     assert "'sort_letters'" in text
     assert "sort_letters" in known.values
     assert known.total >= len(known.values)

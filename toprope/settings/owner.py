@@ -31,7 +31,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["Home", "HttpDoor", "MachineLimit", "OwnerSettings", "StatusLimit"]
+__all__ = ["Home", "HttpDoor", "MachineLimit", "OwnerSettings", "ServeRole", "StatusLimit"]
 
 SHIPPED = Path(toprope.__file__).resolve().parent.parent
 """The folder that holds `configs` beside the package, in a checkout and in a wheel alike."""
@@ -74,6 +74,17 @@ class HttpDoor(BaseModel):
     """Web pages that may call it (the Origin header), such as https://inspector.example."""
 
 
+class ServeRole(BaseModel):
+    """What servers offer their clients."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    read_only: bool = False
+    """Only what changes nothing."""
+    tools: list[str] = Field(default_factory=list)
+    """Sets of tools: plan, run, read; all when there are none."""
+
+
 class MachineLimit(BaseModel):
     """What runs may have of this machine, all together. What is not set is found out."""
 
@@ -110,6 +121,8 @@ class OwnerSettings(BaseModel):
     """Beyond it runs are queued."""
     containment: Literal["auto", "bubblewrap", "guard"] = "auto"
     """How the processes of runs are held: in pid namespaces by bubblewrap where that works, always, or never."""
+    serve: ServeRole = Field(default_factory=ServeRole)
+    """Read when a server starts."""
     http: HttpDoor = Field(default_factory=HttpDoor)
     """The HTTP door."""
 
