@@ -49,13 +49,13 @@ class Classified:
 @dataclass(frozen=True)
 class _Cause:
     kind: Kind
-    pattern: re.Pattern[str]
+    pattern: str
     hint: str
     confidence: Literal["low", "medium", "high"] = "high"
 
-
-def _cause(kind: Kind, pattern: str, hint: str, confidence: Literal["low", "medium", "high"] = "high") -> _Cause:
-    return _Cause(kind, re.compile(pattern, re.IGNORECASE), hint, confidence)
+    def explains(self, line: str) -> bool:
+        # Compiled when a run fails and not before: servers read this module, and few of them see a failure.
+        return re.search(self.pattern, line, re.IGNORECASE) is not None
 
 
 _LESS_GPU = (
@@ -72,25 +72,25 @@ _DISK = (
 )
 
 _SPECIFIC: tuple[_Cause, ...] = (
-    _cause(
+    _Cause(
         "gpu_out_of_memory",
         r"cuda out of memory|CUDA_ERROR_OUT_OF_MEMORY|cuda error: out of memory|"
         r"OutOfMemoryError.*(cuda|gpu|hip)|cublas_status_alloc_failed|no available memory for the cache blocks",
         _LESS_GPU,
     ),
-    _cause(
+    _Cause(
         "disk_full",
         r"no space left on device|errno 28\b|ENOSPC|disk quota exceeded|errno 122\b|"
         r"disk is full|database or disk is full",
         _DISK,
     ),
-    _cause(
+    _Cause(
         "out_of_memory",
         r"\bMemoryError\b|cannot allocate memory|errno 12\b|can't allocate memory|std::bad_alloc|"
         r"not enough memory|oom-kill|out of memory",
         _LESS_MEMORY,
     ),
-    _cause(
+    _Cause(
         "no_access",
         r"gated repo|GatedRepoError|access to model .* is restricted|awaiting a review|"
         r"401 client error|403 client error|invalid (user )?token|invalid api key|incorrect api key|"
@@ -99,7 +99,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "The owner sets the key (HF_TOKEN, WANDB_API_KEY or the endpoint's) in the settings and accepts the model's "
         "terms on its page; or edit_config policy.model to an open one. `toprope doctor` names the keys there are.",
     ),
-    _cause(
+    _Cause(
         "model_not_found",
         r"RepositoryNotFoundError|RevisionNotFoundError|EntryNotFoundError|404 client error|"
         r"is not a local folder and is not a valid model identifier|could not be fetched from the hugging face hub|"
@@ -108,7 +108,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "Check policy.model and policy.revision (edit_config): a Hub id, a folder with config.json, tokenizer and "
         "safetensors, or 'embedded'; then start_training again.",
     ),
-    _cause(
+    _Cause(
         "cuda",
         r"no kernel image is available|device-side assert|illegal memory access|nccl error|ncclSystemError|"
         r"cudnn_status|cublas_status|no cuda gpus are available|found no nvidia driver|CUDA driver version is "
@@ -116,7 +116,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "`toprope doctor` shows driver and GPU; edit_config launcher.device to cpu runs without. After a driver "
         "error of the GPU itself, resume_training goes on from the last checkpoint.",
     ),
-    _cause(
+    _Cause(
         "version_conflict",
         r"but (you have|found|got) [\w.-]+[ =]+\d|is required for a normal functioning|"
         r"requires .{1,60}(==|>=|<=|~=|<|>).{1,60}(but|which|installed)|incompatible with|VersionConflict|"
@@ -125,14 +125,14 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "Two packages do not fit each other: install the pinned versions (make setup), or the environment's own "
         "interpreter; then resume_training.",
     ),
-    _cause(
+    _Cause(
         "import_error",
         r"ModuleNotFoundError|No module named|ImportError|cannot import name|"
         r"cannot open shared object file",
         "A module is missing where this program runs: describe_environment names what an environment needs; install "
         "it for the worker's interpreter, then start_training again.",
     ),
-    _cause(
+    _Cause(
         "nan",
         r"\bis not a number|loss (is|was|became) nan|nan (loss|gradient|in )|probability tensor contains "
         r"either|found inf or nan|(weights?|parameters?|logits) (are|is|contain)\b.{0,40}(nan|not finite)|"
@@ -140,12 +140,12 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "edit_config optimizer.learning_rate to a third, optimizer.max_grad_norm lower, and policy.dtype to float32 "
         "if it is float16; look whether the scorer's rewards are bounded. Then start_training again.",
     ),
-    _cause(
+    _Cause(
         "port",
         r"address already in use|errno 98\b|EADDRINUSE|cannot assign requested address",
         "Another program has the port: resume_training takes a new one.",
     ),
-    _cause(
+    _Cause(
         "timeout",
         r"timed out|time-?out (after|while|waiting|error|reached|exceeded|expired)|TimeoutError|TimeoutExpired|"
         r"deadline exceeded|not ready after|no answer within|did not answer within|took longer than",
@@ -153,7 +153,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "load, launcher.start_timeout_s for a large model; then resume_training.",
         "medium",
     ),
-    _cause(
+    _Cause(
         "network",
         r"name or service not known|temporary failure in name resolution|network is unreachable|"
         r"max retries exceeded|connection (refused|reset|aborted)|ConnectError|SSLError|getaddrinfo failed|"
@@ -163,7 +163,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "medium",
     ),
 )
-_ENVIRONMENT = _cause(
+_ENVIRONMENT = _Cause(
     "environment_error",
     r"the environment (failed|raised|has no)|groups one after the other|WorkerFailure|WorkerError|the worker (died|"
     r"failed|ended)|EnvironmentMistake|LoadError|score\(\)|reset\(\)|step\(\)",
@@ -204,10 +204,10 @@ def classify(
     lines = [line for text in (*excerpt, reason) for line in str(text).splitlines() if line.strip()]
     for line in reversed(lines):
         for cause in _SPECIFIC:
-            if cause.pattern.search(line):
+            if cause.explains(line):
                 return Classified(cause.kind, cause.hint, line.strip()[:300], cause.confidence)
     for line in reversed(lines):
-        if _ENVIRONMENT.pattern.search(line):
+        if _ENVIRONMENT.explains(line):
             return Classified("environment_error", _ENVIRONMENT.hint, line.strip()[:300], "high")
     if signal == "SIGBUS":
         return Classified("disk_full", _DISK, "", "medium")  # a mapped file with no room behind it
