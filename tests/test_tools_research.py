@@ -13,6 +13,7 @@ from tools.answers import TOKEN_BUDGET, tokens
 from tools.compare import compare_runs
 from tools.config import edit_config
 from tools.environments import select_environment
+from tools.status import check_status, list_runs
 from tools.training import resume_training, start_training, stop_training
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.folder import write_json
@@ -84,6 +85,9 @@ def test_seeds_start_a_group_that_its_folders_tell_and_that_is_stopped_by_its_id
     assert expand(shop.home.runs, [group, ids[1]]) == ids
     assert expand(shop.home.runs, ["no-such-run"]) == ["no-such-run"]
     assert group_of(ids[2]) == (group, 2) and group_of(group) is None
+    assert [one.run_id for one in do(check_status, shop, run_ids=[group]).data.runs] == ids
+    listed = do(list_runs, shop)
+    assert {one.group for one in listed.data.runs} == {group} and f"seed 2 of group {group}" in listed.text
     with pytest.raises(NotPossibleNow, match="running already"):
         do(start_training, shop, draft_id=draft, seeds=2)
     stopped = do(stop_training, shop, run_id=group)

@@ -194,6 +194,7 @@ class RunItem(_Data):
     created_at: float
     ended_at: float | None = None
     summary: str = ""
+    group: str | None = None
 
 
 class MetCondition(_Data):

@@ -15,6 +15,7 @@ from tools.answers import Answer, ago, call, clip, percent
 from toprope.errors import InvalidValue
 from toprope.records.folder import RUN_ID
 from toprope.records.status import LIVE, Status
+from toprope.workbench.seeds import group_of
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -100,6 +101,7 @@ def run_item(run: Status) -> answers.RunItem:
         created_at=run.created_at,
         ended_at=run.ended_at,
         summary=_summary(run),
+        group=(group_of(run.run_id) or (None,))[0],
     )
 
 
@@ -107,6 +109,8 @@ def run_row(run: Status) -> str:
     """A run as one line of a list."""
     summary = _summary(run)
     parts = [run.state, run.kind, run.environment, ago(run.created_at), *([summary] if summary else [])]
+    if (group := group_of(run.run_id)) is not None:
+        parts.append(f"seed {group[1]} of group {group[0]}")
     return f"{run.run_id}: {', '.join(parts)}"
 
 

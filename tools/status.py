@@ -23,6 +23,7 @@ from tools.telling import Patience, tell
 from tools.waiting import Progress, wait_for_news
 from toprope.errors import InvalidValue
 from toprope.records.status import LIVE
+from toprope.workbench.seeds import expand
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -59,7 +60,7 @@ async def check_status(
     """
     conditions = parse(until or ())
     known = places.parse(cursor) if cursor else {}
-    wanted = list(dict.fromkeys(run_ids or known))
+    wanted = await to_thread.run_sync(expand, workshop.home.runs, run_ids or list(known))
     longest_s = longest_wait_s(client, workshop.settings().status.waits)
     if not wanted:
         return await to_thread.run_sync(_open, workshop, longest_s)
