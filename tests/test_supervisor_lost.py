@@ -21,7 +21,7 @@ from toprope.supervisor.heartbeat import SILENT_S
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.lost import is_due, prospect
 from toprope.supervisor.runs import Runs
-from toprope.supervisor.settle import settle
+from toprope.supervisor.settle import prepare_attempt, settle
 from toprope.supervisor.sweep import sweep
 
 ENDLESS = {"trainer": {"endless": True}}
@@ -181,6 +181,27 @@ def test_a_lost_run_that_is_stopped_does_not_go_on(house):
     plain.stop(folder.run_id)
     status = owners(house).status(folder.run_id)
     assert status.state == "lost" and status.attempt == 1 and "stopped on request" in status.reason
+
+
+def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(house):
+    """The order may come after the run was marked and before it goes on, or while somebody is at it."""
+    folder = left(house)
+    plain = house.runs()
+    assert is_due(plain.status(folder.run_id))
+    plain._launcher.stop(folder, None)
+    status = owners(house).status(folder.run_id)
+    assert status.state == "lost" and status.attempt == 1 and "stopped on request" in status.reason
+    assert not list(folder.orders.iterdir())
+    folder = left(house)
+    assert is_due(plain.status(folder.run_id))
+    lock = RunLock.acquire(folder.lock)
+    plain.stop(folder.run_id)
+    assert is_due(Status.read(folder)) and len(list(folder.orders.iterdir())) == 1
+    begun = prepare_attempt(folder, Status.read(folder), by_itself=True)
+    plain._launcher.submit(folder, {}, lock)
+    lock.release()
+    house.started.append(folder)
+    assert begun.attempt == 2 and ended(plain, folder).state == "stopped"
 
 
 def test_a_restart_of_the_machine_is_told(house):

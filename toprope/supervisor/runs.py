@@ -24,8 +24,8 @@ from toprope.records.status import RESUMABLE, Event, Failure, Status
 from toprope.supervisor.heartbeat import silence
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.lost import is_due
-from toprope.supervisor.refusals import lives, not_written
+from toprope.supervisor.lost import is_due, stop_is_asked
+from toprope.supervisor.refusals import lives, not_written, unreadable
 from toprope.supervisor.reservations import Machine, Reservations
 from toprope.supervisor.seen import SeenEvents, SeenStatuses
 from toprope.supervisor.settle import end_unkept, prepare_attempt, settle
@@ -41,6 +41,7 @@ _LOOK_EVERY_S = 0.05
 _LOOK_AT_LOCK_EVERY_S = 1.0
 _MAKING = ".making-"
 _MADE_WITHIN_S = 10.0
+_STOPPED = "It does not go on by itself: that was stopped on request."
 
 
 class Runs:
@@ -187,6 +188,8 @@ class Runs:
             former = settle(folder)
             if by_itself and not is_due(former):
                 return former
+            if by_itself and stop_is_asked(folder, former):
+                return _kept_lost(folder, former, _STOPPED)
             if former.state not in RESUMABLE:
                 raise NotPossibleNow(
                     f"{run_id} has {former.state}: nothing is left to do, and nothing was changed.",
@@ -225,7 +228,9 @@ class Runs:
         if not _over(status):
             self._launcher.stop(folder, grace_s)
         elif status.resume_at is not None:
-            return self._stays_lost(folder, "It does not go on by itself: that was stopped on request.")
+            # Where somebody resumes it right now, the order is for the keeper that comes.
+            self._launcher.stop(folder, grace_s)
+            return self._stays_lost(folder, _STOPPED)
         return status
 
     def status(self, run_id: str, *, revive: bool = True) -> Status:
@@ -284,16 +289,12 @@ class Runs:
 
     def _stays_lost(self, folder: RunFolder, why: str) -> Status:
         lock = RunLock.acquire(folder.lock)
-        status = Status.read(folder)
         if lock is None:
-            return status
+            return Status.read(folder)
         try:
-            if status.resume_at is not None and status.state == "lost":
-                status = status.model_copy(update={"resume_at": None, "reason": f"{status.reason} {why}"})
-                status.write(folder)
+            return _kept_lost(folder, Status.read(folder), why)
         finally:
             lock.release()
-        return status
 
     def list(self) -> list[Status]:
         """The status of every run, newest first.
@@ -324,7 +325,7 @@ class Runs:
                     unkept.append(folder)
             except (Corrupt, NotFound, OSError) as error:
                 if folder.path.is_dir() and not held(folder.lock):
-                    found.append(_unreadable(folder, error))
+                    found.append(unreadable(folder, error))
         found += self._settled_or_read(unkept)
         due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
         if due and self._variables is not None and self._reviving.acquire(blocking=False):
@@ -344,7 +345,7 @@ class Runs:
                 found.append(settled.get(folder.run_id) or self._looked(folder))
             except (Corrupt, NotFound, OSError) as error:
                 if folder.path.is_dir() and not held(folder.lock):
-                    found.append(_unreadable(folder, error))
+                    found.append(unreadable(folder, error))
         return found
 
     def _revive(self, folders: Sequence[RunFolder]) -> None:
@@ -420,6 +421,16 @@ class Runs:
                 self._status(folder)
 
 
+def _kept_lost(folder: RunFolder, status: Status, why: str) -> Status:
+    """Takes back that a lost run goes on by itself, and the orders to stop it with that. The caller holds the lock."""
+    if status.state == "lost" and status.resume_at is not None:
+        status = status.model_copy(update={"resume_at": None, "reason": f"{status.reason} {why}"})
+        status.write(folder)
+        for order in folder.orders.glob("stop-*.json"):
+            order.unlink(missing_ok=True)
+    return status
+
+
 def _over(status: Status) -> bool:
     """Whether nothing more comes of this attempt: it has ended, and so have its processes."""
     return status.ended and status.ended_at is not None
@@ -436,18 +447,3 @@ def _stamp(folder: RunFolder) -> tuple[tuple[int, int, int], ...]:
         else:
             found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
     return tuple(found)
-
-
-def _unreadable(folder: RunFolder, error: Exception) -> Status:
-    at = folder.path.stat().st_mtime
-    return Status(
-        run_id=folder.run_id,
-        kind="",
-        environment="",
-        state="lost",
-        reason=f"Its status cannot be read: {error}",
-        created_at=at,
-        since=at,
-        updated_at=at,
-        ended_at=at,
-    )

@@ -143,7 +143,9 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     checkpoint, damaged = _checkpoint(folder) if specification.trains else (None, [])
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
-    for path in (*folder.orders.glob("*"), *folder.orders.glob(".*"), folder.results):
+    # An order to stop that came while nobody kept the run holds for a run that goes on by itself.
+    late = () if by_itself else folder.orders.glob("*")
+    for path in (*late, *folder.orders.glob(".*"), folder.results):
         path.unlink(missing_ok=True)
     for path in folder.evaluations.glob("*.json"):
         if path != folder.evaluation(_BEFORE):
