@@ -34,7 +34,18 @@ from pydantic import ValidationError
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
-__all__ = ["LEFT", "RUN_ID", "RunFolder", "check_version", "checkpoints_in", "misfits", "read_json", "write_json"]
+__all__ = [
+    "EVALUATION_VERSION",
+    "LEFT",
+    "RUN_ID",
+    "WANDB_VERSION",
+    "RunFolder",
+    "check_version",
+    "checkpoints_in",
+    "misfits",
+    "read_json",
+    "write_json",
+]
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
@@ -62,6 +73,10 @@ def write_json(path: Path, value: Any) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+EVALUATION_VERSION = WANDB_VERSION = 1
+"""Newest versions known here of files whose writers stand in other rooms than their readers."""
 
 
 def check_version(path: Path, value: Any, newest: int) -> None:

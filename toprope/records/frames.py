@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from toprope.errors import TooNew
+
 __all__ = ["FRAME", "GROUP", "MARK", "Frame", "pack", "scan"]
 
 _MAGIC = b"\xffTJ1"
+"""Its last byte is the version of the frame."""
 FRAME = struct.Struct("<4sB3xQIIII")
 _UNCHECKED = struct.Struct("<4sB3xQIII")
 GROUP, MARK = 1, 2
@@ -37,7 +40,11 @@ def pack(kind: int, seq: int, note: bytes, body_length: int, body_crc: int) -> b
 
 
 def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterator[Frame]:
-    """The whole frames of a segment from byte `start` on, in order. What lies between them is named in `damage`."""
+    """The whole frames of a segment from byte `start` on, in order. What lies between them is named in `damage`.
+
+    Raises:
+        TooNew: A newer version wrote the next one.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
@@ -46,6 +53,11 @@ def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
             at = start
             while at < size:
                 frame = _frame_at(view, at, size)
+                if frame is None and view[at : at + 3] == _MAGIC[:3] and view[at + 3 : at + 4] > _MAGIC[3:]:
+                    raise TooNew(
+                        f"{path} was written by a newer version of Toprope; it was left as it is.",
+                        hint="Update Toprope to go on with this run.",
+                    )
                 if frame is None:
                     gap = at
                     at = view.find(_MAGIC, at + 1)

@@ -271,7 +271,7 @@ class Index:
     def _corrupt(self, error: Exception) -> Corrupt:
         return Corrupt(
             f"{self.path} is damaged or no index of Toprope ({error}); it was left as it is.",
-            hint="Runs are safe in their folders. The owner runs `toprope doctor --repair`: it keeps the file aside and "
+            hint="Runs are safe in their folders. The owner runs `toprope doctor --repair`, which keeps the file and "
             "makes a new one of what can be read there and of the runs.",
         )
 

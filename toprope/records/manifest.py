@@ -19,6 +19,7 @@ from toprope.records.folder import LEFT, RunFolder, misfits, read_json
 
 __all__ = ["Manifest"]
 
+RUN_MANIFEST_VERSION = 1
 _NAME = "manifest.json"
 
 
@@ -92,7 +93,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    version: int = 1
+    version: int = RUN_MANIFEST_VERSION
     run_id: str
     kind: str
     made_at: float
@@ -132,7 +133,7 @@ class Manifest(BaseModel):
             Corrupt: It cannot be read.
         """
         try:
-            return cls.model_validate(read_json(cls.path(folder)))
+            return cls.model_validate(read_json(cls.path(folder), RUN_MANIFEST_VERSION))
         except NotFound:
             return None
         except ValidationError as error:

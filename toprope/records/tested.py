@@ -11,6 +11,9 @@ from toprope.records.folder import RunFolder, read_json, write_json
 
 __all__ = ["ENDPOINT_KEY", "AnswersTo", "TestedModel", "read_answers", "read_models", "write_answers", "write_models"]
 
+TESTED_VERSION = 1
+"""Of both files."""
+
 ENDPOINT_KEY = "TOPROPE_ENDPOINT_"
 """Begins the variable by which a key of a model at an endpoint reaches the rollout driver, and nobody else."""
 
@@ -58,7 +61,7 @@ _answers = TypeAdapter(list[AnswersTo])
 
 def write_models(folder: RunFolder, models: list[TestedModel]) -> None:
     """Replaces models.json."""
-    write_json(folder.path / "models.json", _models.dump_python(models, mode="json"))
+    _write(folder, "models", _models.dump_python(models, mode="json"))
 
 
 def read_models(folder: RunFolder) -> list[TestedModel]:
@@ -72,7 +75,7 @@ def read_models(folder: RunFolder) -> list[TestedModel]:
 
 def write_answers(folder: RunFolder, answers: list[AnswersTo]) -> None:
     """Replaces answers.json."""
-    write_json(folder.path / "answers.json", _answers.dump_python(answers, mode="json"))
+    _write(folder, "answers", _answers.dump_python(answers, mode="json"))
 
 
 def read_answers(folder: RunFolder) -> list[AnswersTo]:
@@ -84,10 +87,16 @@ def read_answers(folder: RunFolder) -> list[AnswersTo]:
     return _read(folder, "answers.json", _answers)
 
 
+def _write(folder: RunFolder, what: str, entries: list[Any]) -> None:
+    write_json(folder.path / f"{what}.json", {"version": TESTED_VERSION, what: entries})
+
+
 def _read(folder: RunFolder, name: str, adapter: TypeAdapter[Any]) -> list[Any]:
     path = folder.path / name
     try:
-        return adapter.validate_python(read_json(path))
+        value = read_json(path, TESTED_VERSION)
+        # Before there was a version the file was the list itself.
+        return adapter.validate_python(value.get(path.stem) if isinstance(value, dict) else value)
     except NotFound:
         return []
     except ValidationError as error:

@@ -15,6 +15,8 @@ from toprope.records.folder import LEFT, RunFolder, misfits, read_json, write_js
 
 __all__ = ["Spent", "Usage", "day_of"]
 
+USAGE_VERSION = 1
+
 
 def day_of(at: float) -> str:
     """The calendar day of this machine at a moment, such as 2026-11-21."""
@@ -35,7 +37,7 @@ class Spent(BaseModel):
 class Usage(Spent):
     """What was taken in all."""
 
-    version: int = 1
+    version: int = USAGE_VERSION
     at: float = 0.0
     """When it was measured, seconds since the epoch."""
     disk_bytes: int = 0
@@ -54,7 +56,7 @@ class Usage(Spent):
             Corrupt: It cannot be read.
         """
         try:
-            return cls.model_validate(read_json(folder.path / "usage.json"))
+            return cls.model_validate(read_json(folder.path / "usage.json", USAGE_VERSION))
         except NotFound:
             return None
         except ValidationError as error:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from toprope.records.folder import RunFolder, write_json
+from toprope.records.folder import WANDB_VERSION, RunFolder, write_json
 
 __all__ = ["note_wandb"]
 
 
 def note_wandb(folder: RunFolder, mode: str) -> None:
-    """Writes wandb.json of a run: `mode`, `folder`, and `url` when online. Nothing where wandb has not begun.
+    """Writes wandb.json of a run: version, mode, folder, and url when online. Nothing where wandb has not begun.
 
     Args:
         folder: The run's.
@@ -21,7 +21,7 @@ def note_wandb(folder: RunFolder, mode: str) -> None:
     run = getattr(wandb, "run", None)
     if run is None:
         return
-    found = {"mode": mode, "folder": str(run.dir).removesuffix("/files")}
+    found: dict[str, Any] = {"version": WANDB_VERSION, "mode": mode, "folder": str(run.dir).removesuffix("/files")}
     if run.url:
         found["url"] = str(run.url)
     write_json(folder.path / "wandb.json", found)
