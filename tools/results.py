@@ -14,7 +14,7 @@ from tools.ask import answer_lines, shown
 from tools.diagnosis import findings_lines, findings_told, time_line
 from tools.history import compared_with_original
 from tools.integrity import believed
-from toprope.analysis.report import Accuracy, Example, ModelReport, Models, Results, gather
+from toprope.analysis.report import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results, gather
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import RunFolder, read_json
 from toprope.records.specification import Specification
@@ -79,7 +79,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
     believable, checks = believed(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
     lines += believable
-    left_out = {"integrity"} if detailed else {"history", "examples", "counts", "metrics", "integrity"}
+    left_out = {"version", "integrity"} | (set() if detailed else {"history", "examples", "counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
     if checks is not None:
         structure["integrity"] = checks

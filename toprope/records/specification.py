@@ -17,6 +17,9 @@ from toprope.settings.schema import Config
 
 __all__ = ["AskPlan", "EnvironmentSource", "ModelUnderTest", "SeedGroup", "Specification", "TestPlan"]
 
+SPECIFICATION_VERSION = 1
+"""Of spec.json: the newest that is known here."""
+
 
 class EnvironmentSource(BaseModel):
     """Where a worker finds an environment.
@@ -91,7 +94,7 @@ class Specification(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int = 1
+    version: int = SPECIFICATION_VERSION
     run_id: str
     kind: Literal["train", "test", "ask"]
     created_at: float
@@ -123,7 +126,7 @@ class Specification(BaseModel):
             NotFound, Corrupt: See `read_json`.
         """
         try:
-            return cls.model_validate(read_json(folder.spec))
+            return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
         except ValidationError as error:
             raise Corrupt(f"{folder.spec} is not a specification: {misfits(error)}.", hint=LEFT) from None
 
