@@ -4,18 +4,16 @@ import time
 
 import anyio
 import pytest
-from tools_house import age_stamp, become, make_workshop, step
+from tools_house import age_stamp, become, make_workshop, start_run, step
 
 from tools.answers import TOKEN_BUDGET, tokens
-from tools.config import edit_config
-from tools.environments import select_environment
 from tools.logs import read_logs
 from tools.results import get_results
 from tools.status import check_status, list_runs, numbers_line
-from tools.training import start_training
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.folder import write_json
 from toprope.records.status import EventLog, Failure
+from toprope.settings.schema import Config
 
 
 def do(tool, *arguments, **named):
@@ -38,9 +36,9 @@ def house(tmp_path):
 @pytest.fixture
 def run(house):
     shop, _ = house
-    draft_id = do(select_environment, shop, name="sort_letters").data.draft_id
-    run_id = do(start_training, shop, draft_id=draft_id).data.run_id
-    return shop, shop.runs.folder(run_id)
+    config = Config()
+    config.environment.knobs = {"longest": 5}
+    return shop, start_run(shop, config=config)
 
 
 def check(shop, folder, **named):
@@ -254,10 +252,8 @@ def test_numbers_are_said_shortly():
 
 def test_runs_are_listed_filtered_and_paged(house):
     shop, _ = house
-    draft_id = do(select_environment, shop, name="sort_letters").data.draft_id
-    for number in range(23):
-        do(edit_config, shop, draft_id=draft_id, changes={"budget.steps": 100 + number})
-        do(start_training, shop, draft_id=draft_id)
+    for _ in range(23):
+        start_run(shop)
     runs = shop.statuses()
     become(shop.runs.folder(runs[3].run_id), "failed", ended_at=time.time())
     first = do(list_runs, shop)

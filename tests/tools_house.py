@@ -69,7 +69,7 @@ def start_run(shop, kind: str = "train", **fields) -> RunFolder:
             created_at=time.time(),
             toprope_version="0",
             environment=EnvironmentSource(name="sort_letters", file="/nowhere.py", attribute="SortLetters"),
-            config=Config(),
+            config=fields.pop("config", None) or Config(),
             policy_cache=str(shop.home.policies),
             **fields,
         )

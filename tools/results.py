@@ -14,6 +14,8 @@ from tools.ask import answer_lines, shown
 from tools.diagnosis import findings_lines, findings_told, time_line
 from tools.history import compared_with_original
 from tools.integrity import believed
+from tools.pictures import with_picture
+from tools.withheld import as_told
 from toprope.analysis.report import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results, gather
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import RunFolder, read_json
@@ -32,19 +34,21 @@ _MOST_EXAMPLES = 8
 _EXAMPLE_CHARACTERS = 300
 
 
-async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise") -> Answer:
+async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise", plot: bool = False) -> Answer:
     """The report of a run.
 
     Args:
         workshop: The server's.
         run_id: Which run.
         detail: `detailed` adds history, examples and what differs from the default configuration.
+        plot: The run's picture as well.
 
     Raises:
         NotFound: There is no such run.
         Corrupt: Its files cannot be read.
     """
-    return await to_thread.run_sync(lambda: _results(workshop, run_id, detailed=detail == "detailed"))
+    answer = await to_thread.run_sync(lambda: _results(workshop, run_id, detailed=detail == "detailed"))
+    return await to_thread.run_sync(with_picture, workshop, run_id, answer) if plot else answer
 
 
 def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
@@ -55,6 +59,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     complete = report is not None
     if report is None:
         report = gather(folder, specification, status)
+        report = report if status.ended else as_told(workshop, report)
     said = [AnswersTo.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
     if report.tested is not None:
@@ -143,7 +148,7 @@ def _head(status: Status, report: Results) -> str:
         text += f", ended {ago(status.ended_at)} after {duration(status.ended_at - status.created_at)}"
     text += "."
     if report.steps:
-        text += f" {report.steps} steps, {report.rollouts} rollouts"
+        text += f" {report.steps} steps" + (f", {report.rollouts} rollouts" if report.rollouts else "")
         text += f", {duration(report.seconds.training)} of training." if report.seconds.training is not None else "."
     if not status.ended:
         text += " It is not done; what exists so far:"

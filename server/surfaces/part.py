@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mcp.server.mcpserver import Context
-from mcp.types import CallToolResult, TextContent
+from mcp.types import CallToolResult, ImageContent, TextContent
 from pydantic import BeforeValidator, Field
 
 from tools import answers
@@ -56,7 +57,11 @@ class Part:
     async def _do(self, module: str, tool: str, **arguments: Any) -> CallToolResult:
         work: Callable[..., Awaitable[answers.Answer]] = getattr(import_module(f"tools.{module}"), tool)
         answer = await work(self.workshop, **arguments)
+        content: list[TextContent | ImageContent] = [TextContent(type="text", text=answer.text)]
+        if answer.picture is not None:
+            data = base64.b64encode(answer.picture).decode()
+            content.append(ImageContent(type="image", data=data, mime_type="image/png"))
         return CallToolResult(
-            content=[TextContent(type="text", text=answer.text)],
+            content=content,
             structured_content=answer.data.model_dump(mode="json", exclude_defaults=answer.brief),
         )

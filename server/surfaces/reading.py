@@ -44,6 +44,9 @@ class Reading(Part):
             Literal["concise", "detailed"],
             Field(description="detailed adds ten points of history, example answers and the configuration's changes."),
         ] = "concise",
+        plot: Annotated[
+            bool, Field(description="true: also the picture of reward and accuracy, as an image; once it ended.")
+        ] = False,
     ) -> Annotated[CallToolResult, answers.Result]:
         """Reports what a run achieved: held-out accuracy before and after with 95 % intervals, checkpoint, plot.
 
@@ -51,7 +54,7 @@ class Reading(Part):
         and example answers. A run that is not done answers what exists so far, a failed one why it failed. Changes
         nothing. For numbers while it trains call check_status.
         """
-        return await self._do("results", "get_results", run_id=run_id, detail=detail)
+        return await self._do("results", "get_results", run_id=run_id, detail=detail, plot=plot)
 
     async def ask_checkpoint(
         self,

@@ -1,6 +1,6 @@
 """The picture of a run: rewards and successes over its steps, and the held-out accuracy before and after.
 
-    python -P -m toprope.analysis.plots RUN_FOLDER
+    python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]
 
 A program of its own, started by the keeper at the end: matplotlib is large, and whatever goes wrong in it costs a
 picture and not a run.
@@ -162,15 +162,15 @@ def _draw_heldout(axes: Any, results: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program: draws plot.png of the run folder that is its one argument."""
+    """The program: draws plot.png of the run folder that is its first argument, or the file that is its second."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) != 1:
-        print("usage: python -P -m toprope.analysis.plots RUN_FOLDER", file=sys.stderr)
+    if len(arguments) not in (1, 2):
+        print("usage: python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]", file=sys.stderr)
         return 2
     folder = RunFolder(Path(arguments[0]).resolve())
     try:
         results = gather(folder, Specification.read(folder), Status.read(folder))
-        draw(folder.plot, results, read_history(folder.metrics, _ROWS).rows)
+        draw(Path(arguments[1]) if arguments[1:] else folder.plot, results, read_history(folder.metrics, _ROWS).rows)
     except TopropeError as error:
         print(error, file=sys.stderr)
         return 1
