@@ -174,10 +174,11 @@ def folders(home: Home) -> Iterator[Finding]:
 
 
 def owners_files(home: Home) -> Iterator[Finding]:
-    """settings.yaml, locks.yaml and presets: readable, right, and private where they hold keys."""
+    """settings.yaml, locks.yaml, limits.yaml and presets: readable, right, and private where they hold keys."""
     readers: list[tuple[str, Path, Callable[[], Any]]] = [
         ("settings.yaml", home.settings_file, home.settings),
         ("locks.yaml", home.locks_file, home.locks),
+        ("limits.yaml", home.limits_file, home.limits),
     ]
     for name, path in list_presets(home.preset_folders).items():
         readers.append((f"preset {name}", path, lambda name=name: load_preset(name, home.preset_folders)))

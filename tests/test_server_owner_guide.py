@@ -12,6 +12,7 @@ from test_server_commands import make_run
 from typer.testing import CliRunner
 
 from server.commands import build
+from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.owner import OwnerSettings
 
@@ -67,5 +68,8 @@ def test_the_files_of_the_guide_are_read_as_they_stand(tmp_path):
         path.write_text(text)
         if name == "locks.yaml":
             assert len(list(Locks.read(path))) == text.count("- field:")
+        elif name == "limits.yaml":
+            limits = Limits.read(path)
+            assert len(list(limits)) == 9 and limits.above == {"cost_usd": 1.0}
         else:
             assert OwnerSettings.read(path) != OwnerSettings() or "share: 0.02" in text
