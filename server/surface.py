@@ -15,8 +15,10 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
 
 from server.arguments import strict
+from server.surfaces.memory import Memory
 from server.surfaces.planning import Planning
 from server.surfaces.reading import Reading
+from server.surfaces.research import Research
 from server.surfaces.running import Running
 
 __all__ = ["INSTRUCTIONS", "Surface"]
@@ -43,7 +45,7 @@ _READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": 
 _ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
 
 
-class Surface(Planning, Running, Reading):
+class Surface(Planning, Running, Reading, Research, Memory):
     """The tools as bound methods over a workshop that is opened at the first call."""
 
     def tools(self) -> list[Tool]:
@@ -54,15 +56,23 @@ class Surface(Planning, Running, Reading):
             (self.select_environment, "Make a draft", _ADDS),
             (self.get_config, "Read a draft", _READS),
             (self.edit_config, "Edit a draft", _ADDS | {"idempotent_hint": True}),
+            (self.undo_edit, "Undo edits", _ADDS | {"idempotent_hint": True}),
+            (self.diff_config, "Compare configurations", _READS),
+            (self.fork_config, "Fork a run's configuration", _ADDS),
             (self.test_inference, "Test policy or models", _ADDS | {"open_world_hint": True}),
             (self.start_training, "Start training", _ADDS | {"open_world_hint": True}),
             (self.stop_training, "Stop a run", _ADDS | {"destructive_hint": True, "idempotent_hint": True}),
             (self.resume_training, "Resume a run", _ADDS | {"open_world_hint": True}),
+            (self.reproduce_run, "Repeat a run", _ADDS | {"open_world_hint": True}),
             (self.check_status, "Check or await runs", _READS),
             (self.list_runs, "List runs", _READS),
             (self.get_results, "Get a run's results", _READS),
+            (self.compare_runs, "Compare runs", _READS),
+            (self.browse_rollouts, "Browse rollouts", _READS),
             (self.ask_checkpoint, "Ask a policy", _ADDS),
             (self.read_logs, "Read a component's log", _READS),
+            (self.note_experiment, "Note an experiment", _ADDS),
+            (self.get_handoff, "Get the handoff", _READS),
         ]
         return [
             strict(
