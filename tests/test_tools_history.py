@@ -125,6 +125,23 @@ def test_a_repeated_run_is_held_against_the_first(house):
     assert "libraries.torch" in text and "0.0.1" in text and "environment.sha256" in text
 
 
+def test_a_repetition_is_within_the_owners_limits(house):
+    shop, launcher = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    run = do(start_training, shop, draft_id=draft).data.run_id
+    ended(shop, launcher, run)
+    limits = shop.home.configuration / "limits.yaml"
+    limits.parent.mkdir(parents=True, exist_ok=True)
+    for text, words in (("confirm: always\n", "confirmed"), ("per_run:\n  steps: 3\n", "steps")):
+        limits.write_text(text)
+        with pytest.raises(NotPossibleNow, match=words) as caught:
+            do(reproduce_run, shop, run_id=run)
+        assert "othing was started" in str(caught.value)
+    assert [status.run_id for status in shop.statuses()] == [run]
+    limits.unlink()
+    assert do(reproduce_run, shop, run_id=run).data.reproduces == run
+
+
 def test_questions_are_neither_forked_nor_repeated(house):
     shop, _ = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id

@@ -12,6 +12,7 @@ from anyio import to_thread
 from tools import memory_answers as answers
 from tools.answers import Answer, call, clip, value
 from tools.config import said_changes
+from tools.workshop import machine_of
 from toprope.analysis.report import gather, read_rows
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
 from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
@@ -21,8 +22,11 @@ from toprope.records.specification import Specification
 from toprope.records.status import LIVE, Status
 from toprope.settings.fields import Change
 from toprope.settings.presets import load_preset
+from toprope.supervisor.ledger import the_books
 from toprope.supervisor.variables import for_worker
+from toprope.workbench.budgets import demand, reserve
 from toprope.workbench.history import Side, config_of_preset, difference
+from toprope.workbench.preview import needs_confirmation, preview
 from toprope.workbench.reproduce import freeze_again
 
 if TYPE_CHECKING:
@@ -143,7 +147,8 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
     Raises:
         NotFound: There is no such run.
         LockedField, InvalidValue: The owner does not allow that configuration any more, or it is of no such kind.
-        NotPossibleNow: The run has not ended, or is being repeated already; nothing was started.
+        NotPossibleNow: The run has not ended, is being repeated already, or a limit stands against it; nothing was
+            started.
     """
 
     def work() -> Answer:
@@ -159,14 +164,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        again = freeze_again(run, workshop.home.locks())
-        try:
-            workshop.start(again)
-        except ComponentFailed as error:
-            raise ComponentFailed(
-                f"{error.message} The run {again.run_id} is recorded as failed; nothing is running.",
-                hint=call("read_logs", run_id=again.run_id, component="keeper"),
-            ) from error
+        again = _started(workshop, freeze_again(run, workshop.home.locks()))
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."
@@ -185,6 +183,29 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
         )
 
     return await to_thread.run_sync(work)
+
+
+def _started(workshop: Workshop, again: Specification) -> Specification:
+    """Hands it to a keeper, within the owner's limits."""
+    limits, machine = workshop.home.limits(), machine_of(workshop.settings())
+    with the_books(workshop.home.ensure().runs):
+        [again] = reserve([again], limits, machine, workshop.home.runs)
+        if limits.confirm != "never":
+            shown = preview([again], limits, demand(again, machine), workshop.home.runs)
+            if why := needs_confirmation(limits, shown):
+                fork = call("fork_config", run_id=again.reproduces)
+                raise NotPossibleNow(
+                    f"The owner wants such a start confirmed: {why}. Nothing was started.",
+                    hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
+                )
+        try:
+            workshop.start(again)
+        except ComponentFailed as error:
+            raise ComponentFailed(
+                f"{error.message} The run {again.run_id} is recorded as failed; nothing is running.",
+                hint=call("read_logs", run_id=again.run_id, component="keeper"),
+            ) from error
+    return again
 
 
 def compared_with_original(workshop: Workshop, specification: Specification) -> Reproduction | None:

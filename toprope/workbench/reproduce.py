@@ -26,7 +26,7 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
         LockedField: The owner does not allow that configuration any more.
         InvalidValue: Its kind cannot be repeated.
     """
-    if run.kind not in ("train", "test"):
+    if run.kind == "ask":
         raise InvalidValue(
             f"{run.run_id} is a run of kind {run.kind}, which is not repeated.", hint="ask_checkpoint asks again."
         )
