@@ -61,6 +61,14 @@ _NEXT = {
     "get_results": "list_runs names the runs there are.",
     "compare_runs": "list_runs names the runs there are.",
     "read_logs": "list_runs names the runs there are.",
+    "ask_checkpoint": "list_runs names the runs there are.",
+    "undo_edit": "get_config lists the revisions of a draft.",
+    "diff_config": "get_config reads a draft, list_runs names the runs.",
+    "fork_config": "list_runs names the runs there are.",
+    "reproduce_run": "list_runs names the runs there are.",
+    "browse_rollouts": "list_runs names the runs there are.",
+    "note_experiment": "get_handoff lists the experiments.",
+    "get_handoff": "list_runs names the runs there are.",
 }
 """Where to go on after a failure that says nothing of it itself."""
 
