@@ -176,15 +176,17 @@ def test_the_run_outlives_its_server_and_the_next_one_stops_it(home: Path) -> No
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
-@pytest.mark.parametrize("victim", ["inference", "environment"])
-def test_a_components_death_ends_the_run_with_the_reason(report: DemoReport, home: Path, victim: str) -> None:
+def test_a_components_death_ends_the_run_with_the_reason(report: DemoReport, home: Path) -> None:
+    """Where the configuration leaves no restarts; tests/test_training_restarts.py has runs that go on."""
+    victim, changes = "inference", {"evaluation.heldout_tasks": 0, "launcher.restarts": 0}
+
     async def run() -> str:
         async with Client(server_parameters(variables(home))) as client:
             made = await client.call_tool(
                 "select_environment", {"name": "reasoning_gym/spell_backward", "preset": "cpu-embedded"}
             )
             draft_id = made.structured_content["draft_id"]
-            await client.call_tool("edit_config", {"draft_id": draft_id, "changes": {"evaluation.heldout_tasks": 0}})
+            await client.call_tool("edit_config", {"draft_id": draft_id, "changes": changes})
             return (await client.call_tool("start_training", {"draft_id": draft_id})).structured_content["run_id"]
 
     run_id = anyio.run(run)

@@ -11,12 +11,12 @@ import asyncio
 import itertools
 import signal
 import time
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.records.groups import Group, Outcome
-from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link
 from toprope.training.endpoints import EndpointClient
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
@@ -97,6 +97,8 @@ class RolloutMaker:
         self._worker, self._policy = worker, policy
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
         self._numbers = itertools.count()
+        self.weights: dict[str, float] | None = None
+        """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
 
     async def make(self, split: str, index: int, size: int, sampling: Sampling) -> Made:
         """Plays one task `size` times.
@@ -124,7 +126,8 @@ class RolloutMaker:
 
     async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
-        start = await link.call("begin", timeout=self._timeout, split=split, index=index, count=size)
+        weighed = {} if self.weights is None else {"weights": self.weights}
+        start = await link.call("begin", timeout=self._timeout, split=split, index=index, count=size, **weighed)
         first = start["messages"]
         own = start.get("per_rollout")
         rollouts = [
@@ -143,7 +146,8 @@ class RolloutMaker:
         except BaseException:
             left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
             if left and link.alive:
-                await self._discard(link, left)
+                with suppress(WorkerFailure):  # it may be going: what went wrong first is what counts
+                    await self._discard(link, left)
             raise
         finally:
             if session:
