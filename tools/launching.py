@@ -25,7 +25,9 @@ from toprope.records.status import LIVE
 from toprope.supervisor.ledger import the_books
 from toprope.workbench.budgets import demand, reserve
 from toprope.workbench.drafts import Draft
+from toprope.workbench.endpoints import resolve_teacher
 from toprope.workbench.freeze import freeze
+from toprope.workbench.lineage import base_of
 from toprope.workbench.preview import Preview, needs_confirmation, preview
 from toprope.workbench.requirements import require_wandb
 from toprope.workbench.seeds import as_group, check_seeds, seeded
@@ -131,8 +133,24 @@ def _frozen(workshop: Workshop, order: _Order) -> tuple[Draft, list[Specificatio
     draft, locks = workshop.drafts.get(order.draft_id), workshop.home.locks()
     cache = str(workshop.home.policies)
     drafts = seeded(draft, order.seeds, locks) if order.seeds > 1 else [draft]
+    kind: Literal["train", "sft", "test", "ask"] = order.kind
+    teacher = None
+    if kind == "train" and draft.config.algorithm.name == "sft":
+        kind, home = "sft", workshop.home
+        section = draft.config.sft
+        teacher = resolve_teacher(section.teacher, workshop.settings(), home.preset_folders, home.settings_file)
     frozen = [
-        freeze(one, locks, kind=order.kind, policy_cache=cache, name=order.name, test=order.test, ask=order.ask)
+        freeze(
+            one,
+            locks,
+            kind=kind,
+            policy_cache=cache,
+            name=order.name,
+            test=order.test,
+            ask=order.ask,
+            teacher=teacher,
+            base=base_of(one.config.policy.model, workshop.home.runs),
+        )
         for one in drafts
     ]
     if order.kind == "train":

@@ -16,7 +16,7 @@ from tools.launching import NOT_THERE_YET_S, Taken, launch, launch_group, previe
 from tools.previewing import said, structured
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records import start_keys
-from toprope.records.specification import Specification
+from toprope.records.specification import TRAINING, Specification
 from toprope.records.start_keys import StartKey
 from toprope.records.status import RESUMABLE, Status
 from toprope.supervisor.ledger import the_books
@@ -129,11 +129,11 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
     if step is not None:
         text += f" goes on after step {step} of {budget.steps}, from {status.checkpoint['path']}"
         text += "; its metrics, rollouts and evaluation before training stay."
-    elif kind == "train":
+    elif kind in TRAINING:
         text += " starts again at step 0, because the run has no checkpoint."
     else:
         text += " starts again: a run of this kind has no steps."
-    from_step = (step or 0) if kind == "train" else None
+    from_step = (step or 0) if kind in TRAINING else None
     data = answers.Resumed(run_id=run_id, kind=kind, attempt=status.attempt, state=status.state, from_step=from_step)
     return Answer(f"{text}\nNext: {call('check_status', run_ids=[run_id], wait_s=45)}", data)
 

@@ -17,6 +17,7 @@ from anyio import to_thread
 from tools.conditions import Condition
 from tools.looking import Look, look_at
 from tools.numbers import numbers_line
+from toprope.records.specification import TRAINING
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -138,7 +139,7 @@ def _how_far(looks: Sequence[Look]) -> tuple[float, float | None, str]:
         look = looks[0]
         numbers = {key: one for key, one in look.numbers.items() if key != "elapsed_s"}
         message = f"{look.status.state}: {numbers_line(numbers)}" if numbers else look.status.state
-        step = numbers.get("step", 0) if "step" in numbers or look.status.kind == "train" else numbers.get("done", 0)
+        step = numbers.get("step", 0) if "step" in numbers or look.status.kind in TRAINING else numbers.get("done", 0)
         total = numbers.get("total_steps") if "step" in numbers else numbers.get("total")
         return float(step), float(total) if total else None, message
     done = sum(look.status.ended for look in looks)

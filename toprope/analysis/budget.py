@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from toprope.records.specification import TRAINING
 from toprope.records.usage import Usage
 from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limit, Limits
 from toprope.settings.schema import Config
@@ -92,7 +93,7 @@ def demand_of(config: Config, kind: str, *, processors: int, gpu: str | None) ->
         processors: Those of the machine.
         gpu: See `Demand`.
     """
-    train_s = config.budget.max_train_seconds if kind == "train" else None
+    train_s = config.budget.max_train_seconds if kind in TRAINING else None
     beside_s = config.launcher.start_timeout_s + _EVALUATIONS_S
     busy = min(processors, 2 * config.launcher.threads + _BESIDE_TORCH)
     return Demand(config.budget.steps if kind == "train" else None, busy, gpu, train_s, beside_s)

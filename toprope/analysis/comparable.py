@@ -106,7 +106,7 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
     return {
         "kind of measurement": "held-out tasks after training"
-        if specification.kind == "train"
+        if specification.trains
         else "validation tasks of a test",
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
@@ -129,7 +129,7 @@ def _base(folder: RunFolder, model: str) -> str:
 
 
 def _not_evaluated(run_id: str, specification: Specification, state: str, label: str) -> NotPossibleNow:
-    if specification.kind == "train" and not specification.config.evaluation.heldout_tasks:
+    if specification.trains and not specification.config.evaluation.heldout_tasks:
         return NotPossibleNow(
             f"{run_id} measured no held-out tasks: its evaluation.heldout_tasks is 0.",
             hint="Set evaluation.heldout_tasks and start another run.",

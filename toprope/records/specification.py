@@ -15,10 +15,14 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
-__all__ = ["AskPlan", "EnvironmentSource", "ModelUnderTest", "SeedGroup", "Specification", "TestPlan"]
+__all__ = ["TRAINING", "AskPlan", "EnvironmentSource", "ModelUnderTest", "SeedGroup", "Specification", "TestPlan"]
 
 SPECIFICATION_VERSION = 1
 """Of spec.json: the newest that is known here."""
+
+
+TRAINING = frozenset({"train", "sft"})
+"""Kinds of runs that have a trainer: by reward, and by demonstrations."""
 
 
 class EnvironmentSource(BaseModel):
@@ -96,7 +100,7 @@ class Specification(BaseModel):
 
     version: int = SPECIFICATION_VERSION
     run_id: str
-    kind: Literal["train", "test", "ask"]
+    kind: Literal["train", "sft", "test", "ask"]
     created_at: float
     toprope_version: str
     draft_id: str | None = None
@@ -108,6 +112,10 @@ class Specification(BaseModel):
     """The owner's locks that held when this was frozen, as read."""
     beside_preset: dict[str, list[Any]] = {}
     """Fields whose value is not the preset's, each with the preset's value and this one."""
+    teacher: ModelUnderTest | None = None
+    """Who demonstrates in a run of kind `sft`, where it is a model at an endpoint."""
+    base_run: str | None = None
+    """The run whose checkpoint the policy begins as, where the configuration named one."""
     reproduces: str | None = None
     """The run that this one repeats, to see whether it comes out the same."""
     seed_group: SeedGroup | None = None
@@ -117,6 +125,11 @@ class Specification(BaseModel):
     ask: AskPlan | None = None
     policy_cache: str
     """Folder under which embedded policies are made and kept."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has a trainer, steps and checkpoints."""
+        return self.kind in TRAINING
 
     @classmethod
     def read(cls, folder: RunFolder) -> Specification:

@@ -7,6 +7,7 @@ caller should understand it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -25,18 +26,8 @@ from toprope.sdk.splits import SPLITS, Splits
 __all__ = ["OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
 OPERATIONS = (
-    "open",
-    "card",
-    "tasks",
-    "begin",
-    "advance",
-    "discard",
-    "score",
-    "survey",
-    "solve",
-    "reweigh",
-    "ping",
-    "mark",
+    *("open", "card", "tasks", "survey", "begin", "advance", "solve", "discard", "score"),
+    *("ping", "mark"),
 )
 
 
@@ -134,8 +125,12 @@ class Service:
         splits.survey(limit, seconds)
         return {split: {"known": splits.known(split), "exhausted": splits.exhausted(split)} for split in SPLITS}
 
-    def _begin(self, split: str, index: int, count: int) -> dict[str, Any]:
+    def _begin(self, split: str, index: int, count: int, weights: dict[str, float] | None = None) -> dict[str, Any]:
+        """Begins `count` rollouts of a task, whose reward parts weigh `weights` where they are named there."""
         environment, splits = self._opened()
+        if weights:
+            environment = copy.copy(environment)
+            environment.parts = Scoring.weighted(environment.parts, weights).parts
         if not isinstance(count, int) or count < 1:
             raise InvalidRequest(f"count must be a whole number of at least 1, not {count!r}.")
         task, epoch = splits.get(split, index)
@@ -180,12 +175,6 @@ class Service:
             if not isinstance(one, list) or len(one) != 2 or one[0] not in self._rollouts or type(one[1]) is not int:
                 raise InvalidRequest(f"{one!r:.80} is no [rollout, variant] of a rollout that goes on.")
         return [self._rollouts[handle].solve(variant) for handle, variant in asked]
-
-    def _reweigh(self, weights: dict[str, float]) -> dict[str, float]:
-        """Sets weights of reward parts for the rollouts that begin from now on; the weights in force."""
-        environment = self._opened()[0]
-        environment.parts = Scoring.weighted(environment.parts, weights).parts
-        return {name: part.weight for name, part in environment.parts.items()}
 
     def _score(self, split: str, index: int, answer: str) -> dict[str, Any] | None:
         environment, splits = self._opened()

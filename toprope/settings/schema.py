@@ -28,6 +28,11 @@ class EnvironmentSection(_Section):
     knobs: dict[str, Any] = Field(
         default_factory=dict, description="The environment's own settings; describe_environment lists them."
     )
+    reward_weights_end: dict[str, float] = Field(
+        default_factory=dict,
+        description="Weights that reward parts have after the last step; they move there along a line. Parts not named "
+        "here keep theirs.",
+    )
     reward_weights: dict[str, float] = Field(
         default_factory=dict,
         description="Weight of each named reward part; parts not named here keep the environment's own weight.",
@@ -43,8 +48,8 @@ class PolicySection(_Section):
     model: str = Field(
         "embedded",
         min_length=1,
-        description="'embedded' (a tiny policy made on this machine) or 'embedded-tools' (another, for the orchestrator, "
-        "that knows nothing yet), a Hugging Face model id, a folder, or 'run:<run_id>': the newest checkpoint of a run.",
+        description="'embedded' (a tiny policy made on this machine), 'embedded-tools' (another, for the orchestrator, "
+        "that knows nothing yet), a Hugging Face model id, a folder, or 'run:<run_id>': what that run left.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -63,7 +68,11 @@ class PolicySection(_Section):
 class AlgorithmSection(_Section):
     """How rewards become a loss. Names and meanings are TRL's GRPOConfig."""
 
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    name: Literal["grpo", "sft"] = Field(
+        "grpo",
+        description="grpo: reinforcement learning from the environment's reward. sft: supervised fine-tuning on "
+        "demonstrations, with the settings of the section sft.",
+    )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = Field(
         "dapo", description="How token losses are formed and averaged."
     )
@@ -107,6 +116,30 @@ class OptimizerSection(_Section):
         0, ge=0, le=65536, description="Sequences per forward and backward pass; 0: the whole batch at once."
     )
     gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
+
+
+class SftSection(_Section):
+    """Supervised fine-tuning on demonstrations (algorithm.name sft). Names are TRL's SFTConfig's where it has them."""
+
+    teacher: str = Field(
+        "solver",
+        min_length=1,
+        description="Who demonstrates: 'solver' (the environment's own), or a model that the owner named.",
+    )
+    tasks: int = Field(256, ge=1, le=1_000_000, description="Training tasks that are demonstrated.")
+    traces_per_task: int = Field(2, ge=1, le=64, description="Demonstrations of each task.")
+    attempts: int = Field(3, ge=1, le=64, description="Tries at a demonstration; only right ones are kept.")
+    temperature: float = Field(0.7, ge=0, le=5, description="Sampling temperature of a model that demonstrates.")
+    max_new_tokens: int = Field(1024, ge=1, le=131_072, description="Longest answer of a model that demonstrates.")
+    regenerate: bool = Field(False, description="Collect anew instead of using what was collected before.")
+    epochs: int = Field(3, ge=1, le=1000, description="Passes over the demonstrations.")
+    batch_size: int = Field(8, ge=1, le=65536, description="Conversations a step.")
+    learning_rate: float = Field(2e-5, gt=0, le=1, description="Peak learning rate; it falls to 0 along a line.")
+    warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps over which the rate rises from 0.")
+    weight_decay: float = Field(0.01, ge=0, le=1, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, le=1000, description="Gradients are scaled down to this norm.")
+    max_length: int = Field(4096, ge=8, le=1_048_576, description="Longest conversation, in tokens.")
+    save_epochs: int = Field(1, ge=1, le=1000, description="Passes between checkpoints; there is always a last one.")
 
 
 class RolloutSection(_Section):
@@ -250,6 +283,7 @@ class Config(BaseModel):
     policy: PolicySection = Field(default_factory=PolicySection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    sft: SftSection = Field(default_factory=SftSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)

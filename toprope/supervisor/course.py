@@ -273,7 +273,7 @@ class Course:
 
     def _complete_if_done(self) -> None:
         # How the trainer exits counts as well: one that fails in its last breath did not complete.
-        if self._hearing.done and (self._spec.kind != "train" or self._crew["trainer"].exit is not None):
+        if self._hearing.done and (not self._spec.trains or self._crew["trainer"].exit is not None):
             self._decide(_Completed())
 
     # Endings
@@ -347,7 +347,7 @@ class Course:
         self._life.write_at_last()
 
     async def _conclude(self) -> None:
-        if self._spec.kind == "train":
+        if self._spec.trains:
             how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
             if how != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)

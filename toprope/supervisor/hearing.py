@@ -72,7 +72,7 @@ class Hearing:
     @property
     def done(self) -> bool:
         """Whether all was said that a complete run needs. The trainer's exit counts as well: see `Course`."""
-        if self._spec.kind != "train":
+        if not self._spec.trains:
             return self._spec.kind in self.evaluated and "environment" in self.finished
         return "after" in self.evaluated and "trainer" in self.finished
 
@@ -165,5 +165,5 @@ class Hearing:
         self._life.member(name, "ready", pid=component.pid)
         if self._life.state == "validating" and self.needed & {"environment", "inference"} <= self._once_ready:
             self._life.to("starting")
-            if self._spec.kind != "train":
+            if not self._spec.trains:
                 self._life.to("evaluating")

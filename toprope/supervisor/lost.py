@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from toprope.errors import Corrupt, NotFound, TopropeError
 from toprope.records.folder import RunFolder, read_json
-from toprope.records.specification import Specification
+from toprope.records.specification import TRAINING, Specification
 from toprope.records.status import Status, read_events
 from toprope.supervisor.lock import boot_id
 
@@ -48,7 +48,7 @@ def prospect(folder: RunFolder, status: Status, now: float | None = None) -> Pro
         because the machine is restarted every week.
     """
     now = time.time() if now is None else now
-    if status.kind != "train":
+    if status.kind not in TRAINING:
         return Prospect(None, 0, "")
     try:
         launcher = Specification.read(folder).config.launcher

@@ -26,6 +26,7 @@ PROGRAMS: Mapping[str, str] = {
 
 _MEMBERS: Mapping[str, tuple[str, ...]] = {
     "train": ("policy", "trainer", "inference", "environment", "api"),
+    "sft": ("policy", "trainer", "inference", "environment"),
     "test": ("policy", "inference", "environment"),
     "ask": ("policy", "inference", "environment"),
 }

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
+from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.crew import (
     ENV_FOLDER,
     Checked,
@@ -36,6 +37,7 @@ from toprope.records.folder import read_json
 from toprope.records.lines import NO_ROOM
 from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
+from toprope.records.traces import append_traces
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.sdk.link import Link, worker_environment
 from toprope.training.api.client import ApiClient
@@ -43,6 +45,7 @@ from toprope.training.asking import ask
 from toprope.training.contents import Contents, write_contents
 from toprope.training.contest import best_of, contest
 from toprope.training.crew import Member, beating
+from toprope.training.demonstrations import Collector, cache_of
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, summary_of
 from toprope.training.inference.client import PolicyClient, Sampling
@@ -77,7 +80,10 @@ class Driver:
         policy: PolicyClient | None = None
         try:
             sizes = await self._check(await worker.link())
-            self._member.report(Ready())
+            if self._spec.kind == "sft":
+                self._member.report(Ready(str(await self._demonstrations(worker))))
+            else:
+                self._member.report(Ready())
             if self._spec.test is not None and self._spec.test.models:
                 await self._contest(worker, sizes)
                 return
@@ -95,6 +101,8 @@ class Driver:
             )
             if self._spec.kind == "test":
                 await self._test(evaluator, sizes)
+            elif self._spec.kind == "sft":
+                await self._fine_tune(evaluator, sizes)
             else:
                 await self._train(maker, evaluator, sampling, sizes)
         finally:
@@ -148,6 +156,13 @@ class Driver:
         except BaseException:
             await link.close()
             raise
+        for name in section.reward_weights_end:
+            if name not in self._card["parts"]:
+                await link.close()
+                raise InvalidValue(
+                    f"environment.reward_weights_end names {name!r}, which is no part of this environment's reward.",
+                    hint=f"Parts: {', '.join(self._card['parts'])}.",
+                )
         self._loaded = {"loaded": loaded, "versions": self._card["versions"]}
         return link
 
@@ -204,6 +219,55 @@ class Driver:
                 self._member.report(Progress(f"making {split} tasks", len(found), count))
         return found
 
+    async def _demonstrations(self, worker: Worker) -> Path:
+        """Has a teacher solve training tasks; the file in the run folder from which the trainer learns."""
+        path, model = self._member.folder.path / "traces.jsonl", self._spec.teacher
+        if path.is_file():
+            return path  # of an earlier attempt, or an earlier life
+        teacher = None
+        if model is not None and model.endpoint is not None:
+            teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""))
+        collector = Collector(
+            worker,
+            self._spec,
+            cache_of(self._spec, self._loaded["loaded"]),
+            teacher,
+            lambda what, done, total: self._member.report(Progress(what, done, total)),
+            self._config.environment.call_timeout_s,
+        )
+        try:
+            found = await collector.collect(self._config.sft.tasks)
+        finally:
+            if teacher is not None:
+                await teacher.close()
+        aside = path.with_name(".traces.jsonl")
+        aside.unlink(missing_ok=True)
+        append_traces(aside, found)
+        os.replace(aside, path)
+        return path
+
+    async def _fine_tune(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
+        """Measures the policy before and after, as training by reward does; the trainer learns meanwhile."""
+        await self._evaluate_first(evaluator, sizes)
+        async for label in self._evaluations():
+            await self._evaluate(evaluator, sizes, label)
+
+    async def _evaluate_first(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
+        # What was measured before training stays; a resumed run has another policy by now.
+        if (known := self._known("before")) is None:
+            await self._evaluate(evaluator, sizes, "before")
+        else:
+            self._member.report(Evaluated("before", known))
+
+    async def _evaluate(self, evaluator: Evaluator, sizes: dict[str, int], label: str) -> None:
+        evaluation = self._config.evaluation
+        heldout, examples = sizes.get("heldout", 0), min(evaluation.examples, sizes["validation"])
+        summary: dict[str, Any] = {}
+        if heldout:
+            summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
+        self._leave_contents()
+        self._member.report(Evaluated(label, summary))
+
     async def _test(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
         assert self._spec.test is not None
         summary = await evaluator.test(sizes["validation"], self._spec.test.group_size)
@@ -252,21 +316,7 @@ class Driver:
         self, maker: RolloutMaker, evaluator: Evaluator, sampling: Sampling, sizes: dict[str, int]
     ) -> None:
         evaluation = self._config.evaluation
-        heldout, examples = sizes.get("heldout", 0), min(evaluation.examples, sizes["validation"])
-
-        async def evaluate(label: str) -> None:
-            if heldout:
-                summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
-            else:
-                summary = {}
-            self._leave_contents()
-            self._member.report(Evaluated(label, summary))
-
-        # What was measured before training stays; a resumed run has another policy by now.
-        if (known := self._known("before")) is None:
-            await evaluate("before")
-        else:
-            self._member.report(Evaluated("before", known))
+        await self._evaluate_first(evaluator, sizes)
         await self._member.address_async("api")
         api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
         producer = Producer(
@@ -277,6 +327,7 @@ class Driver:
             evaluator,
             validation=min(evaluation.validation_tasks, sizes["validation"]),
             seen=lambda made: self._saw("train", made),
+            weights={name: part["weight"] for name, part in self._card["parts"].items()},
         )
         producing: asyncio.Task[None] | None = asyncio.create_task(producer.run())
         evaluations = self._evaluations()
@@ -291,7 +342,7 @@ class Driver:
                     return
                 if producing is not None:  # the trainer has ended: what is in the making would be nobody's
                     producing = await _cancelled(producing)
-                await evaluate(label)
+                await self._evaluate(evaluator, sizes, label)
         finally:
             if producing is not None:
                 await _cancelled(producing)

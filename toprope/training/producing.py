@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from toprope.errors import ComponentFailed
 from toprope.records.crew import Evaluated, Making
@@ -75,6 +75,7 @@ class Producer:
         evaluator: Measures along the way.
         validation: Validation tasks for that.
         seen: Hears of every group that was played.
+        weights: What the environment's reward parts weigh at the beginning.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class Producer:
         *,
         validation: int = 0,
         seen: Callable[[Made], None] = lambda made: None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._maker, self._api, self._sampling = maker, api, sampling
         self._evaluator, self._validation, self._seen = evaluator, validation, seen
         self._account = _Account(member)
+        self._weights = dict(weights or {})
         self._failed_in_a_row = 0
         self._version, self._news = 0, asyncio.Event()
 
@@ -151,6 +154,7 @@ class Producer:
         """Makes and posts a group; how many wait with it."""
         number, account = next(self._numbers), self._account
         account.begin()
+        self._weigh()
         try:
             made = await self._maker.make("train", number, self._config.rollout.group_size, self._sampling)
         except WorkerError as error:
@@ -175,6 +179,15 @@ class Producer:
         waiting = await self._api.post_group(group)
         account.posted()
         return waiting
+
+    def _weigh(self) -> None:
+        """Moves the weights of reward parts along their line: as far as the policy's versions are on theirs."""
+        end = self._config.environment.reward_weights_end
+        if end:
+            share = min(1.0, self._version / self._config.budget.steps)
+            self._maker.weights = {
+                name: round(self._weights[name] + share * (end[name] - self._weights[name]), 6) for name in end
+            }
 
     def _failed(self, reason: str, error: Exception | str) -> int:
         self._account.give_up(reason)

@@ -377,6 +377,14 @@ def _short(value: float | None) -> float | None:
     return float(f"{value:.6g}")
 
 
+def _training_of(member: Member) -> TrainingRun:
+    if member.spec.kind == "sft":
+        from toprope.training.sft import FineTuning
+
+        return FineTuning(member)
+    return TrainingRun(member)
+
+
 def main() -> int:
     """The component program."""
     member = Member.join()
@@ -391,7 +399,7 @@ def main() -> int:
     os.environ["WANDB_RESUME"] = "allow"
     checkpoint = os.environ.get(ENV_CHECKPOINT)
     try:
-        TrainingRun(member).run(None if checkpoint is None else Path(checkpoint))
+        _training_of(member).run(None if checkpoint is None else Path(checkpoint))
     except TopropeError as error:
         member.report(Failed(error.message, error.hint, isinstance(error, PeerAway)))
         return 1

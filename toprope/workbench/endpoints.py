@@ -19,7 +19,7 @@ from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset
 from toprope.settings.yamlfiles import nearest
 
-__all__ = ["MOST_MODELS", "known_models", "require_keys", "resolve_models", "variables_for"]
+__all__ = ["MOST_MODELS", "known_models", "require_keys", "resolve_models", "resolve_teacher", "variables_for"]
 
 MOST_MODELS = 8
 _URLISH = ("://", "http:", "https:", "www.")
@@ -71,6 +71,27 @@ def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Seque
     return list(found.values())
 
 
+def resolve_teacher(name: str, settings: OwnerSettings, presets: Sequence[Path], file: Path) -> ModelUnderTest | None:
+    """The model that demonstrates, None for the environment's own solver.
+
+    Args:
+        name: As `sft.teacher` names it.
+        settings: The owner's.
+        presets: The folders with presets.
+        file: Where the owner's settings lie, for the message about a missing key.
+
+    Raises:
+        InvalidValue, NotFound: It is nobody's name, several models', or its key is missing.
+    """
+    if name == "solver":
+        return None
+    models = resolve_models([name], settings, presets)
+    if len(models) != 1 or models[0].endpoint is None:
+        raise InvalidValue(f"sft.teacher is {name!r}, which is no single model.", hint="Name one, or 'solver'.")
+    require_keys(models, settings, file)
+    return models[0]
+
+
 def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, settings_file: Path) -> None:
     """Passes when every key that these models need is there.
 
@@ -107,7 +128,8 @@ def variables_for(
         surroundings: Where keys may stand that the settings do not have; this process's variables when None.
     """
     surroundings = os.environ if surroundings is None else surroundings
-    models = specification.test.models if specification.test else []
+    models = list(specification.test.models) if specification.test else []
+    models += [specification.teacher] if specification.teacher else []
     needed = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
     of_models = needed | set(settings.variables.get(MODELS, {}))
     for models_of in known_models(settings, presets).values():

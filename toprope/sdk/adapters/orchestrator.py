@@ -61,6 +61,7 @@ class Orchestrator(Environment):
         )
         max_turns: int = knob(10, ge=1, le=1000, help="answers that the policy may give, the final one included")
         tolerance: float = knob(1e-6, ge=0, le=1, help="how far a number may be off, as a share of the right one")
+        thoughts: float = knob(0.25, ge=0, le=1, help="demonstrations: share in which the tool `think` comes first")
         usd: dict[str, float] = knob(None, help="USD of a call by tool, instead of what the owner declared")
         seconds: dict[str, float] = knob(None, help="seconds of a call by tool, instead of the measured ones")
         watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
@@ -171,7 +172,7 @@ class Orchestrator(Environment):
         if asked is None or not computing:
             return self._right(self.task.data["answer"])
         chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
-        tool, thinks = chooser.choice(computing), "think" in self.knobs.tools and chooser.random() < 0.25
+        tool, thinks = chooser.choice(computing), "think" in self.knobs.tools and chooser.random() < self.knobs.thoughts
         steps = self._state.history
         if steps and steps[-1].action.tool_name == tool:
             return self._right(steps[-1].observation.content)
