@@ -78,7 +78,7 @@ def light(stage: Stage, dice: random.Random) -> Story:
     programs = supervisor_stand_ins.programs(CREWS[crew], stage.house.token)
     programs["plot"] = ["true"]
     (stage.path / "programs" / f"{specification.run_id}.json").write_text(json.dumps(programs))
-    pauses = [dice.random() * dice.choice([0.05, 0.4, 1.0]) for _ in range(dice.randint(2, 7))]
+    pauses = [dice.random() * dice.choice([0.05, 0.4, 1.0]) for _ in range(dice.randint(4, 9))]
     return play(stage, specification, crew, pauses, dice, finishes=crew in ENDS, limit_s=LIMIT_S)
 
 
@@ -123,7 +123,10 @@ def play(
         if _over(folder):
             break
         ports.note(stage.processes(folder))
-        _strike(stage, folder, dice.choice(WHOM), dice, story)
+        # Whoever comes first of those that are there: at some moments there are few.
+        for whom in dice.sample(WHOM, len(WHOM)):
+            if _strike(stage, folder, whom, dice, story):
+                break
     _end(stage, folder, story, dice, finishes=finishes, limit_s=limit_s)
     story.seconds = time.monotonic() - began
     ports.note(stage.processes(folder))
@@ -177,8 +180,9 @@ def _over(folder: RunFolder) -> bool:
     return ended and not (status.state == "lost" and status.resume_at is not None)
 
 
-def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, story: Story) -> None:
-    """SIGKILL to one, or to several at the same moment."""
+def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, story: Story) -> bool:
+    """SIGKILL to one, or to several at the same moment. Whether anybody was there."""
+    before = story.kills
     kinds = [whom]
     if whom == "several":
         kinds = dice.sample([kind for kind in WHOM if kind != "several"], dice.randint(2, 4))
@@ -200,6 +204,7 @@ def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, sto
             member = name.removeprefix("the guard of ").removeprefix("a worker of ")
             if member != "keeper":
                 story.struck.add(member)
+    return story.kills > before
 
 
 def _who(stage: Stage, folder: RunFolder, kind: str, dice: random.Random) -> list[tuple[psutil.Process, str]]:

@@ -220,7 +220,7 @@ class LauncherSection(_Section):
         4.0,
         ge=0,
         le=600,
-        description="Seconds the trainer gets for a last checkpoint at a stop; others get at most 4 to end in order.",
+        description="Seconds the trainer gets for a last checkpoint at a stop; others get at most 2 to end in order.",
     )
     stall_after_s: float = Field(
         300.0,

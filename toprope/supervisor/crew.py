@@ -25,7 +25,7 @@ __all__ = ["Crew"]
 
 _SECOND_GRACE_S = 0.5
 """What inference and api get at least when those that are closed before them used the grace up."""
-_NOTHING_TO_SAVE_S = 4.0
+_NOTHING_TO_SAVE_S = 2.0
 """The most that a member gets to end in order, unless there is something to save."""
 _CLOSED_FIRST = ("environment", "trainer", "policy")
 
@@ -156,7 +156,7 @@ class Crew:
         long as SIGKILL ends what it is sent to.
 
         Args:
-            grace_s: Seconds to end in order. Members that have nothing to save get four of them at most.
+            grace_s: Seconds to end in order. Members that have nothing to save get two of them at most.
             patient_with: Members that end by themselves: a trainer that has something to save, whoever has finished.
                 They are not signalled within the grace.
         """

@@ -252,7 +252,9 @@ class Runs:
         return self._revived(folder, status) if self._variables is not None and is_due(status) else status
 
     def _looked(self, folder: RunFolder) -> Status:
-        status = self._seen.read(folder)
+        return self._told(folder, self._seen.read(folder))
+
+    def _told(self, folder: RunFolder, status: Status) -> Status:
         if _over(status):
             return status
         if held(folder.lock):
@@ -262,7 +264,7 @@ class Runs:
 
     def _settled(self, folders: Iterable[RunFolder]) -> dict[str, Status]:
         """Finishes runs that nobody keeps; those that somebody else holds meanwhile are left out."""
-        locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05)) is not None}
+        locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05))}
         try:
             last = {folder: Status.read(folder) for folder in locks}
             marks = {str(folder.path.resolve()): one.attempt for folder, one in last.items() if not _over(one)}
@@ -320,7 +322,7 @@ class Runs:
             try:
                 status = self._seen.read(folder)
                 if _over(status) or held(folder.lock):
-                    found.append(self._looked(folder))
+                    found.append(self._told(folder, status))
                 else:
                     unkept.append(folder)
             except (Corrupt, NotFound, OSError) as error:
@@ -329,8 +331,7 @@ class Runs:
         found += self._settled_or_read(unkept)
         due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
         if due and self._variables is not None and self._reviving.acquire(blocking=False):
-            # A keeper takes tenths of a second to come up, and this answer waits for none. Not a daemon: a command
-            # that ends now ends when they are there.
+            # This answer waits for no keeper to come up. Not a daemon: a command ends when they are there.
             threading.Thread(target=self._revive, args=(due,), name="revive").start()
         return sorted(found, key=lambda status: (status.created_at, status.run_id), reverse=True)
 
@@ -357,7 +358,7 @@ class Runs:
             self._reviving.release()
 
     def _clear_unmade(self, names: Iterable[str]) -> None:
-        """Removes what front ends that were killed left: runs that never appeared, files that were half written."""
+        """Removes what killed front ends left: runs that never appeared, files that were half written."""
         for name in names:
             path = self.path / name
             with suppress(OSError):

@@ -36,7 +36,7 @@ def sweep(generations: Mapping[str, int | None]) -> Counter[str]:
     found: Counter[str] = Counter()
     if not generations:
         return found
-    spared, seen = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}, set()
+    spared, seen = _above(), set()
     for _ in range(_ROUNDS):
         marked = []
         for pid in _candidates(generations, spared):
@@ -57,6 +57,20 @@ def sweep(generations: Mapping[str, int | None]) -> Counter[str]:
         if not marked:
             break
         psutil.wait_procs(marked, timeout=_WAIT_S)
+    return found
+
+
+def _above() -> set[int]:
+    """This process and those above it."""
+    import psutil
+
+    found, pid = set(), os.getpid()
+    try:
+        while pid and pid not in found:
+            found.add(pid)
+            pid = psutil.Process(pid).ppid()
+    except psutil.Error:
+        pass
     return found
 
 
