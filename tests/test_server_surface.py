@@ -16,9 +16,10 @@ from server.surface import INSTRUCTIONS
 SNAPSHOT = Path(__file__).parent / "snapshots" / "tools.json"
 UPDATE = "TOPROPE_UPDATE_SNAPSHOTS"
 ORDER = [
-    "list_environments", "describe_environment", "select_environment", "get_config", "edit_config", "test_inference",
-    "start_training", "stop_training", "resume_training", "check_status", "list_runs", "get_results",
-    "ask_checkpoint", "read_logs",
+    "list_environments", "describe_environment", "select_environment", "get_config", "edit_config", "undo_edit",
+    "diff_config", "fork_config", "test_inference", "start_training", "stop_training", "resume_training",
+    "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts", "ask_checkpoint",
+    "read_logs", "note_experiment", "get_handoff",
 ]  # fmt: skip
 ERAS = ["auto", "legacy"]
 
@@ -83,7 +84,7 @@ def test_every_tool_is_described_annotated_and_strict(tools):
 
 def test_the_list_fits_into_an_agents_context(tools):
     size = sum(len(f"{tool.name}{tool.description}{json.dumps(tool.input_schema)}".encode()) for tool in tools)
-    assert size / 4 <= 4000
+    assert size / 4 <= 6000
     assert len(INSTRUCTIONS.encode()) < 2048
 
 

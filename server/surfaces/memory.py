@@ -27,7 +27,7 @@ class Memory(Part):
             Field(description="most_changed: tasks by how far their reward moved since they were first played."),
         ] = "newest",
         task: Annotated[str | None, Field(description="Only tasks whose id contains this.")] = None,
-        part: Annotated[str | None, Field(description="Order by this reward part.")] = None,
+        part: Annotated[str | None, Field(description="Order by this part of the reward.")] = None,
         failed: Annotated[bool, Field(description="Only answers with an error or that could not be read.")] = False,
         cursor: Annotated[str | None, Field(description="next_cursor of the page before.")] = None,
     ) -> Annotated[CallToolResult, answers.RolloutPage]:
@@ -51,7 +51,10 @@ class Memory(Part):
         a: Annotated[str, Field(description="A draft (draft-7f3k), its revision (draft-7f3k@2), a run or 'preset X'.")],
         b: Annotated[str | None, Field(description="The other; omit for the preset of a.")] = None,
     ) -> Annotated[CallToolResult, answers.ConfigDiff]:
-        """Names the fields in which two configurations differ, with both values. Changes nothing."""
+        """Names the fields in which two configurations differ, with both values: of drafts, revisions, runs, presets.
+
+        Use it to see what an edit, a fork or another run changed. Changes nothing.
+        """
         return await self._do("history", "diff_config", a=a, b=b)
 
     async def undo_edit(
@@ -59,7 +62,10 @@ class Memory(Part):
         draft_id: DraftId,
         revision: Annotated[int, Field(ge=1, description="To go back to; get_config lists them, 1 is the first.")],
     ) -> Annotated[CallToolResult, answers.Undone]:
-        """Sets a draft back to an earlier revision by a new edit: no history is lost. The owner's locks hold."""
+        """Sets a draft back to an earlier revision by a new edit, so that no history is lost. The owner's locks hold.
+
+        Answers what changed. Next: start_training or edit_config.
+        """
         return await self._do("history", "undo_edit", draft_id=draft_id, revision=revision)
 
     async def fork_config(self, run_id: RunId) -> Annotated[CallToolResult, answers.Forked]:
@@ -83,14 +89,15 @@ class Memory(Part):
         hypothesis: Annotated[
             str | None, Field(max_length=2000, description="What is tried and why it should help; for a new one.")
         ] = None,
-        run_ids: Annotated[Names, Field(description="Its runs.")] = None,
+        run_ids: Annotated[Names, Field(description="Ids of the runs that belong to it.")] = None,
         draft_id: Annotated[str | None, Field(description="The draft it is tried with.")] = None,
         experiment_id: Annotated[
             str | None, Field(description="Amends this one (exp-7f3k); omit for a new one.")
         ] = None,
-        outcome: Annotated[str | None, Field(max_length=2000, description="What came of it.")] = None,
+        outcome: Annotated[str | None, Field(max_length=2000, description="What came of it, in words.")] = None,
         decision: Annotated[
-            Literal["keep", "discard", "repeat", "undecided"] | None, Field(description="What follows.")
+            Literal["keep", "discard", "repeat", "undecided"] | None,
+            Field(description="What follows from the outcome."),
         ] = None,
         question: Annotated[str | None, Field(max_length=1000, description="What it leaves open.")] = None,
         goal: Annotated[
