@@ -19,6 +19,7 @@ from tools.results import get_results
 from tools.training import start_training
 from tools.workshop import Workshop
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.records.folder import write_json
 from toprope.records.specification import Specification
 from toprope.records.tested import ENDPOINT_KEY, AnswersTo, write_answers
 from toprope.settings.fields import all_fields
@@ -215,7 +216,9 @@ def test_a_checkpoint_is_asked_with_what_it_was_trained_with(house, monkeypatch)
     do(edit_config, shop, draft_id=draft_id, changes={"policy.lora": True, "rollout.max_new_tokens": 9})
     run_id = do(start_training, shop, draft_id=draft_id).data.run_id
     folder = shop.runs.folder(run_id)
-    (folder.path / "checkpoints" / "step-000007" / "model").mkdir(parents=True)
+    for step in (5, 7):
+        (folder.path / "checkpoints" / f"step-00000{step}" / "model").mkdir(parents=True)
+        write_json(folder.path / "checkpoints" / f"step-00000{step}" / "state.json", {"step": step, "cursor": 1})
     checkpoint = {"step": 7, "path": "checkpoints/step-000007", "cursor": 1}
     become(folder, "completed", ended_at=time.time(), checkpoint=checkpoint)
     launcher.leave(run_id)
@@ -242,6 +245,12 @@ def test_a_checkpoint_is_asked_with_what_it_was_trained_with(house, monkeypatch)
     assert "step 7 of" in told.text and "untrusted" in told.text and "(cut off)" in told.text
     assert "not answered: no room" in told.text and "\u202e" not in told.text
     assert len(told.text) < 3000 and len(json.dumps(told.data.results)) < 20_000
+    (folder.path / "checkpoints" / "step-000007" / "state.json").write_text("{")
+    again = do(ask_checkpoint, shop, prompts=["ab"], run_id=run_id, temperature=1.0)
+    asked = Specification.read(shop.runs.folder(again.data.run_id))
+    assert asked.config.policy.model.endswith("step-000005/model")
+    assert "Step 5 of" in again.text or "step 5 of" in asked.ask.asked
+    assert "step-000007 cannot be used: state.json is not valid JSON" in asked.ask.asked
 
 
 def test_data_sets_are_in_the_catalog_by_name(house, tmp_path):

@@ -11,6 +11,7 @@ from tools import answers
 from tools.answers import Answer, call, clip
 from tools.training import launch
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.records.checkpoints import newest_sound, nothing_sound
 from toprope.records.specification import AskPlan, Specification
 from toprope.records.status import Status
 from toprope.records.tested import AnswersTo, read_answers
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWER_CHARACTERS", "answer_lines", "ask_checkpoint", "shown"]
 
+_HASH_BYTES = 2 << 30
 _MOST_PROMPTS = 20
 _MOST_ANSWERS = 8
 _PROMPT_CHARACTERS = 20_000
@@ -115,7 +117,13 @@ def _of_run(workshop: Workshop, run_id: str, plan: Any) -> Specification:
             hint="Ask a training run that wrote one (get_results names it), or a draft by draft_id.",
         )
     run = Specification.read(folder)
-    asked = f"step {status.checkpoint['step']} of {run_id}"
+    found, damaged = newest_sound(folder, below=int(status.checkpoint["step"]), hash_bytes=_HASH_BYTES)
+    if found is None:
+        raise nothing_sound(folder, damaged)
+    asked = f"step {found.step} of {run_id}"
+    if damaged:
+        asked += f" ({damaged[0]})"
+    weights = found.path / "model"
     workshop.home.ensure()
     specification = freeze_question(run, str(weights), workshop.home.locks(), plan(run.config, asked))
     workshop.start(specification)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toprope.errors import InvalidValue, NotFound, TopropeError
+from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
+from toprope.records.checkpoints import MANIFEST, problem_of
 from toprope.records.crew import Failed, Finished, Progress, Ready
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
 
@@ -62,6 +63,13 @@ def place(policy: PolicySection, cache: Path, report: Any) -> Path:
                 f"The folder {local} holds no weights as safetensors. Pickled weights (pytorch_model.bin) are not "
                 "loaded: that would run code that is in them.",
                 hint="Save the model anew with save_pretrained, or set policy.model to another folder or a Hub id.",
+            )
+        checkpoint = local.resolve().parent
+        ours = local.name == "model" and (checkpoint / MANIFEST).is_file() and (checkpoint / "state.json").is_file()
+        if ours and (problem := problem_of(checkpoint)) is not None:
+            raise Corrupt(
+                f"The checkpoint {checkpoint} cannot be used: {problem}.",
+                hint="It was left as it is. Set policy.model to the folder model/ of another checkpoint.",
             )
         return local.resolve()
     if policy.model.startswith((".", "/", "~")):
