@@ -4,8 +4,11 @@ import time
 
 import anyio
 import pytest
+from mcp.client import Client as McpClient
+from mcp.types import Implementation
 from tools_house import age_stamp, become, make_workshop, start_run, step
 
+from server.app import create_server
 from tools import places
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.conditions import parse
@@ -268,6 +271,24 @@ def test_a_wait_is_as_long_as_the_client_holds_out():
     assert longest_wait_s(Client("claude-code", over_http=True), {}) == 240
     assert longest_wait_s(Client("mine"), {"mine": 600.0}) == 600
     assert longest_wait_s(PATIENT, {"claude-code": 30.0}) == 30
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+@pytest.mark.parametrize(("name", "wait_s"), [("claude-code", 900), ("claude-ai", 45), ("my-agent", 600)])
+def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, wait_s):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("status: {waits: {my-agent: 600}}")
+
+    async def main():
+        info = Implementation(name=name, version="2.1.0")
+        with anyio.fail_after(30):
+            async with McpClient(create_server(lambda: shop), mode=mode, client_info=info) as client:
+                return await client.call_tool("check_status", {"run_ids": [folder.run_id]})
+
+    assert f"check_status(wait_s={wait_s}, cursor=" in anyio.run(main).content[0].text
 
 
 def test_a_longer_wish_is_cut_and_that_is_said(house):
