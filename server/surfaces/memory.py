@@ -99,7 +99,7 @@ class Memory(Part):
             Literal["keep", "discard", "repeat", "undecided"] | None,
             Field(description="What follows from the outcome."),
         ] = None,
-        question: Annotated[str | None, Field(max_length=1000, description="What it leaves open.")] = None,
+        question: Annotated[str | None, Field(max_length=1000, description="A question that it leaves open.")] = None,
         goal: Annotated[
             str | None, Field(max_length=1000, description="What is to be reached in this environment.")
         ] = None,
