@@ -206,6 +206,22 @@ def test_a_restart_does_not_read_what_checkpoints_have_passed(tmp_path: Path, mo
     journal.close()
 
 
+def test_restarts_after_every_commit_find_all(tmp_path: Path) -> None:
+    """Each start is a new segment, so that snapshots lie among the segments that a later one sets aside."""
+    cursor = 0
+    for mark in range(24):
+        for keep in (True, False):
+            journal, store = small_store(tmp_path / str(keep), recent=True, keep=keep)
+            assert store.queue.counts().accepted == mark * 3 and store.queue.delivered == cursor
+            for number in range(3):
+                store.post(body(mark * 3 + number))
+            formed = store.next_batch(cursor, 16)
+            assert formed is not None and formed.plan.groups[0].seq == cursor + 1
+            store.commit(max(0, cursor - 7))
+            journal.close()
+        cursor += 2
+
+
 @pytest.mark.parametrize("harm", ["start is no number", "start is missing", "start is ahead", "snapshots are damaged"])
 def test_a_start_that_cannot_be_trusted_costs_time_only(tmp_path: Path, harm: str) -> None:
     store, cursor = kept_history(tmp_path, 20)

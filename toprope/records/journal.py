@@ -47,7 +47,7 @@ from toprope.records.marks import (
     Tallied,
     TrainerRegistered,
 )
-from toprope.records.passed import note_start, start_of, sync_folder
+from toprope.records.passed import note_start, start_of, sync_file, sync_folder
 
 __all__ = [
     "Committed",
@@ -152,6 +152,10 @@ class Journal(Protocol):
         """Sets them aside or removes them, once the snapshot is on disk. Raises as `append` does."""
         ...
 
+    def widen(self) -> bool:
+        """Has the groups that were set aside looked up too; whether there were any."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -193,12 +197,7 @@ class FileJournal:
         """Records that were written, and that are known to be on disk, by this process."""
         self.damage: list[str] = []
         self.has_snapshot = False
-        start = start_of(folder) if recent else 0
-        ordinals = sorted(int(path.stem) for path in folder.glob("*.journal") if path.stem.isdecimal())
-        self._open([ordinal for ordinal in ordinals if ordinal >= start])
-        if not self.has_snapshot and ordinals[:1] != list(self._last_of)[:1]:
-            self._open(ordinals)  # what stands for the others is damaged
-        self._recovered = self.last
+        self._open(start_of(folder) if recent else 0)
 
     @property
     def first(self) -> int:
@@ -331,17 +330,24 @@ class FileJournal:
             passed.append(ordinal)
         return passed
 
-    def _open(self, ordinals: list[int]) -> None:
+    def widen(self) -> bool:
+        first = next(iter(self._last_of), None)
+        self._open(0)
+        return first != next(iter(self._last_of), None)
+
+    def _open(self, start: int) -> None:
         self._last_of.clear()
         for numbers in (self._segment, self._offset, self._length, self._crc, self.damage):
             del numbers[:]
         self._base = 0
-        for ordinal in ordinals:
+        ordinals = sorted(int(path.stem) for path in self._folder.glob("*.journal") if path.stem.isdecimal())
+        for ordinal in ordinals[ordinals.index(start) if start in ordinals else 0 :]:
             self._open_segment(ordinal)
             if (
                 self._sync != "os"
             ):  # a killed writer's last records may be in memory only: what is found here is to last
-                _sync_file(self._path(ordinal))
+                sync_file(self._path(ordinal))
+        self._recovered = self.last
 
     def _open_segment(self, ordinal: int) -> None:
         oldest = not self._last_of
@@ -437,11 +443,3 @@ class FileJournal:
             f"The journal in {self._folder} cannot be written: {error.strerror or error}.",
             hint="Free space on that disk; nothing that was acknowledged is lost.",
         )
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -159,6 +159,11 @@ class Snapshot(msgspec.Struct, tag="snapshot", omit_defaults=True):
     by_cursor: bool | None = None
     last: int = 0
 
+    def at_stake(self) -> set[int]:
+        """The groups whose notes it needs."""
+        logged = {seq for seq, _ in self.log} - set(self.gone)
+        return logged | {seq for seq, _ in self.returned} | set(self.waiting)
+
 
 Mark = (
     Delivered

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["note_start", "start_of", "sync_folder"]
+__all__ = ["note_start", "start_of", "sync_file", "sync_folder"]
 
 
 def start_of(folder: Path) -> int:
@@ -34,6 +34,15 @@ def note_start(folder: Path, ordinal: int) -> None:
         os.fsync(file.fileno())
     aside.replace(folder / "start")
     sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file's bytes are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

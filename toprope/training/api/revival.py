@@ -62,6 +62,21 @@ def restore(
     Raises:
         Corrupt: The journal contradicts itself.
     """
+    was = _replay(journal, queue, registry, repeats, now)
+    if was is None and journal.widen():  # what stood for the segments set aside is damaged
+        was = _replay(journal, queue, registry, repeats, now)
+    if was is None:
+        raise Corrupt(
+            "The run's journal cannot be taken up again: what its removed segments added up to is damaged.",
+            hint="It was left as it is. Its groups can still be read; train on in a new run.",
+        )
+    return was
+
+
+def _replay(
+    journal: Journal, queue: GroupQueue, registry: Registry, repeats: Repeats, now: Callable[[], float]
+) -> Restored | None:
+    """Carries out what the journal says; None where its beginning is missing and no snapshot stands for it."""
     was = Restored()
     notes: dict[int, tuple[GroupNote, int]] = {}
     newest: Record | None = None
@@ -76,6 +91,8 @@ def restore(
                     queue.accept(record.seq, note, record.size)
                 was.latest, newest = record.seq, record
             elif isinstance(note, Snapshot):
+                if headless and not note.at_stake() <= notes.keys():
+                    continue  # an older one than that for which the missing segments were left
                 queue.load(note, notes, now())
                 registry.load_from(note)
                 was.by_cursor, was.tallied = note.by_cursor, (note.duplicates, note.refused)
@@ -87,6 +104,8 @@ def restore(
                 f"The run's journal cannot be taken up again: behind group {record.seq}, {error}.",
                 hint="It was left as it is. Its groups can still be read; train on in a new run.",
             ) from error
+    if headless:
+        return None
     if newest is not None and isinstance(newest.note, GroupNote):
         repeats.restore(journal, newest.seq, newest.note)
     return was
