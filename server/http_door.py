@@ -38,6 +38,7 @@ PATH = "/mcp"
 TOKEN_VARIABLE = "TOPROPE_TOKEN"
 """Where clients' configurations can take the token from, so that it stands in none of them. The server ignores it."""
 
+_KEEP_ALIVE_S = 120
 _GRACE_S = 1
 """Seconds for calls in progress at the end; runs have keepers of their own and need none."""
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -108,9 +109,15 @@ def build_app(token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", **optio
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    """How the door is served: quietly, and without waiting for open streams at the end."""
+    """How the door is served: quietly, without waiting for open streams at the end, and with connections that stay
+    open for longer than clients keep them: else a call now and then meets the moment at which one is closed."""
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S, server_header=False
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        server_header=False,
     )
 
 
