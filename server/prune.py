@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from tools.answers import ago
-from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
+from toprope.records.stamps import forget_stamps
 from toprope.supervisor.lock import RunLock, held
 
 if TYPE_CHECKING:
@@ -145,12 +147,16 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
         spared = f" and were not among the newest {keep}" if keep is not None else ""
         typer.echo(f"There is nothing to delete: no run ended more than {age} ago{spared}, and nothing is left over.")
         return 0
-    freed, failed = 0, 0
+    freed, failed, gone = 0, 0, []
     for one in [*runs, *rest]:
         problem = _delete(workshop, one) if delete else ""
         typer.echo(f"{bytes_text(one.bytes):>9}  {one.path.name}: {problem or one.why}")
         failed += bool(problem)
+        if delete and not problem and one in runs:
+            gone.append(one.path.name)
         freed += 0 if problem else one.bytes
+    with suppress(TopropeError):  # an index that cannot be used keeps nobody from making room
+        forget_stamps(workshop.index, gone)
     count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (f" and {len(rest)} leftovers" if rest else "")
     if delete:
         typer.echo(f"Deleted: {count}, {bytes_text(freed)}{f'; {failed} could not be' if failed else ''}.")

@@ -9,6 +9,7 @@ from mcp.types import Implementation
 from tools_house import age_stamp, become, make_workshop, start_run, step
 
 from server.app import create_server
+from server.prune import main as prune
 from tools import places
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.conditions import parse
@@ -16,7 +17,7 @@ from tools.patience import Client, longest_wait_s
 from tools.status import check_status, list_runs
 from toprope.errors import InvalidValue
 from toprope.records.findings import Finding
-from toprope.records.stamps import forget_stamps, stamps_of
+from toprope.records.stamps import stamps_of
 from toprope.records.status import EventLog, Failure
 
 PATIENT = Client("claude-code")
@@ -356,5 +357,9 @@ def test_stamps_are_those_of_runs_there_are(house):
         anyio.run(lambda: check_status(shop, run_ids=["no-such-run"]))
     check(shop, folder)
     assert set(stamps_of(shop.index, ["no-such-run", folder.run_id])) == {folder.run_id}
-    forget_stamps(shop.index, [folder.run_id])
-    assert stamps_of(shop.index, [folder.run_id]) == {}
+    other = start()
+    check(shop, other)
+    become(folder, "failed", ended_at=time.time())
+    shop.runs._launcher.leave(folder.run_id)
+    prune(shop, older_than="0m", keep=None, delete=True)
+    assert set(stamps_of(shop.index, [folder.run_id, other.run_id])) == {other.run_id}
