@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from toprope.analysis.comparison import Measured
+from toprope.analysis.paired import sign_flip
 from toprope.errors import Corrupt, NotFound
 from toprope.records.folder import RUN_ID, RunFolder, read_json
 from toprope.records.manifest import Manifest
@@ -26,6 +27,7 @@ __all__ = ["Check", "Integrity", "examine", "lineage_of", "lone_wins"]
 
 _LENGTH_FACTOR = 2.0
 _SHARE = 0.05
+_UNLIKELY = 0.01
 _LONGEST_LINE_OF_DESCENT = 16
 _CHECKPOINT = re.compile(r"^step-(\d+)$")
 
@@ -100,8 +102,11 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
         return Check(name="seeds", state="unknown", what="No other seed of its group was measured on the same tasks.")
     by_task = list(zip(own.sampled.wins, *(one.sampled.wins for one in others), strict=True))
     alone = sum(won > 0 and not any(rest) for won, *rest in by_task)
-    best = max(one.sampled.accuracy for one in others)
-    lucky = own.sampled.accuracy - best > max(best / 2, _SHARE) and alone > len(by_task) * _SHARE
+    rival = max(others, key=lambda one: one.sampled.accuracy)
+    best = rival.sampled.accuracy
+    # Answers are sampled, so some tasks are solved by one seed alone whatever it has learned.
+    differences = [mine - theirs for mine, theirs in zip(own.sampled.wins, rival.sampled.wins, strict=True)]
+    lucky = own.sampled.accuracy - best > max(best / 2, _SHARE) and sign_flip(differences) < _UNLIKELY
     what = f"{alone} of {len(by_task)} tasks are solved by this seed alone; the next best seed reaches {best:.1%}."
     return Check(
         name="seeds",

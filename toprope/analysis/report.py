@@ -209,7 +209,9 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "wandb": _wandb(folder, specification.config.logging.wandb),
             "tested": _tested(read_models(folder)),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
-            "integrity": examine(folder, specification, evaluations, rows) if specification.kind == "train" else None,
+            "integrity": None
+            if specification.kind in ("test", "ask")
+            else examine(folder, specification, evaluations, rows),
         }
     )
 

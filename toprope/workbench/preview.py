@@ -190,7 +190,7 @@ def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool
 def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], bool]:
     """The runs to go by, newest first, and whether they are this draft's."""
     shape, own, alike = _shape(first.config.model_dump(mode="json")), [], []
-    for folder, spec in _newest(runs, "train"):
+    for folder, spec in _newest(runs, first.kind):
         if _shape(spec.get("config") or {}) != shape:
             continue
         one = _of(folder, spec)
