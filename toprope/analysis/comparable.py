@@ -16,7 +16,7 @@ from toprope.records.usage import Usage
 
 __all__ = ["cost_of", "measured"]
 
-_LABELS = {"train": "after", "test": "test"}
+_LABELS = {"train": "after", "sft": "after", "test": "test"}
 
 
 def measured(folder: RunFolder, state: str) -> Measured:
