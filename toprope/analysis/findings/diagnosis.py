@@ -32,6 +32,7 @@ _CAUSES_FIRST = (
     "learning_rate_high",
     "served_version",
     "dropped_stale",
+    "reward_without_success",
     "truncated",
     "all_wrong",
     "all_right",

@@ -157,7 +157,7 @@ def kl(trail: Trail) -> Sign | None:
         return None
     rising = trail.gain > trail.noise
     return Sign(
-        "critical" if now >= 2.0 and not rising else "warning",
+        "critical" if now >= 2.0 and not rising and trail.rows >= 4 * trail.early else "warning",
         f"The policy is {now:.2g} nats a token from its start{'' if rising else ', and the reward has not risen'}.",
         {"kl": now, "beta": trail.config.algorithm.beta, "reward": trail.recent("reward")},
         edit(f"algorithm.beta to {max(0.01, 2 * trail.config.algorithm.beta):.2g} or a lower optimizer.learning_rate"),
@@ -256,7 +256,12 @@ LEARNING: tuple[Rule, ...] = (
         MEASURED,
     ),
     Rule("clip_fraction", clip_fraction, "0.2; high confidence from 0.4", "rldoctor"),
-    Rule("kl", kl, "0.5: warning; 2 without a gain: critical", "rldoctor; Axolotl's page on training stability"),
+    Rule(
+        "kl",
+        kl,
+        "0.5: warning; 2 without a gain after four tenths of the run: critical",
+        "rldoctor; Axolotl's page on training stability",
+    ),
     Rule("entropy_gone", entropy_gone, "a tenth of its start, with the reward still below target", MEASURED, 10),
     Rule("gradient_spikes", gradient_spikes, "three deviations and three times a frozen baseline", "rlwatch", 5),
 )
