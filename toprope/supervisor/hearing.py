@@ -124,8 +124,9 @@ class Hearing:
                 self._set_ready(component, closing)
             case Renewed():
                 life.renewed(name)
+                what = f"{report.what} is started again ({report.number} of {report.limit}): {report.reason}"
                 said = {"reason": report.reason, "restart": report.number, "of": report.limit}
-                life.event("restart", component=report.what, **said)
+                life.event("restart", what=what, component=report.what, **said)
             case Progress():
                 life.progressed(report)
             case Finished():

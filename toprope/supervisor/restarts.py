@@ -102,8 +102,17 @@ class Restarts:
             self._give_up(component, failure)
             return
         self._life.restarted(name)
-        said = {"restart": allowance.used(now), "of": allowance.limit, "wait_s": wait_s}
-        self._life.event("restart", component=name, reason=failure.reason, **said, excerpt=failure.excerpt[-5:])
+        number, limit = allowance.used(now), allowance.limit
+        self._life.event(
+            "restart",
+            what=f"{name} is started again ({number} of {limit}): {failure.reason}",
+            component=name,
+            reason=failure.reason,
+            restart=number,
+            of=limit,
+            wait_s=wait_s,
+            excerpt=failure.excerpt[-5:],
+        )
         self._crew.withdraw(name)
         self._hearing.forget(name)
         self._hung.pop(component, None)
