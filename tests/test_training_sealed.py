@@ -151,6 +151,31 @@ def test_the_worker_is_heard_again_after_a_seal(tmp_path):
     assert heard.data.count(b"are not kept") == 3 and heard.data.count(b"scoring") == 1
 
 
+def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_path):
+    """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
+    played: list[str] = []
+
+    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+        ask_worker = link.call
+
+        async def call(op: str, /, **arguments: Any) -> Any:
+            played.extend([arguments["split"]] if op == "begin" else [])
+            return await ask_worker(op, **arguments)
+
+        link.call = call  # type: ignore[method-assign]
+        await evaluator.along("step-5", 5)
+        await evaluator.test(4, 2)
+        assert played and set(played) == {"validation"}
+        with pytest.raises(ValueError, match="under seal"):
+            await evaluator._maker.make("heldout", 0, 1, SAMPLING)
+        await evaluator.heldout("after", 3, 1, greedy=True)
+        with pytest.raises(ValueError, match="under seal"):
+            await evaluator._maker.make("heldout", 0, 1, SAMPLING)
+
+    play(tmp_path, "1", work)
+    assert played.count("heldout") == 6
+
+
 def ask(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 

@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import signal
 import time
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from toprope.training.workers import Worker
 
 __all__ = ["Made", "RolloutMaker"]
 
+_SEALED = "heldout"
 _TRAINED = "train"
 _HEAD, _TAIL = 1200, 800
 """Characters of a text's beginning and end that are kept for people to read."""
@@ -97,6 +99,7 @@ class RolloutMaker:
         self._worker, self._policy = worker, policy
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
         self._numbers = itertools.count()
+        self._under_seal = False
         self.weights: dict[str, float] | None = None
         """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
 
@@ -111,7 +114,10 @@ class RolloutMaker:
             toprope.sdk.errors.WorkerFailure: The worker ended and is not started again.
             SessionLost: Inference was started again amid a rollout for training.
             ComponentFailed: Inference failed.
+            ValueError: A held-out task is asked for without a seal: a bug of ours, which is to harm nobody's figures.
         """
+        if split == _SEALED and not self._under_seal:
+            raise ValueError("held-out tasks are played under seal, at the evaluations before and after training only")
         while True:
             link = await self._worker.link()
             try:
@@ -162,9 +168,15 @@ class RolloutMaker:
             talks=[_talk(rollout, len(own[place] if own else first)) for place, rollout in enumerate(rollouts)],
         )
 
-    def sealed(self) -> AbstractAsyncContextManager[None]:
-        """See `Link.sealed`."""
-        return self._worker.sealed()
+    @asynccontextmanager
+    async def sealed(self) -> AsyncIterator[None]:
+        """See `Link.sealed`. Held-out tasks are played within it only."""
+        async with self._worker.sealed():
+            self._under_seal = True
+            try:
+                yield
+            finally:
+                self._under_seal = False
 
     async def _answers(
         self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None
