@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import torch
 
 from toprope.records.groups import MASKED, PROMPT_LOGPROB
 from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
 from toprope.training.inference.engine import Engine, Request, Sample
 from toprope.training.inference.sessions import SessionStore, Turn, join_turns
 from toprope.training.policy import load_tokenizer
+from toprope.training.serving import serve
 from toprope.training.weights import WeightFile, WeightReader
 
 SECRET = "s3cret"
@@ -331,3 +336,81 @@ def test_adapters_travel_from_trainer_to_inference(tiny_policy: Path, tokenizer:
     assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=2e-4)
     base = reference_logprobs(load_model(tiny_policy, Config()).eval(), [5, 6, 7], sample.token_ids)
     assert not torch.allclose(expected, base, atol=1e-2)
+
+
+def test_a_server_that_takes_the_place_of_another_refuses_its_sessions_and_answers_all_else(
+    engine: Engine, tokenizer: Any
+) -> None:
+    """The client is told the new address while it waits; what had been sampled under the session is gone."""
+    first, second = (InferenceServer(engine, tokenizer, model_name="policy", secret=SECRET) for _ in range(2))
+    where: list[str | None] = [None]
+    messages = [{"role": "user", "content": "hi"}]
+    sampling = Sampling(1.0, 1.0, 4)
+
+    async def serving(server: InferenceServer, ending: asyncio.Event) -> str:
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        tasks.append(asyncio.create_task(serve(server.app, address.set_result, ending)))
+        return await address
+
+    async def work() -> None:
+        client = PolicyClient(lambda: where[0], SECRET)
+        endings = [asyncio.Event(), asyncio.Event()]
+        try:
+            asked = asyncio.create_task(client.chat(messages, sampling, n=2, session="g"))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            where[0] = await serving(first, endings[0])
+            assert len(await asked) == 2
+            assert await client.chat(messages, sampling, session="g/1")
+            where[0] = None
+            endings[0].set()
+            await tasks[0]
+            asked = asyncio.create_task(client.chat(messages, sampling, n=2))
+            where[0] = await serving(second, endings[1])
+            assert len(await asked) == 2
+            with pytest.raises(SessionLost):
+                await client.chat(messages, sampling, session="g/1")
+            await client.close_session("g")
+            assert await client.chat(messages, sampling, session="g/1"), "a name that was closed is free again"
+        finally:
+            await client.close()
+            for ending in endings:
+                ending.set()
+            await asyncio.gather(*tasks)
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_an_engine_that_is_stuck_does_not_move_and_an_idle_one_does(model: Any, tokenizer: Any) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Stuck:
+        """The model, whose first pass lasts until it is let."""
+
+        device, generation_config = model.device, model.generation_config
+
+        def __call__(self, **arguments: Any) -> Any:
+            if not entered.is_set():
+                entered.set()
+                go_on.wait(60)
+            return model(**arguments)
+
+    engine = Engine(Stuck(), tokenizer, max_context=64)
+    assert not engine.moves(), "it was not started"
+    engine.start()
+    try:
+        assert engine.moves() and engine.moves()
+        answered: queue.Queue[Any] = queue.Queue()
+        engine.submit(Request([5, 6], max_new_tokens=3), answered.put)
+        assert entered.wait(60)
+        assert engine.moves(), "it has come further since"
+        assert not engine.moves()
+        go_on.set()
+        assert answered.get(timeout=60)
+        limit = time.monotonic() + 30
+        while not (engine.moves() and engine.moves()):
+            assert time.monotonic() < limit
+    finally:
+        go_on.set()
+        engine.stop()
