@@ -32,8 +32,8 @@ The way through:
 the owner locked say why.
 3. test_inference measures the untrained policy: reward must vary, and accuracy be neither 0 nor 1, for training to
 work. 4. start_training freezes the draft and gives a run_id at once. Runs go on without you and without this server.
-5. check_status(run_ids, wait_s=45) waits for news. Fresh numbers come at most once per interval; calling more often \
-shows nothing new.
+5. check_status(run_ids, wait_s, until) waits for news; pass on the cursor of its answer, and nothing is missed. Fresh \
+numbers come at most once per interval; calling more often shows nothing new.
 6. get_results: held-out accuracy before and after with 95 % intervals, checkpoint, plot. read_logs says why a run
 failed, browse_rollouts shows what the policy answered.
 7. note_experiment keeps what was tried; get_handoff is the first call where work was begun before.

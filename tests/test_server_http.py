@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 
 import anyio
@@ -14,9 +15,12 @@ import httpx2
 import pytest
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPDeprecationWarning
+from test_server_commands import make_run
 
 from server.http_token import TokenFile
 from toprope.errors import InvalidValue, NotFound
+from toprope.records.status import EventLog
 
 COMMAND = [sys.executable, "-P", "-m", "server.cli"]
 PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
@@ -228,6 +232,42 @@ def test_a_token_file_is_only_trusted_if_it_is_sound(tmp_path):
     with pytest.raises(InvalidValue, match="rotate"):
         file.read()
     assert [path.name for path in file.path.parent.iterdir()] == ["http-token"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_a_subscriber_over_http_is_told_of_a_run(house, mode):
+    home, _, url = house
+    run = make_run(home, f"watched-{mode}", "stopped", ended=5.0)
+    uri = f"toprope://runs/{run.run_id}"
+    told = anyio.Event()
+
+    async def heard(message):
+        if getattr(message, "method", "") == "notifications/resources/updated" and message.params.uri == uri:
+            told.set()
+
+    async def change():
+        EventLog(run).append("finding", rule="x", level="note", what="y")
+
+    async def work():
+        with anyio.fail_after(40), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MCPDeprecationWarning)
+            async with httpx2.AsyncClient(headers=bearer(home), timeout=30) as http:
+                transport = streamable_http_client(url, http_client=http)
+                async with Client(transport, mode=mode, message_handler=heard) as client:
+                    if mode == "legacy":
+                        await client.subscribe_resource(uri)
+                        while not told.is_set():  # what comes before the client's stream is open is lost
+                            await change()
+                            with anyio.move_on_after(2):
+                                await told.wait()
+                        return
+                    async with client.listen(resource_subscriptions=[uri]) as stream:
+                        await change()
+                        async for event in stream:
+                            assert event.uri == uri
+                            return
+
+    anyio.run(work)
 
 
 def test_a_prompt_is_offered_and_its_environment_completed(house):
