@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from toprope.errors import ComponentFailed
-from toprope.records.crew import Checked
+from toprope.records.crew import Checked, Making
 from toprope.records.groups import Group, Outcome
 from toprope.records.specification import EnvironmentSource
+from toprope.sdk.errors import WorkerError
 from toprope.settings.schema import Config
 from toprope.training.driver import Driver
-from toprope.training.inference.client import PromptTooLong
+from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
 from toprope.training.producing import Producer
 from toprope.training.rollouts import Made
@@ -165,3 +166,64 @@ def test_nobody_waits_for_room_once_production_has_ended(member: Member) -> None
         return api
 
     asyncio.run(run())
+
+
+def test_every_group_that_was_begun_is_posted_or_given_up_with_a_reason_and_ids_name_the_life(member: Member) -> None:
+    class Mixed:
+        """Goes wrong in every way once, then well, and at last for ever."""
+
+        def __init__(self) -> None:
+            self.turns = [
+                SessionLost("gone"),
+                PromptTooLong("long"),
+                WorkerError("raised", "ValueError", "no"),
+                None,
+                None,
+            ]
+
+        async def make(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            if not self.turns:
+                await asyncio.Event().wait()
+            if (error := self.turns.pop(0)) is not None:
+                raise error
+            return await Maker().make()
+
+    class Api(FullApi):
+        posted: list[Group] = []
+
+        async def counts(self) -> Any:
+            return SimpleNamespace(accepted=40)
+
+        async def post_group(self, group: Group) -> int:
+            self.posted.append(group)
+            return 0
+
+    async def run() -> None:
+        task = asyncio.create_task(produce(member, Api(), Mixed()))
+        async with asyncio.timeout(10):
+            while len(Api.posted) < 2 or making().begun < 7:
+                await asyncio.sleep(0.005)
+        # Two more are in the making: they come to nothing when the production is ended.
+        assert making().posted == 2 and sum(making().given_up.values()) == 3
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def making() -> Making:
+        return [report for report in member.reports if isinstance(report, Making)][-1]
+
+    member.life = 2
+    asyncio.run(run())
+    assert making() == Making(
+        7,
+        0,
+        2,
+        {
+            "inference was started again": 1,
+            "the prompt left no room": 1,
+            "the environment failed": 1,
+            "training had ended": 2,
+        },
+    )
+    assert [group.group_id.rpartition("-")[0] for group in Api.posted] == ["run-1.2"] * 2
+    assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)
