@@ -137,9 +137,9 @@ def _wrong(folder: RunFolder, status: Status, story: Story) -> list[str]:
     match status.state:
         case "completed" if not folder.results.exists():
             found.append("it completed without a report")
-        case "stopped" | "lost" if not story.stop_ordered:
-            found.append(f"nobody stopped it and it is {status.state}: {status.reason}")
-        case "completed" | "stopped" | "lost" | "failed":
+        case "stopped" if not story.stop_ordered:
+            found.append(f"nobody stopped it and it is stopped: {status.reason}")
+        case "completed" | "stopped" | "failed":
             pass
         case other:
             found.append(f"it has not ended: {other} ({status.reason})")

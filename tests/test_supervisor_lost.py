@@ -180,7 +180,11 @@ def test_a_lost_run_that_is_stopped_does_not_go_on(house):
     assert is_due(plain.status(folder.run_id))
     plain.stop(folder.run_id)
     status = owners(house).status(folder.run_id)
-    assert status.state == "lost" and status.attempt == 1 and "stopped on request" in status.reason
+    assert status.state == "stopped" and status.attempt == 1 and "stopped on request" in status.reason
+    assert pairs(folder)[-1] == ("lost", "stopped") and plain.resume(folder.run_id).attempt == 2
+    plain.stop(folder.run_id, 0)
+    house.started.append(folder)
+    ended(plain, folder)
 
 
 def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(house):
@@ -190,7 +194,7 @@ def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(house):
     assert is_due(plain.status(folder.run_id))
     plain._launcher.stop(folder, None)
     status = owners(house).status(folder.run_id)
-    assert status.state == "lost" and status.attempt == 1 and "stopped on request" in status.reason
+    assert status.state == "stopped" and status.attempt == 1 and "stopped on request" in status.reason
     assert not list(folder.orders.iterdir())
     folder = left(house)
     assert is_due(plain.status(folder.run_id))

@@ -96,9 +96,9 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
         return await _stop_group(workshop, run_id, group)
     before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
     if before.ended and before.resume_at is not None:
-        await to_thread.run_sync(workshop.runs.stop, run_id)
-        text = f"{run_id} was lost and would have gone on by itself; now it does not. resume_training goes on with it."
-        data = answers.Stopped(run_id=run_id, state=before.state, was_live=False)
+        after = await to_thread.run_sync(workshop.runs.stop, run_id)
+        text = f"{run_id} was lost and would have gone on by itself; now it is {after.state}. resume_training goes on."
+        data = answers.Stopped(run_id=run_id, state=after.state, was_live=False)
     elif before.ended:
         text = f"{run_id} is not running: it {_ended(before.state)} already. Nothing was stopped."
         data = answers.Stopped(run_id=run_id, state=before.state, was_live=False)

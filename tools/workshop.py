@@ -7,6 +7,7 @@ settings, which name folders with environments.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -19,7 +20,7 @@ from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.ledger import the_books
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
-from toprope.workbench.budgets import reserve
+from toprope.workbench.budgets import may_go_on, reserve
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.endpoints import variables_for
@@ -39,6 +40,16 @@ def machine_of(settings: OwnerSettings) -> Machine:
     floor = settings.machine.disk_floor_mb
     disk_floor = None if floor is None else int(floor * 1_000_000)
     return Machine.detect(settings.machine.threads, settings.machine.gpus, visible, disk_floor)
+
+
+def _to_go_on(home: Home, specification: Specification) -> Mapping[str, Mapping[str, str]]:
+    """The owner's variables for a lost run that is to go on by itself, if the owner's limits leave it anything.
+
+    Raises:
+        TopropeError: They do not, or a file of the owner cannot be read; the next look asks again.
+    """
+    may_go_on(specification, home.limits(), home.runs)
+    return variables_for(specification, home.settings(), home.preset_folders)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Workshop:
                 home.runs,
                 LocalLauncher(contained=lambda: home.settings().containment),
                 lambda: machine_of(home.settings()),
-                lambda specification: variables_for(specification, home.settings(), home.preset_folders),
+                lambda specification: _to_go_on(home, specification),
             ),
             index=index,
         )

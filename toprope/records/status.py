@@ -4,6 +4,7 @@
     any of these -> stopping -> stopped          any of these -> failed | lost
     starting | training | evaluating <-> paused
     stopped | failed | lost -> (resume: same run, next attempt) -> queued
+    lost -> stopped (somebody stops it before it goes on by itself)
 
 A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 """
@@ -77,7 +78,7 @@ TRANSITIONS: dict[str, frozenset[str]] = {
     "completed": frozenset(),
     "stopped": frozenset({"queued"}),
     "failed": frozenset({"queued"}),
-    "lost": frozenset({"queued"}),
+    "lost": frozenset({"queued", "stopped"}),
 }
 
 

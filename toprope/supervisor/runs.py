@@ -28,7 +28,7 @@ from toprope.supervisor.lost import is_due, stop_is_asked
 from toprope.supervisor.refusals import lives, not_written, unreadable
 from toprope.supervisor.reservations import Machine, Reservations
 from toprope.supervisor.seen import SeenEvents, SeenStatuses
-from toprope.supervisor.settle import end_unkept, prepare_attempt, settle
+from toprope.supervisor.settle import end_unkept, keep_back, prepare_attempt, settle
 from toprope.supervisor.sweep import sweep
 from toprope.supervisor.variables import OwnersVariables
 
@@ -41,7 +41,6 @@ _LOOK_EVERY_S = 0.05
 _LOOK_AT_LOCK_EVERY_S = 1.0
 _MAKING = ".making-"
 _MADE_WITHIN_S = 10.0
-_STOPPED = "It does not go on by itself: that was stopped on request."
 
 
 class Runs:
@@ -189,7 +188,7 @@ class Runs:
             if by_itself and not is_due(former):
                 return former
             if by_itself and stop_is_asked(folder, former):
-                return _kept_lost(folder, former, _STOPPED)
+                return keep_back(folder, former)
             if former.state not in RESUMABLE:
                 raise NotPossibleNow(
                     f"{run_id} has {former.state}: nothing is left to do, and nothing was changed.",
@@ -230,7 +229,7 @@ class Runs:
         elif status.resume_at is not None:
             # Where somebody resumes it right now, the order is for the keeper that comes.
             self._launcher.stop(folder, grace_s)
-            return self._stays_lost(folder, _STOPPED)
+            return self._kept_back(folder)
         return status
 
     def status(self, run_id: str, *, revive: bool = True) -> Status:
@@ -287,14 +286,14 @@ class Runs:
         except NotPossibleNow:
             return Status.read(folder)  # somebody else was faster
         except (TopropeError, OSError) as error:
-            return self._stays_lost(folder, f"It could not go on by itself: {error}")
+            return self._kept_back(folder, f"It could not go on by itself: {error}")
 
-    def _stays_lost(self, folder: RunFolder, why: str) -> Status:
+    def _kept_back(self, folder: RunFolder, why: str = "") -> Status:
         lock = RunLock.acquire(folder.lock)
         if lock is None:
             return Status.read(folder)
         try:
-            return _kept_lost(folder, Status.read(folder), why)
+            return keep_back(folder, Status.read(folder), why)
         finally:
             lock.release()
 
@@ -420,16 +419,6 @@ class Runs:
                 lock_seen = anyio.current_time()
                 # Settles a run whose keeper is gone, which changes the files that we look at.
                 self._status(folder)
-
-
-def _kept_lost(folder: RunFolder, status: Status, why: str) -> Status:
-    """Takes back that a lost run goes on by itself, and the orders to stop it with that. The caller holds the lock."""
-    if status.state == "lost" and status.resume_at is not None:
-        status = status.model_copy(update={"resume_at": None, "reason": f"{status.reason} {why}"})
-        status.write(folder)
-        for order in folder.orders.glob("stop-*.json"):
-            order.unlink(missing_ok=True)
-    return status
 
 
 def _over(status: Status) -> bool:

@@ -21,7 +21,7 @@ from toprope.supervisor.lost import Prospect, prospect, stop_is_asked, why_gone
 from toprope.supervisor.reservations import Reservations
 from toprope.supervisor.sweep import sweep
 
-__all__ = ["end_unkept", "prepare_attempt", "settle", "sweep_marked"]
+__all__ = ["end_unkept", "keep_back", "prepare_attempt", "settle", "sweep_marked"]
 
 _BEFORE = "before"
 _HASH_BYTES = 2 << 30
@@ -125,6 +125,28 @@ def _tell_end(folder: RunFolder, status: Status) -> None:
             last, over = step, False
     if not over:
         events.append("end", state=status.state, seconds=round(max(0.0, status.ended_at - status.created_at), 3))
+
+
+def keep_back(folder: RunFolder, status: Status, why: str = "") -> Status:
+    """Takes back that a lost run goes on by itself. The caller holds the lock.
+
+    Args:
+        folder: The run's.
+        status: As it lies on disk.
+        why: What stands against going on: the run stays lost. Empty: somebody stopped it, and it is stopped.
+    """
+    if status.state != "lost" or status.resume_at is None:
+        return status
+    now, reason = time.time(), f"{status.reason} {why}"
+    if not why:
+        reason = "stopped on request before it went on by itself"
+        status = status.model_copy(update={"state": "stopped", "since": now})
+        EventLog(folder).append("state", **{"from": "lost", "to": "stopped", "reason": reason})
+        for order in folder.orders.glob("stop-*.json"):
+            order.unlink(missing_ok=True)
+    status = status.model_copy(update={"resume_at": None, "reason": reason, "updated_at": now})
+    status.write(folder)
+    return status
 
 
 def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = False) -> Status:
