@@ -216,6 +216,14 @@ def test_the_advised_rate_follows_from_how_far_a_step_moved_the_policy() -> None
     assert "optimizer.learning_rate to 0.01" in low.next
 
 
+def test_where_no_group_is_old_entropy_tells_that_nothing_moves() -> None:
+    still = {"policy/moved": None, **FLAT, "entropy": lambda row: 0.6 + 0.005 * (row % 2)}
+    [low] = [one for one in diagnose(healthy(200, **still), config()) if one.rule == "learning_rate_low"]
+    assert low.confidence == "low" and low.step and low.step <= 100
+    moving = {"policy/moved": None, **FLAT, "entropy": lambda row: 0.6 - 0.001 * row}
+    assert diagnose(healthy(200, **moving), config()) == []
+
+
 # How findings come and go
 
 

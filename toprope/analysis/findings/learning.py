@@ -99,8 +99,10 @@ def learning_rate_low(trail: Trail) -> Sign | None:
     reward = trail["reward"]
     if trail.rows < 2 * trail.early or reward.start is None or trail.gain > trail.noise:
         return None
-    if nothing_to_learn(trail) or _done(trail) or trail.peak_move is None:
+    if nothing_to_learn(trail) or _done(trail):
         return None
+    if trail.peak_move is None:
+        return _unmoved(trail)
     reach = trail.peak_move * trail.steps
     if reach > _LEAST_REACH:
         return None
@@ -122,6 +124,30 @@ def learning_rate_low(trail: Trail) -> Sign | None:
         },
         edit(f"optimizer.learning_rate to {min(0.01, wanted):.1g}"),
         "high" if reach < 0.02 else "medium",
+    )
+
+
+def _unmoved(trail: Trail) -> Sign | None:
+    """The same where every group is of the newest version, so that movement cannot be read off its tokens."""
+    entropy, rate = trail["entropy"], trail.config.optimizer.learning_rate
+    if trail.rows < 4 * trail.early or not entropy.start or not trail["grad_norm"].full:
+        return None
+    now = trail.recent("entropy")
+    if abs(now / entropy.start - 1) > 0.03 or trail.recent("frac_reward_zero_std") > 0.8:
+        return None  # it moves, or there is so little signal that no rate would have moved it yet
+    return Sign(
+        "warning",
+        f"In {trail.rows} steps neither reward ({trail.recent('reward'):.3g}) nor entropy ({now:.3g}) has moved: the "
+        "learning rate seems too low.",
+        {
+            "reward": trail.recent("reward"),
+            "entropy": now,
+            "entropy_at_the_start": entropy.start,
+            "grad_norm": trail.recent("grad_norm"),
+            "learning_rate": rate,
+        },
+        edit(f"optimizer.learning_rate to {min(0.01, 10 * rate):.1g}"),
+        "low",
     )
 
 
