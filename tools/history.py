@@ -15,7 +15,7 @@ from tools.config import said_changes
 from tools.workshop import machine_of
 from toprope.analysis.report import gather, read_rows
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
-from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import ComponentFailed, Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.folder import RunFolder
 from toprope.records.manifest import Manifest
 from toprope.records.specification import Specification
@@ -220,7 +220,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         if manifests[0] is not None and manifests[1] is not None:
             inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
         after = [_after(folder) for folder in folders]
-    except NotFound:
+    except (NotFound, Corrupt):  # the other run is gone or damaged: this one has results all the same
         return None
     return compare_runs_of_one(
         original.run_id,
@@ -241,8 +241,11 @@ def _after(folder: RunFolder) -> Any:
 def _repeats(workshop: Workshop, run_id: str) -> str | None:
     """A live run that repeats this one."""
     for status in workshop.statuses():
-        if status.state in LIVE and _specification(workshop, status.run_id).reproduces == run_id:
-            return status.run_id
+        try:
+            if status.state in LIVE and _specification(workshop, status.run_id).reproduces == run_id:
+                return status.run_id
+        except (NotFound, Corrupt):
+            continue
     return None
 
 

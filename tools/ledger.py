@@ -31,7 +31,7 @@ _HANDOFF_RUNS = 400
 
 def ledger_of(workshop: Workshop) -> Ledger:
     """The ledger of a workshop's home."""
-    return Ledger(workshop.index, workshop.home.path / "ledger.jsonl")
+    return Ledger(workshop.index, workshop.home.ledger)
 
 
 async def note_experiment(

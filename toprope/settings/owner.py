@@ -9,7 +9,7 @@ the owner's configuration folder. Nothing is created until it is needed: clients
       datasets/   files to train on       datasets/      the same
       policies/   embedded policies       presets/       before the shipped ones
       index.db    drafts, stamps          environments/  one Python file each
-                                          settings.yaml  variables, more folders, default preset
+      ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
                                           http-token     of `toprope serve --http`
 """
 
@@ -178,6 +178,10 @@ class Home:
     @property
     def index(self) -> Path:
         return self.path / "index.db"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def settings_file(self) -> Path:
