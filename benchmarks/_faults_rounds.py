@@ -119,6 +119,8 @@ def play(
         story.strikes.append("the tree of a server" if tree else "server")
     _asked(stage, dice, **order)
     for pause in pauses:
+        if dice.random() < 0.7:
+            _members_up(folder)
         time.sleep(pause)
         if _over(folder):
             break
@@ -169,6 +171,20 @@ def _await(stage: Stage, folder: RunFolder, limit: float) -> bool:
         stage.fronts.all()
         time.sleep(0.02)
     return True
+
+
+def _members_up(folder: RunFolder, limit_s: float = 10.0) -> None:
+    """Waits for members, a little: at a random moment of a short life there is often nobody but front ends."""
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit and not _over(folder):
+        try:
+            if any(
+                member.state in ("starting", "ready") and member.pid for member in Status.read(folder).crew.values()
+            ):
+                return
+        except NotFound:
+            pass
+        time.sleep(0.01)
 
 
 def _over(folder: RunFolder) -> bool:
