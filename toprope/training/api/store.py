@@ -131,16 +131,6 @@ class TrajectoryStore:
         self.changed.notify()
         return seq
 
-    def post_list(self, body: bytes) -> tuple[list[int], list[tuple[int, Refused]]]:
-        """Takes the valid groups of a list in. Returns their numbers, and the others' indices with the reasons.
-
-        Raises:
-            Refused: The body is no list, or there is no room for its valid groups; nothing was stored.
-            NotPossibleNow: They cannot be written.
-        """
-        parcels, refused = self.examine_list(body)
-        return self.take_list(parcels, refused), refused
-
     def examine_list(self, body: bytes) -> tuple[list[Parcel], list[tuple[int, Refused]]]:
         """The valid groups of a list, and the others' indices with the reasons. Changes nothing.
 
@@ -163,7 +153,12 @@ class TrajectoryStore:
         return parcels, refused
 
     def take_list(self, parcels: Sequence[Parcel], refused: Sequence[tuple[int, Refused]]) -> list[int]:
-        """`post_list` for what was examined: returns the numbers of `parcels`."""
+        """Takes the groups of a list in that were examined, and counts the others. Returns the numbers of `parcels`.
+
+        Raises:
+            Refused: There is no room for them; nothing was stored.
+            NotPossibleNow: They cannot be written.
+        """
         new = [parcel for parcel in parcels if self.queue.known(parcel.note.group_id) is None]
         try:
             self._make_room(len(new), sum(len(parcel.body) for parcel in new))
