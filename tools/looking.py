@@ -18,6 +18,7 @@ from toprope.records.status import ENDED, Event, Status
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
+    from toprope.settings.owner import StatusLimit
 
 __all__ = ["Look", "look_at", "told_numbers", "work_of"]
 
@@ -90,13 +91,19 @@ class Look:
         return self.has_new_numbers and self.now - self.stamp.at >= self.interval_s
 
 
-def look_at(workshop: Workshop, run_ids: Sequence[str], places: Mapping[str, int] | None = None) -> list[Look]:
+def look_at(
+    workshop: Workshop,
+    run_ids: Sequence[str],
+    places: Mapping[str, int] | None = None,
+    limit: StatusLimit | None = None,
+) -> list[Look]:
     """Looks at runs, in the order in which they are named.
 
     Args:
         workshop: The server's.
         run_ids: Which.
         places: The caller's own places in their events.
+        limit: The owner's limit on fresh numbers; read from the settings when None.
 
     Raises:
         NotFound, Corrupt: There is no such run, or its records cannot be read.
@@ -105,7 +112,7 @@ def look_at(workshop: Workshop, run_ids: Sequence[str], places: Mapping[str, int
     places, looks = places or {}, []
     statuses = [workshop.runs.status(run_id) for run_id in run_ids]
     stamps = stamps_of(workshop.index, run_ids)
-    limit = workshop.settings().status
+    limit = limit or workshop.settings().status
     for status in statuses:
         stamp, place = stamps.get(status.run_id), places.get(status.run_id)
         interval_s = limit.interval(_expected_s(workshop, status))

@@ -61,14 +61,21 @@ async def check_status(
     conditions = parse(until or ())
     known = places.parse(cursor) if cursor else {}
     wanted = await to_thread.run_sync(expand, workshop.home.runs, run_ids or list(known))
-    longest_s = longest_wait_s(client, workshop.settings().status.waits)
+    limit = (await to_thread.run_sync(workshop.settings)).status
+    longest_s = longest_wait_s(client, limit.waits)
     if not wanted:
         return await to_thread.run_sync(_open, workshop, longest_s)
     if len(wanted) > MOST_RUNS:
         raise InvalidValue(f"{len(wanted)} runs are too many for one call.", hint=f"Ask for at most {MOST_RUNS}.")
     patience = Patience(max(wait_s or 0.0, 0.0), longest_s, bool(conditions))
     waited = await wait_for_news(
-        workshop, wanted, wait_s=patience.wait_s, until=conditions, places=known, progress=progress
+        workshop,
+        wanted,
+        wait_s=patience.wait_s,
+        until=conditions,
+        places=known,
+        limit=limit,
+        progress=progress,
     )
     return await to_thread.run_sync(tell, workshop, waited, known, patience)
 

@@ -21,6 +21,7 @@ from toprope.records.specification import TRAINING
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
+    from toprope.settings.owner import StatusLimit
 
 __all__ = ["Met", "Progress", "Waited", "wait_for_news"]
 
@@ -58,6 +59,7 @@ async def wait_for_news(
     wait_s: float,
     until: Sequence[Condition] = (),
     places: Mapping[str, int] | None = None,
+    limit: StatusLimit | None = None,
     progress: Progress | None = None,
 ) -> Waited:
     """Looks at runs until one has news, or the time is over.
@@ -68,6 +70,7 @@ async def wait_for_news(
         wait_s: Seconds; 0: one look.
         until: Ends at the first of these; none: at any news. A run that ends, ends the wait as well.
         places: The caller's own places in the runs' events.
+        limit: The owner's limit on fresh numbers.
         progress: Called at once and at every change, at most twice a second.
 
     Raises: see `look_at`.
@@ -76,7 +79,7 @@ async def wait_for_news(
     told = _Told(progress)
     woken_at = None
     while True:
-        looks = await to_thread.run_sync(look_at, workshop, run_ids, places)
+        looks = await to_thread.run_sync(look_at, workshop, run_ids, places, limit)
         met = [Met(look.run_id, one.name) for one in until for look in looks if one.met(look.status, look.news)]
         left = deadline - time.monotonic()
         if left <= 0:
