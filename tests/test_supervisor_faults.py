@@ -93,10 +93,10 @@ def test_a_test_run_whose_driver_finishes_without_its_test_failed(house):
 
 
 def test_members_that_do_not_get_ready_in_time_are_named(house):
-    runs, folder = house.start({"inference": {"mute": True, "say": "loading"}}, start_timeout_s=1.0)
+    runs, folder = house.start({"inference": {"mute": True, "say": "loading"}}, start_timeout_s=4.0)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "inference"
-    assert status.reason == "Not ready after 1 s: inference." and "start_timeout_s" in status.failure.hint
+    assert status.reason == "Not ready after 4 s: inference." and "start_timeout_s" in status.failure.hint
     assert status.failure.excerpt == ["loading"]
     house.nothing_left(folder)
 

@@ -70,7 +70,11 @@ class Says:
 
 
 def play(
-    tmp_path: Path, policy: Says, work: Callable[[RolloutMaker, Worker], Awaitable[Any]], restarts: int
+    tmp_path: Path,
+    policy: Says,
+    work: Callable[[RolloutMaker, Worker], Awaitable[Any]],
+    restarts: int,
+    call_timeout_s: float = 60.0,
 ) -> tuple[Any, list[Any]]:
     (tmp_path / "odd.py").write_text(ODD)
     reports: list[Any] = []
@@ -83,7 +87,7 @@ def play(
     async def run() -> Any:
         section = LauncherSection(restarts=restarts, restart_backoff_s=0.01)
         async with asyncio.timeout(120), await Worker.start(opened, section, reports.append) as worker:
-            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=4)  # type: ignore[arg-type]
+            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
             return await work(maker, worker)
 
     return asyncio.run(run()), reports
@@ -99,7 +103,8 @@ async def all_of(maker: RolloutMaker, count: int, split: str = "train") -> list[
 
 def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Path) -> None:
     """Eight at a time in one worker: one of them crashes it, one hangs in it."""
-    made, reports = play(tmp_path, Says("fine", "die", "fine", "hang"), lambda maker, _: all_of(maker, 8), restarts=2)
+    policy = Says("fine", "die", "fine", "hang")
+    made, reports = play(tmp_path, policy, lambda maker, _: all_of(maker, 8), restarts=2, call_timeout_s=5)
     failed = [one for one in made if not isinstance(one, Made)]
     assert len(failed) == 2 and all(isinstance(one, WorkerError) for one in failed), made
     assert sorted(one.type for one in failed) == ["WorkerDied", "WorkerTimeout"]
