@@ -200,3 +200,19 @@ def test_a_check_that_fails_itself_is_a_finding(home):
         raise RuntimeError("inside")
 
     assert [finding.level for finding in found(home, fails)] == ["ok", "broken"]
+
+
+def test_how_runs_are_held_is_told_with_what_could_escape(home, monkeypatch):
+    from toprope.supervisor import containment
+
+    monkeypatch.setattr(containment, "probe", lambda: "")
+    held = found(home, doctor.containment)[0]
+    assert held.level == "ok" and held.text.startswith("bubblewrap") and "could escape" in held.text
+    monkeypatch.setattr(containment, "probe", lambda: "bwrap is not installed")
+    held = found(home, doctor.containment)[0]
+    assert held.level in ("note", "warning") and "bwrap is not installed" in held.text
+    home.settings_file.write_text("containment: bubblewrap\n")
+    (finding,) = broken(found(home, doctor.containment))
+    assert "containment: auto" in finding.remedy
+    home.settings_file.write_text("containment: guard\n")
+    assert "owner's settings" in found(home, doctor.containment)[0].text
