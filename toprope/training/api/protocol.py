@@ -103,6 +103,7 @@ def direct(protocol: type[Any], parser: type[Any]) -> type[Any]:
             self._body, self._have = bytearray(self._announced), len(begun)
             self._body[: self._have] = begun
             self._wake_when(self._announced - self._have)
+            self.flow.resume_reading()  # a body that came behind other requests may have grown until uvicorn paused
 
         def _wake_when(self, count: int) -> None:
             count = min(count, _WAKE_AT)
