@@ -50,9 +50,11 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
         f"{draft.id}: {draft.environment.name}, preset {draft.preset}, revision {draft.revision}, "
         f"edited {ago(draft.updated_at)}."
     ]
+    if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
+        lines[0] += f" It began as {origin} was configured."
     lines += _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
     if history:
-        lines.append(f"Edits ({len(history)}):")
+        lines.append(f"Edits ({len(history)}), which undo_edit takes back:")
         lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in history[-_HISTORY:]]
     lines += [f"Does not fit: {conflict}" for conflict in conflicts]
     if section is None:
