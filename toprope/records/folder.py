@@ -10,7 +10,7 @@
       metrics.jsonl      one row a step                      (trainer only, appended)
       evaluations/       <label>.json                        (environment's driver)
       journal/           accepted groups                     (API only)
-      checkpoints/       step-N/                             (trainer only, renamed into place)
+      checkpoints/       step-N/                             (trainer only, renamed into place; damaged-step-N: kept)
       logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
       results.json       the report                          (keeper, at the end)
       plot.png           reward and accuracy over steps      (keeper's plot program, at the end)
