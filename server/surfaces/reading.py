@@ -48,7 +48,7 @@ class Reading(Part):
             bool, Field(description="true: also the picture of reward and accuracy, as an image; once it ended.")
         ] = False,
     ) -> Annotated[CallToolResult, answers.Result]:
-        """Reports what a run achieved: held-out accuracy before and after with 95 % intervals, checkpoint, plot.
+        """Reports what a run achieved: held-out accuracy before and after with 95 % intervals, findings, checkpoint.
 
         Use it when check_status says that a run ended; for a run of test_inference it answers accuracy, reward parts
         and example answers. A run that is not done answers what exists so far, a failed one why it failed. Changes
