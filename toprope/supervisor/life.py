@@ -177,6 +177,10 @@ class Life:
             self._events.catch_up()
             self.status.write(self._folder)
 
+    def write_if_possible(self) -> None:
+        """Writes the status now; where that fails, as soon as it can be."""
+        self._write_later()
+
     def set_aside(self) -> None:
         """Takes room on the disk again for what has to be said when it is full."""
         self._ballast.take()

@@ -115,6 +115,7 @@ class Restarts:
         )
         self._crew.withdraw(name)
         self._hearing.forget(name)
+        self._life.write_if_possible()
         self._hung.pop(component, None)
         self._background(self._again(component, wait_s))
 
