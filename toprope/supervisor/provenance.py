@@ -42,6 +42,7 @@ _MOST_CHANGES = 512 * 1024
 _MOST_FILE = 1 << 30
 _MOST_POLICY = 4 << 30
 _GIT_TIMEOUT_S = 15.0
+_LAST_WAIT_S = 3.0
 
 
 class Provenance:
@@ -49,11 +50,12 @@ class Provenance:
 
     def __init__(self, hands: Hands) -> None:
         self._hands = hands
-        self._work: queue.SimpleQueue[Callable[[Manifest], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[Manifest], None] | None] = queue.SimpleQueue()
         self._failed: str | None = None
         self._loaded: set[str] = set()
         self._attempt = hands.status().attempt
-        threading.Thread(target=self._run, name="manifest", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
+        self._thread.start()
 
     def heard(self, component: str, report: Report) -> None:
         """Policy and environment say what they are."""
@@ -70,6 +72,12 @@ class Provenance:
             said, self._failed = self._failed, None
             self._hands.event("warning", what=f"the manifest could not be written: {said}")
 
+    def ended(self) -> None:
+        """Lets what is at hand be written, if that takes no longer than a moment: a run may be over in no time."""
+        self._work.put(None)
+        self._thread.join(_LAST_WAIT_S)
+        self.looked(0.0)
+
     def _policy(self, manifest: Manifest, folder: Path) -> None:
         manifest.policy = hash_of_policy(manifest.policy.model, folder)
         self._loaded.add("policy")
@@ -85,7 +93,9 @@ class Provenance:
             manifest = collect(folder, self._hands.specification)
             while True:
                 self._write(folder, manifest, first)
-                self._work.get()(manifest)
+                if (work := self._work.get()) is None:
+                    return
+                work(manifest)
                 manifest.complete = self._loaded >= {"policy", "environment"}
         except Exception as error:  # whatever git, a disk or a damaged file does, the run goes on
             if folder.path.is_dir():
