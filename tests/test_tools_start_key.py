@@ -7,9 +7,10 @@ import time
 
 import anyio
 import pytest
-from tools_house import StandInLauncher, make_workshop
+from tools_house import StandInLauncher, age_stamp, make_workshop, step
 
 from tools.environments import select_environment
+from tools.status import check_status
 from tools.training import start_training, stop_training
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records import start_keys
@@ -166,3 +167,15 @@ def test_a_keeper_that_does_not_come_up_keeps_the_key_for_the_run_that_failed(ho
     with pytest.raises(ComponentFailed):
         do(start_training, shop, draft_id=draft, key="k-1")
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "failed"
+
+
+def test_a_clock_that_was_set_back_withholds_no_numbers(house):
+    shop, _ = house
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    step(shop.runs.folder(run_id), 1)
+    assert do(check_status, shop, run_ids=[run_id]).data.runs[0].fresh
+    step(shop.runs.folder(run_id), 2)
+    assert not do(check_status, shop, run_ids=[run_id]).data.runs[0].fresh
+    age_stamp(shop, run_id, -86_400)
+    told = do(check_status, shop, run_ids=[run_id]).data.runs[0]
+    assert told.fresh and told.numbers["step"] == 2

@@ -65,7 +65,8 @@ class Look:
         """Whether fresh numbers may be told: it ended, the interval is over, or none were told so far."""
         if self.status.ended or self.stamp is None or not work_of(self.stamp.snapshot):
             return True
-        return self.now - self.stamp.at >= self.interval_s
+        # A stamp ahead of the clock is of before it was set back: it withholds nothing.
+        return not 0 <= self.now - self.stamp.at < self.interval_s
 
     @property
     def has_new_numbers(self) -> bool:
@@ -88,7 +89,7 @@ class Look:
             return True
         if self.stamp is None:
             return "step" in self.numbers
-        return self.has_new_numbers and self.now - self.stamp.at >= self.interval_s
+        return self.has_new_numbers and self.due
 
 
 def look_at(
