@@ -168,6 +168,26 @@ async def _session(home: Path) -> dict[str, tuple[str, str]]:
             shown["check_status"] = during
         await call("list_runs")
         await call("read_logs", run_id=run_id, component="keeper", lines=5)
+        await call("browse_rollouts", run_id=run_id, order="most_changed")
+        forked = (await call("fork_config", run_id=run_id))["draft_id"]
+        edited = dict(shown)
+        await call("edit_config", draft_id=forked, changes={"optimizer.learning_rate": 0.0005})
+        shown["edit_config"] = edited["edit_config"]
+        await call("diff_config", a=forked, b=run_id)
+        await call("undo_edit", draft_id=forked, revision=1)
+        hypothesis = "600 steps of exact match as the reward are enough to spell short words backward"
+        await call(
+            "note_experiment",
+            hypothesis=hypothesis,
+            run_ids=[run_id],
+            outcome="Accuracy rose and was still rising at the end.",
+            decision="repeat",
+            goal="Half of the held-out words, spelled backward.",
+        )
+        again = (await call("reproduce_run", run_id=run_id))["run_id"]
+        await call("stop_training", run_id=again)
+        shown["stop_training"] = edited["stop_training"]
+        await call("get_handoff")
     return shown
 
 
