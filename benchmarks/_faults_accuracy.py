@@ -24,14 +24,14 @@ _STRIKES = 6
 
 
 def accuracy(stage: Stage, dice: random.Random) -> Story:
-    """One training of what the demo trains, with strikes spread over a minute or so of it."""
+    """One training of what the demo trains, with strikes spread over it from its first step on."""
     specification = demo_specification(stage)
     launcher = specification.config.launcher
     launcher.restarts, launcher.restart_backoff_s, launcher.resume_lost_backoff_s = 100, 0.1, 0.1
     launcher.resume_lost_limit = 100
     specification.config.logging.save_steps = 50
     pauses = [5.0 + dice.random() * 15.0 for _ in range(_STRIKES)]
-    story = play(stage, specification, "the demo's", pauses, dice, finishes=True, limit_s=_LIMIT_S)
+    story = play(stage, specification, "the demo's", pauses, dice, finishes=True, limit_s=_LIMIT_S, trains_first=True)
     results = stage.path / "runs" / specification.run_id / "results.json"
     if results.exists():
         report = json.loads(results.read_text())

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks._faults_front import Fronts, runs_at
 from benchmarks._faults_judge import Ports, Story, Tally, look
-from benchmarks._lives import RealHouse
+from benchmarks._lives import RealHouse, eventually
 from toprope.errors import NotFound
 from toprope.records.crew import ENV_FOLDER
 from toprope.records.folder import RunFolder
@@ -103,13 +103,26 @@ def play(
     *,
     finishes: bool,
     limit_s: float,
+    trains_first: bool = False,
 ) -> Story:
+    """One run: started, struck after each pause, brought to its end, judged.
+
+    Args:
+        stage: Where.
+        specification: What to run.
+        crew: Its name in the story.
+        pauses: Seconds before each strike.
+        dice: The round's own.
+        finishes: It comes to an end by itself.
+        limit_s: Seconds after the last strike until it has to have ended.
+        trains_first: Nobody is struck before the first step.
+    """
     began, story, ports = time.monotonic(), Story(crew), Ports()
     folder = RunFolder(stage.path / "runs" / specification.run_id)
     stage.house.started.append(folder)
     stage.started.add(specification.run_id)
     order = {"do": "start", "specification": specification.model_dump(mode="json")}
-    if dice.random() < 0.3:
+    if dice.random() < 0.3 and not trains_first:
         # One that is killed while it starts the run: the next is asked for the very same.
         front = stage.fronts.one(0)
         front.order(**order)
@@ -118,6 +131,8 @@ def play(
         story.kills += front.kill(tree)
         story.strikes.append("the tree of a server" if tree else "server")
     _asked(stage, dice, **order)
+    if trains_first:
+        eventually(lambda: folder.metrics.exists() or _over(folder), f"the first step of {folder.run_id}", limit_s)
     for pause in pauses:
         if dice.random() < 0.7:
             _members_up(folder)
