@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from supervisor_house import House, ended, eventually
 from toprope.records.status import read_events
 from toprope.records.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
-from toprope.supervisor.ledger import accounts, gpu_names
+from toprope.supervisor.ledger import accounts, gpu_names, pencilled_in, the_books
 
 
 @pytest.fixture
@@ -87,3 +88,26 @@ def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
     (place / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 12\n")
     assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"]
     assert gpu_names(tmp_path / "none") == []
+
+
+def test_a_run_that_is_about_to_start_counts_once(house):
+    specification = house.specification()
+    limits = FrozenLimits(source="x", reserved={"cpu_hours": 2.0})
+    specification = specification.model_copy(update={"limits": limits})
+    runs = house.runs({"trainer": {"endless": True}})
+    with the_books(runs.path):
+        pencil = pencilled_in(runs.path, [specification])
+        pencil.__enter__()
+    [account] = accounts(runs.path)
+    assert account.live and account.held("cpu_hours") == 2.0 and account.started_today
+    house.started.append(runs.start(specification))
+    [account] = accounts(runs.path)
+    assert account.live and account.held("cpu_hours") == pytest.approx(2.0, abs=0.1)
+    pencil.__exit__(None, None, None)
+    assert len(accounts(runs.path)) == 1
+    runs.stop(specification.run_id)
+    ended(runs, house.started[-1])
+    left = runs.path / ".budget" / "killed.pencilled"
+    left.write_text('{"cpu_hours": 9.0}')
+    os.utime(left, (1.0, 1.0))
+    assert [one.run_id for one in accounts(runs.path)] == [specification.run_id] and not left.exists()

@@ -1,13 +1,14 @@
 """From a draft to runs with keepers: frozen, within the owner's limits, confirmed where the owner wants that, started.
 
-It is one way for every kind of run and for groups of seeds, so that no other way leads past locks and limits. All of it
-happens while the books of the runs are held: what was found to fit fits when it starts.
+It is one way for every kind of run and for groups of seeds, so that no other way leads past locks and limits. What was
+found to fit is pencilled into the books of the runs before they are let go of, so that it fits when it starts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +23,7 @@ from toprope.records.index import StartRow
 from toprope.records.specification import AskPlan, Specification, TestPlan
 from toprope.records.start_keys import StartKey
 from toprope.records.status import LIVE
-from toprope.supervisor.ledger import the_books
+from toprope.supervisor.ledger import pencilled_in, the_books
 from toprope.workbench.budgets import demand, reserve
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_teacher
@@ -167,10 +168,13 @@ def _preview(workshop: Workshop, specifications: Sequence[Specification]) -> Pre
 def _launch(
     workshop: Workshop, order: _Order, again: bool, key: str | None = None, confirm: str | None = None
 ) -> list[Specification]:
-    with the_books(workshop.home.ensure().runs):
-        draft, specifications = _frozen(workshop, order)
-        if order.kind == "train":
-            _require_confirmation(workshop, order, specifications, confirm)
+    runs = workshop.home.ensure().runs
+    with ExitStack() as pencil:
+        with the_books(runs):
+            draft, specifications = _frozen(workshop, order)
+            if order.kind == "train":
+                _require_confirmation(workshop, order, specifications, confirm)
+            pencil.enter_context(pencilled_in(runs, specifications))
         first = specifications[0]
         if key is not None:
             taken = start_keys.take(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -17,7 +18,7 @@ from toprope.records.status import Status
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.presets import load_preset
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.ledger import the_books
+from toprope.supervisor.ledger import pencilled_in, the_books
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
 from toprope.workbench.budgets import may_go_on, reserve
@@ -100,9 +101,11 @@ class Workshop:
         Raises: see `Runs.start`, and `workbench.budgets.reserve`.
         """
         if specification.limits is None:
-            with the_books(self.runs.path):
-                limits, machine = self.home.limits(), machine_of(self.settings())
-                [specification] = reserve([specification], limits, machine, self.runs.path)
+            with ExitStack() as pencil:
+                with the_books(self.runs.path):
+                    limits, machine = self.home.limits(), machine_of(self.settings())
+                    [specification] = reserve([specification], limits, machine, self.runs.path)
+                    pencil.enter_context(pencilled_in(self.runs.path, [specification]))
                 self.start(specification)
             return
         specification = self._beside_preset(specification)

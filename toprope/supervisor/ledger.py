@@ -2,7 +2,8 @@
 start, under a lock, so that two front ends cannot give the same budget twice.
 
 A run that lives counts with what it reserved; one whose keeper is gone counts with what it used. Nobody has to settle
-anything: the moment a run's lock is free, its reservation is.
+anything: the moment a run's lock is free, its reservation is. Between the decision and the keeper a run is pencilled
+in, so that the books are held for milliseconds and not while processes start.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from pydantic import ValidationError
 
 from toprope.analysis.budget import Account
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.folder import RUN_ID, RunFolder, read_json
+from toprope.records.folder import RUN_ID, RunFolder, read_json, write_json
+from toprope.records.specification import Specification
 from toprope.records.usage import Usage, day_of
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.lock import RunLock, held
 
-__all__ = ["accounts", "folder_bytes", "gpu_names", "processors", "the_books"]
+__all__ = ["accounts", "folder_bytes", "gpu_names", "pencilled_in", "processors", "the_books"]
 
 _FOLDER = ".budget"
+_PENCIL = ".pencilled"
+_PENCILLED_S = 120.0
+"""So long a run may take to appear; what is older was left by somebody who was killed."""
 _WITHIN_S = 20.0
 
 
@@ -48,6 +53,20 @@ def the_books(runs: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def pencilled_in(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
+    """Counts runs as live until their keepers do: from now, while the caller holds the books, to the end of the block,
+    which they need not be held for."""
+    paths = [runs / _FOLDER / f"{one.run_id}{_PENCIL}" for one in specifications]
+    try:
+        for path, one in zip(paths, specifications, strict=True):
+            write_json(path, one.limits.reserved if one.limits else {})
+        yield
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
 def accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
     """Every run's account.
 
@@ -69,6 +88,22 @@ def accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] =
             found.append(_account(RunFolder(Path(entry.path)), today))
         except FileNotFoundError:
             continue  # it is being removed
+    known = {account.run_id for account in found if account.live} | set(leave_out)
+    return found + [account for account in _pencilled(runs, today) if account.run_id not in known]
+
+
+def _pencilled(runs: Path, today: str) -> list[Account]:
+    found = []
+    for path in (runs / _FOLDER).glob(f"*{_PENCIL}"):
+        try:
+            age = time.time() - path.stat().st_mtime
+            if not -1.0 <= age < _PENCILLED_S:
+                path.unlink(missing_ok=True)
+                continue
+            reserved = {str(name): float(value) for name, value in read_json(path).items()}
+        except (NotFound, Corrupt, OSError, AttributeError, TypeError, ValueError):
+            continue
+        found.append(Account(path.name.removesuffix(_PENCIL), True, True, Usage(), {}, reserved))
     return found
 
 
