@@ -183,7 +183,7 @@ class FineTuning(TrainingRun):
             per_device_train_batch_size=config.sft.batch_size,
             max_steps=len(order) // config.sft.batch_size,
             max_grad_norm=config.optimizer.max_grad_norm,
-            gradient_checkpointing=config.optimizer.gradient_checkpointing,
+            activation_checkpointing=config.optimizer.gradient_checkpointing,
             use_cpu=device == "cpu",
             bf16=device != "cpu" and is_torch_bf16_gpu_available(),
             logging_steps=1,
@@ -235,6 +235,8 @@ def _trainer_class() -> Any:
         def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
             if "loss" in logs:
                 self._run.logged(self.state.global_step, logs)
+                if self._run.after_step():
+                    self.control.should_training_stop = True
             super().log(logs, *arguments, **named)
 
     return Ordered
