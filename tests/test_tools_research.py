@@ -13,6 +13,7 @@ from tools.answers import TOKEN_BUDGET, tokens
 from tools.compare import compare_runs
 from tools.config import edit_config
 from tools.environments import select_environment
+from tools.results import get_results
 from tools.status import check_status, list_runs
 from tools.training import resume_training, start_training, stop_training
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
@@ -128,6 +129,12 @@ def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, dr
     assert found.sampled.verdict == "b" and "b is better" in answer.text
     assert found.sampled.a["by_run"] == [0.4, 0.42, 0.44] and found.b.seeds == [10, 11, 12]
     assert "spread between seeds (3 and 3 runs" in found.sampled.floor_basis
+    told = do(get_results, shop, run_id=b.run_ids[0], detail="detailed")
+    assert "Taken: " in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
+    seeds = next(check for check in told.data.results["integrity"] if check["name"] == "seeds")
+    assert seeds["state"] == "ok" and "solved by this seed alone" in seeds["what"]
+    with pytest.raises(InvalidValue, match="seed group.*compare_runs"):
+        do(get_results, shop, run_id=a.group_id)
     assert found.a.cost["total"]["cpu_s"] == 450.0 and found.a.cost["total"]["rollouts"] == 19200
     lone = do(compare_runs, shop, a=a.run_ids[:1], b=a.run_ids[1:2])
     assert lone.data.sampled.verdict == "none" and "no difference shown" in lone.text

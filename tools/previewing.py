@@ -1,14 +1,16 @@
-"""How a preview is said, and how a start that waits for a person's word is refused: with what is to be confirmed."""
+"""How a preview is said, what a run took, and how a start that waits for a person's word is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.answers import call, duration
-from toprope.errors import NotPossibleNow
+from toprope.errors import Corrupt, NotPossibleNow
+from toprope.records.folder import RunFolder
+from toprope.records.usage import Usage
 from toprope.workbench.preview import Estimate, Preview
 
-__all__ = ["confirmation_wanted", "said", "structured"]
+__all__ = ["confirmation_wanted", "said", "structured", "used"]
 
 _SAID = (
     ("wall_hours", "time"),
@@ -48,6 +50,23 @@ def structured(shown: Preview) -> dict[str, Any]:
         "caps": shown.caps,
         "hash": shown.hash,
     }
+
+
+def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
+    """What a run has taken so far, as a line and for an answer's structure; nothing where it was not measured."""
+    try:
+        usage = Usage.read(folder)
+    except Corrupt:
+        usage = None
+    if usage is None:
+        return [], None
+    parts = [f"{duration(usage.wall_s)} of wall time", f"{usage.cpu_s:.3g} CPU-seconds"]
+    if usage.gpu_s:
+        parts.append(f"{usage.gpu_s / 3600:.3g} GPU-hours")
+    parts += [f"{usage.peak_memory_bytes / 1e9:.2g} GB of memory at most", f"{usage.disk_bytes / 1e9:.2g} GB on disk"]
+    if usage.usd is not None:
+        parts.append(f"{usage.usd:.3g} USD")
+    return [f"Taken: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
 
 
 def confirmation_wanted(

@@ -15,15 +15,17 @@ from tools.diagnosis import findings_lines, findings_told, time_line
 from tools.history import compared_with_original
 from tools.integrity import believed
 from tools.pictures import with_picture
+from tools.previewing import used
 from tools.withheld import as_told
 from toprope.analysis.report import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results, gather
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.folder import RunFolder, read_json
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 from toprope.records.tested import AnswersTo
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
+from toprope.workbench.seeds import expand
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -52,6 +54,11 @@ async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise
 
 
 def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
+    if (group := expand(workshop.home.runs, [run_id])) != [run_id]:
+        raise InvalidValue(
+            f"{run_id} is a seed group; results are a run's.",
+            hint=f"Name one of its runs ({', '.join(group)}), or give the group to compare_runs.",
+        )
     status = workshop.runs.status(run_id)
     folder = workshop.runs.folder(run_id)
     specification = _specification(folder)
@@ -82,10 +89,14 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             f"Failed: {failure.component}{kind}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
         )
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
+    taken, usage = used(folder)
+    lines += taken
     believable, checks = believed(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
     lines += believable
     left_out = {"version", "integrity"} | (set() if detailed else {"history", "examples", "counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
+    if usage is not None:
+        structure["usage"] = usage
     if checks is not None:
         structure["integrity"] = checks
     if repeated is not None:

@@ -13,6 +13,8 @@
       checkpoints/       step-N/                             (trainer only, renamed into place; damaged-step-N: kept)
       logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
       results.json       the report                          (keeper, at the end)
+      usage.json         what it took: time, processors, disk (keeper only, replaced atomically)
+      contents.json      overlap of the splits, in counts    (environment's driver)
       plot.png           reward and accuracy over steps      (keeper's plot program, at the end)
       crew/              weights in flight, temporary files of the members; gone at the end
 
