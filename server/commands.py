@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tools.answers import Answer
     from tools.workshop import Workshop
 
-__all__ = ["build", "client_lines"]
+__all__ = ["build"]
 
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
 Tools = Annotated[

@@ -239,7 +239,7 @@ def main(report_file: str | None = None, changes: Mapping[str, Any] | None = Non
     if report_file is not None:
         Path(report_file).write_text(json.dumps(asdict(report)))
     show(console, report)
-    from server.commands import client_lines
+    from server.install import client_lines
 
     console.print("\n[bold]To give these tools to an agent:[/]")
     for line in client_lines():
