@@ -75,6 +75,7 @@ class Planning(Part):
                 "policy",
                 "algorithm",
                 "optimizer",
+                "sft",
                 "rollout",
                 "evaluation",
                 "logging",
