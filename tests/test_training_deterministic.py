@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_training_inference import ask
 from training_api_server import group, served
 
@@ -18,7 +20,7 @@ from toprope.settings.schema import Config
 from toprope.training.inference.client import Sampling
 from toprope.training.inference.engine import Engine, Request
 from toprope.training.inference.sessions import Turn
-from toprope.training.policy import load_tokenizer
+from toprope.training.policy import fix_kernels, load_tokenizer
 from toprope.training.producing import Producer
 from toprope.training.rollouts import Made
 from toprope.training.trainer import rate_factor
@@ -141,6 +143,18 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
         "wanted 8 at 2", "made 4", "posted run-1-4", "wanted 8 at 4", "step-4", "made 5", "posted run-1-5",
     ]  # fmt: skip
     assert [report.label for report in reports if isinstance(report, Evaluated)] == ["step-2", "step-4"]
+
+
+def test_kernels_are_fixed_in_that_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *given, **named: chosen.append((given, named)))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what the owner chose stays
+    config = Config()
+    fix_kernels(config)
+    assert chosen == []
+    config.algorithm.deterministic = True
+    fix_kernels(config)
+    assert chosen == [((True,), {"warn_only": True})] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_the_clock_does_not_move_the_learning_rate() -> None:

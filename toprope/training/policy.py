@@ -23,7 +23,16 @@ from toprope.settings.schema import EMBEDDED, Config, PolicySection
 if TYPE_CHECKING:
     from toprope.training.crew import Member
 
-__all__ = ["EMBEDDED", "describe_device", "embedded_folder", "load_model", "load_tokenizer", "main", "place"]
+__all__ = [
+    "EMBEDDED",
+    "describe_device",
+    "embedded_folder",
+    "fix_kernels",
+    "load_model",
+    "load_tokenizer",
+    "main",
+    "place",
+]
 
 _READY = "recipe.json"
 _NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*"]
@@ -200,6 +209,17 @@ def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
             ),
         )
     return model
+
+
+def fix_kernels(config: Config) -> None:
+    """In deterministic mode has torch choose kernels that give the same twice; call it before anything is computed."""
+    import torch
+
+    if config.algorithm.deterministic:
+        # cuBLAS reads it when it is first used: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # TRL, accelerate and models of the Hub are not ours to mend: what has no such kernel warns and goes on.
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def describe_device(config: Config) -> str:

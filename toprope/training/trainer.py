@@ -82,17 +82,16 @@ class TrainingRun:
         import transformers
 
         torch.set_num_threads(self._config.launcher.threads)
-        if self._config.algorithm.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)  # TRL and accelerate are not ours to mend
         transformers.logging.set_verbosity_error()
         from toprope.training.api.sync_client import SyncApiClient
         from toprope.training.batches import BatchSource, Ending
         from toprope.training.checkpoints import CheckpointState
         from toprope.training.grpo import GroupTrainer, arguments
-        from toprope.training.policy import describe_device, load_model, load_tokenizer
+        from toprope.training.policy import describe_device, fix_kernels, load_model, load_tokenizer
         from toprope.training.weights import WeightFile
 
         member, config = self._member, self._config
+        fix_kernels(config)
         folder = Path(member.address("policy"))
         self._tokenizer = load_tokenizer(folder)
         self._model = load_model(folder, config, trained=True)

@@ -23,14 +23,13 @@ def main() -> int:
         import transformers
 
         torch.set_num_threads(config.launcher.threads)
-        if config.algorithm.deterministic:
-            torch.use_deterministic_algorithms(True)
         transformers.logging.set_verbosity_error()
         from toprope.training.inference.app import InferenceServer
         from toprope.training.inference.engine import Engine
-        from toprope.training.policy import load_model, load_tokenizer
+        from toprope.training.policy import fix_kernels, load_model, load_tokenizer
         from toprope.training.weights import WeightReader
 
+        fix_kernels(config)
         folder = Path(member.address("policy"))
         tokenizer = load_tokenizer(folder)
         model = load_model(folder, config).eval()
