@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.places import unknown_place
+from toprope.errors import DiskFull
 from toprope.records.index import Stamp
 from toprope.records.stamps import stamps_of
 from toprope.records.status import ENDED, Event, Status
@@ -129,7 +131,8 @@ def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float
     if look.stamp is not None and not look.due:
         return look.stamp.snapshot, look.stamp.at
     numbers = look.numbers
-    workshop.index.set_stamp(run_id, Stamp(look.now, look.stamp.seq if look.stamp else 0, numbers))
+    with suppress(DiskFull):
+        workshop.index.set_stamp(run_id, Stamp(look.now, look.stamp.seq if look.stamp else 0, numbers))
     return numbers, look.now
 
 

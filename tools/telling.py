@@ -7,6 +7,7 @@ the next call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tools.answers import TOKEN_BUDGET, Answer, ago, call, clip, duration, perce
 from tools.looking import Look, work_of
 from tools.numbers import numbers_line
 from tools.waiting import Met, Waited
+from toprope.errors import DiskFull
 from toprope.records.index import Stamp
 from toprope.records.stamps import keep_stamps
 from toprope.records.status import LIVE, Event
@@ -73,7 +75,8 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         answer = _answer(told, waited.met, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
-    keep_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
+    with suppress(DiskFull):  # how a run stands is told on a full disk, too
+        keep_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
     return answer
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import Corrupt, NotFound, NotPossibleNow, shown
+from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
 from toprope.records.migrations import MIGRATIONS
 
 __all__ = ["DraftRow", "EditRow", "Index", "Stamp", "StartRow"]
 
 _BUSY_MS = 5000
+_LITTLE = 1 << 20
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 """Letters and digits of ids; those that look alike are left out."""
 
@@ -215,7 +217,7 @@ class Index:
         if not self.path.exists():
             yield None
             return
-        with self._connected() as db:
+        with self._connected(reading=True) as db:
             yield db
 
     @contextmanager
@@ -228,18 +230,19 @@ class Index:
             try:
                 yield db
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # a full disk has rolled it back already
+                    db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
 
     @contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
+    def _connected(self, reading: bool = False) -> Iterator[sqlite3.Connection]:
         # A log that is left says that somebody died with it open, or has it open now: then the file is looked through,
         # once by each process.
         unclean = not self._looked and Path(f"{self.path}-wal").exists()
         db = None
         try:
-            db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
+            db = self._opened(reading)
             db.row_factory = sqlite3.Row
             db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
             db.execute("PRAGMA foreign_keys = ON")
@@ -256,11 +259,39 @@ class Index:
             if db is not None:
                 db.close()
 
+    def _opened(self, reading: bool) -> sqlite3.Connection:
+        """A connection. To read on a disk without room, where SQLite cannot make what it keeps beside the file, it
+        is read as it lies; nobody can be writing to it then."""
+        db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
+        if not reading:
+            return db
+        try:
+            db.execute("PRAGMA user_version").fetchone()
+            return db
+        except sqlite3.OperationalError as error:
+            log = Path(f"{self.path}-wal")
+            if not self._no_room(str(error)) or (log.exists() and log.stat().st_size):
+                return db
+        db.close()
+        return sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
+
+    def _no_room(self, text: str) -> bool:
+        """Whether SQLite failed for lack of room, which it does not always say."""
+        if "disk is full" in text:
+            return True
+        unsaid = "disk I/O error" in text or "unable to open" in text
+        return unsaid and shutil.disk_usage(self.path.parent).free < _LITTLE
+
     def _refusal(self, error: sqlite3.OperationalError | OSError) -> Corrupt | NotPossibleNow:
         text = str(error)
         if "locked" in text or "busy" in text:
             return NotPossibleNow(
                 f"{self.path} stayed locked for {_BUSY_MS // 1000} s by another process.", hint="Call again."
+            )
+        if self._no_room(text):
+            return DiskFull(
+                f"{self.path} cannot be used: {text}.",
+                hint="There is no room on its disk, it seems: `toprope prune` shows what old runs hold.",
             )
         if "no such table" in text or "no such column" in text or "has no column" in text:
             return self._corrupt(error)

@@ -6,14 +6,16 @@ A file can be seen by a keeper on another machine, outlives the front end that w
 from __future__ import annotations
 
 import os
+import uuid
 from dataclasses import dataclass, field
 
 import msgspec
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.folder import RunFolder, read_json
+from toprope.records.folder import RunFolder, read_json, write_json
+from toprope.records.lines import NO_ROOM
 
-__all__ = ["Orders", "StopOrder", "take_orders"]
+__all__ = ["Orders", "StopOrder", "order_stop", "take_orders"]
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -21,6 +23,24 @@ class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
 
     grace_s: float | None = None
     reason: str = "stopped on request"
+
+
+_STOP = "stop-"
+
+
+def order_stop(folder: RunFolder, grace_s: float | None) -> None:
+    """Leaves a stop for the run's keeper. On a disk without room it is an empty file, which needs none.
+
+    Raises:
+        OSError: Not even that could be made.
+    """
+    path = folder.orders / f"{_STOP}{uuid.uuid4().hex[:8]}.json"
+    try:
+        write_json(path, {"order": "stop", "grace_s": grace_s})
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 @dataclass
@@ -52,6 +72,10 @@ def take_orders(folder: RunFolder) -> Orders:
         except NotFound:
             continue
         except (Corrupt, msgspec.ValidationError) as error:
+            if name.startswith(_STOP) and path.exists() and not path.stat().st_size:
+                found.stops.append(StopOrder())  # from a front end that had no room for more
+                path.unlink(missing_ok=True)
+                continue
             found.complaints.append(f"an order was not understood: {name}: {error}")
         path.unlink(missing_ok=True)
     return found

@@ -7,15 +7,15 @@ import select
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from toprope.errors import ComponentFailed
-from toprope.records.folder import RunFolder, write_json
+from toprope.records.folder import RunFolder
 from toprope.supervisor import containment
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.logs import tail
+from toprope.supervisor.orders import order_stop
 from toprope.supervisor.variables import OwnersVariables, for_keeper
 
 __all__ = ["LocalLauncher"]
@@ -109,5 +109,4 @@ class LocalLauncher:
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""
-        order = {"order": "stop", "grace_s": grace_s}
-        write_json(folder.orders / f"stop-{uuid.uuid4().hex[:8]}.json", order)
+        order_stop(folder, grace_s)
