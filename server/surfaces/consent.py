@@ -21,6 +21,10 @@ from toprope.errors import NotPossibleNow
 __all__ = ["Consent", "Preview", "agreed", "ask_consent", "shown_first"]
 
 
+_ASKS_IN_ITS_ANSWER = "2026-07-28"
+"""From this version of the protocol on a question is an answer to the call; before, it is a request of its own."""
+
+
 class Consent(BaseModel):
     """What a person answers."""
 
@@ -80,6 +84,8 @@ def _can_ask(ctx: Context) -> bool:
     """Whether this client shows forms to a person, and can be asked on this connection."""
     told = ctx.client_capabilities
     if told is None or told.elicitation is None:
+        return False
+    if (ctx.protocol_version or "") < _ASKS_IN_ITS_ANSWER and not ctx.session.can_send_request:
         return False
     form, url = told.elicitation.form, told.elicitation.url
     return form is not None or url is None
