@@ -376,4 +376,7 @@ def _next(status: Status, detailed: bool) -> str:
         return f"Next: {call('read_logs', run_id=run_id, component=status.failure.component)}"
     if not detailed:
         return f"More: {call('get_results', run_id=run_id, detail='detailed')}"
-    return "Next: edit_config and start_training for another try."
+    if status.kind != "train":
+        return "Next: edit_config and start_training."
+    note, fork = call("note_experiment", run_ids=[run_id]), call("fork_config", run_id=run_id)
+    return f"Next: {note} with a hypothesis and the outcome keeps what was learned; {fork} begins another try."
