@@ -38,13 +38,14 @@ __all__ = ["Verdict", "judge", "main"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was told of a run: `named` by the time it was half over (None: nothing), at which step, and all criticals of
-    the whole run."""
+    """What was told of a run: `named` by the time it was half over (None: nothing), at which step, and all criticals
+    and warnings of the whole run."""
 
     named: str | None
     step: int | None
     right: bool
     criticals: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def judge(case: Case, told: Sequence[Finding], half: float = STEPS / 2) -> Verdict:
@@ -57,12 +58,15 @@ def judge(case: Case, told: Sequence[Finding], half: float = STEPS / 2) -> Verdi
     """
     early = [finding for finding in told if (finding.step or 0) <= half]
     found = headline(early) or headline([finding for finding in early if finding.level != "over"])
-    criticals = tuple(dict.fromkeys(finding.rule for finding in told if finding.level == "critical"))
+    criticals, warnings = (
+        tuple(dict.fromkeys(finding.rule for finding in told if finding.level == level))
+        for level in ("critical", "warning")
+    )
     if case.label == "healthy":
         right = not criticals
     else:
         right = found is not None and found.rule in RIGHT[case.label]
-    return Verdict(found.rule if found else None, found.step if found else None, right, criticals)
+    return Verdict(found.rule if found else None, found.step if found else None, right, criticals, warnings)
 
 
 def main() -> int:
@@ -114,6 +118,7 @@ def _figures(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str])
             "runs": len(own),
             "sick_runs": len(sick),
             "healthy_called_critical": sum(bool(v.criticals) for case, v in own if case.label == "healthy"),
+            "healthy_warned": sum(bool(v.warnings) for case, v in own if case.label == "healthy"),
             "sick_named_right_share": round(len(right) / len(sick), 4) if sick else None,
             "median_step_named": statistics.median(verdict.step or 0 for verdict in right) if right else None,
         }

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks._findings_cases import CASES as CASES_OF_BENCH
+from benchmarks._findings_cases import RIGHT, Case, heldout
+from benchmarks.findings import judge
 from toprope.analysis.failures import KINDS
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
 from toprope.analysis.findings.rules import Rule, Sign
@@ -357,3 +360,33 @@ def test_groups_that_all_go_to_waste_are_a_standstill() -> None:
     assert stale.rule == "dropped_stale" and stale.observed["dropped_stale"] == enough
     later = standstill({"zero_signal": enough}, made, step=50, accuracy=0.0)
     assert later is not None and later.rule == "no_signal" and "since step 50" in later.what
+
+
+# The benchmark's judgement
+
+
+def test_a_run_is_named_by_what_was_told_before_it_was_half_over() -> None:
+    case = Case("x", "stale")
+
+    def told(rule: str, level: str, step: int) -> Finding:
+        return Finding(rule=rule, level=level, what="", step=step)  # type: ignore[arg-type]
+
+    early, late = told("staleness", "warning", 60), told("staleness", "warning", 140)
+    assert judge(case, [early]).right and not judge(case, [late]).right and not judge(case, []).right
+    graver = judge(case, [early, told("all_wrong", "critical", 70)])
+    assert (graver.named, graver.right, graver.criticals) == ("all_wrong", False, ("all_wrong",))
+    # What is over by then still was told, where nothing else holds.
+    assert judge(case, [early, told("staleness", "over", 90)]).right
+    healthy_case = Case("y", "healthy")
+    assert judge(healthy_case, [early]).right
+    assert not judge(healthy_case, [told("kl", "critical", 190)]).right
+
+
+def test_half_of_each_label_is_kept_out_and_stays_so() -> None:
+    apart = heldout()
+    assert len(CASES_OF_BENCH) >= 40 and len({case.name for case in CASES_OF_BENCH}) == len(CASES_OF_BENCH)
+    for label in RIGHT:
+        own = [case.name for case in CASES_OF_BENCH if case.label == label]
+        assert len(own) >= 4 and len(apart & set(own)) == len(own) // 2
+    assert {"spell", "high-grpo", "by-task", "frozen-inference"} <= apart
+    assert RIGHT["stale"] | RIGHT["broken scorer"] <= {rule.id for rule in RULES}
