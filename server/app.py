@@ -34,6 +34,7 @@ from server.resources import TEMPLATES, Resources
 from server.roles import Role, owners_role
 from server.surface import INSTRUCTIONS, Surface
 from toprope.errors import ComponentFailed, TopropeError
+from toprope.records.lines import NO_ROOM
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel.helper_types import ReadResourceContents
@@ -162,6 +163,11 @@ class TopropeServer(MCPServer[Any]):
         state = (
             "Nothing was changed." if reads else "Whether anything changed is not known: list_runs and get_config tell."
         )
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+            return _failure(
+                f"{name} failed: there is no room on the disk ({cause}).\n`toprope prune` shows what old runs "
+                f"hold; runs that are paused go on by themselves when there is room.\n{state}"
+            )
         return _failure(
             f"{name} failed unexpectedly (error {error_id}, {type(cause).__name__}). This is a fault of Toprope, not "
             f"of your call; the details are in the server's log under that id.\n{state}\nTry once more; if it "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sqlite3
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,17 @@ from typing import Any
 
 import pytest
 
+from toprope.errors import DiskFull, NotPossibleNow
 from toprope.records import folder as records_folder
 from toprope.records.crew import Checkpointed, NoRoom, Warned
 from toprope.records.folder import RunFolder
+from toprope.records.index import Index
 from toprope.records.lines import Ballast, PatientLines
 from toprope.records.status import Status, read_events
 from toprope.supervisor import disk
 from toprope.supervisor.disk import DiskWatch, default_floor
 from toprope.supervisor.life import Life
+from toprope.supervisor.orders import order_stop, take_orders
 from toprope.supervisor.reservations import Machine, Reservations
 
 Usage = namedtuple("Usage", "total used free")
@@ -223,3 +227,40 @@ def test_room_set_aside_lets_a_keeper_say_that_the_disk_is_full(folder: RunFolde
         assert Status.read(folder).state == "paused" and not ballast.exists()
 
     asyncio.run(live())
+
+
+def test_a_stop_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
+    full.full = True
+    order_stop(folder, 3.0)
+    full.full = False
+    order_stop(folder, 3.0)
+    orders = take_orders(folder)
+    assert sorted(str(stop.grace_s) for stop in orders.stops) == ["3.0", "None"] and not orders.complaints
+    assert list(folder.orders.iterdir()) == []
+
+
+def test_the_index_is_read_as_it_lies_where_sqlite_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(tmp_path / "index.db")
+    draft = index.create_draft("p", {"name": "e"}, [], {})
+    real = sqlite3.connect
+
+    class NoRoomToRead(sqlite3.Connection):
+        def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+            if not self.told:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(statement, *arguments)
+
+    def connect(name: Any, **options: Any) -> sqlite3.Connection:
+        db = real(name, factory=NoRoomToRead, **options)
+        db.told = "immutable" in str(name)  # type: ignore[attr-defined]
+        return db
+
+    monkeypatch.setattr("toprope.records.index.sqlite3.connect", connect)
+    monkeypatch.setattr("toprope.records.index.shutil.disk_usage", lambda _: Usage(1, 1, 0))
+    assert index.draft(draft.id).id == draft.id
+    with pytest.raises(DiskFull, match="no room on its disk"):
+        index.create_draft("p", {}, [], {})
+    monkeypatch.setattr("toprope.records.index.shutil.disk_usage", lambda _: Usage(1, 1, 5_000 * MB))
+    with pytest.raises(NotPossibleNow, match="disk I/O error") as raised:
+        index.draft(draft.id)
+    assert not isinstance(raised.value, DiskFull)
