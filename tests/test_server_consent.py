@@ -9,6 +9,8 @@ from mcp.types import ElicitResult
 from tools_house import make_workshop
 
 from server.app import create_server
+from toprope.records.specification import EnvironmentSource
+from toprope.settings.presets import load_preset
 
 ERAS = ["auto", "legacy"]
 
@@ -18,8 +20,15 @@ def house(tmp_path):
     shop, launcher = make_workshop(tmp_path)
     shop.home.configuration.mkdir(parents=True)
     (shop.home.configuration / "limits.yaml").write_text("confirm: always\n")
+    shop.home.ensure()
     yield shop
     launcher.close()
+
+
+def drafted(shop):
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere/dice.py", attribute="Dice")
+    return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
 
 
 def talk(shop, mode, work, **options):
@@ -29,11 +38,6 @@ def talk(shop, mode, work, **options):
                 return await work(client)
 
     return anyio.run(run)
-
-
-async def drafted(client):
-    made = await client.call_tool("select_environment", {"name": "sort_letters"})
-    return made.structured_content["draft_id"]
 
 
 def answering(action, content=None, asked=None):
@@ -50,7 +54,7 @@ def test_a_person_who_agrees_starts_what_was_shown(house, mode):
     asked = []
 
     async def work(client):
-        return await client.call_tool("start_training", {"draft_id": await drafted(client), "seeds": 2})
+        return await client.call_tool("start_training", {"draft_id": drafted(house), "seeds": 2})
 
     result = talk(house, mode, work, **answering("accept", {"start": True}, asked))
     assert not result.is_error, result.content
@@ -63,7 +67,7 @@ def test_a_person_who_agrees_starts_what_was_shown(house, mode):
 @pytest.mark.parametrize("answer", [("decline", None), ("accept", {"start": False})])
 def test_a_person_who_does_not_agree_starts_nothing(house, mode, answer):
     async def work(client):
-        return await client.call_tool("start_training", {"draft_id": await drafted(client)})
+        return await client.call_tool("start_training", {"draft_id": drafted(house)})
 
     result = talk(house, mode, work, **answering(*answer))
     assert result.is_error and "did not agree" in result.content[0].text
@@ -73,7 +77,7 @@ def test_a_person_who_does_not_agree_starts_nothing(house, mode, answer):
 @pytest.mark.parametrize("mode", ERAS)
 def test_a_client_that_cannot_ask_is_told_the_call_that_an_agreement_allows(house, mode):
     async def work(client):
-        draft_id = await drafted(client)
+        draft_id = drafted(house)
         refused = await client.call_tool("start_training", {"draft_id": draft_id})
         assert refused.is_error
         text = refused.content[0].text
@@ -90,7 +94,7 @@ def test_nobody_is_asked_where_the_owner_does_not_want_it(house):
     asked = []
 
     async def work(client):
-        return await client.call_tool("start_training", {"draft_id": await drafted(client)})
+        return await client.call_tool("start_training", {"draft_id": drafted(house)})
 
     result = talk(house, "auto", work, **answering("decline", None, asked))
     assert not result.is_error and asked == []

@@ -12,14 +12,14 @@ from tools_house import become, make_workshop
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.compare import compare_runs
 from tools.config import edit_config
-from tools.environments import select_environment
 from tools.results import get_results
 from tools.status import check_status, list_runs
 from tools.training import resume_training, start_training, stop_training
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.folder import write_json
-from toprope.records.specification import Specification
+from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.usage import Spent, Usage, day_of
+from toprope.settings.presets import load_preset
 from toprope.workbench.seeds import expand, group_of
 
 CONDITIONS = {"loaded": {"environment": "e1", "toprope": "t1"}, "versions": {}}
@@ -44,7 +44,12 @@ def do(tool, *arguments, **named):
 
 @pytest.fixture
 def draft(house):
-    return do(select_environment, house[0], name="sort_letters").data.draft_id
+    """A draft whose environment nobody has to load."""
+    shop, _ = house
+    shop.home.ensure()
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere/dice.py", attribute="Dice")
+    return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
 
 
 def owner(shop, text):
@@ -190,6 +195,30 @@ def test_what_live_runs_reserved_is_not_given_twice(house, draft):
         raise AssertionError("more was given than there is")
     do(stop_training, shop, run_id=first)
     do(start_training, shop, draft_id=draft, again=True)
+
+
+def test_many_starts_at_once_do_not_overrun_a_limit(house, draft):
+    shop, _ = house
+    owner(shop, "concurrent_runs: 3")
+    outcomes = []
+
+    async def one():
+        try:
+            await start_training(shop, draft_id=draft, again=True)
+        except NotPossibleNow as refusal:
+            outcomes.append(str(refusal))
+        else:
+            outcomes.append("started")
+
+    async def all_at_once():
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(one)
+
+    anyio.run(all_at_once)
+    assert outcomes.count("started") == 3 == len(shop.statuses())
+    assert all(outcome == "started" or "concurrent_runs is 3" in outcome for outcome in outcomes)
 
 
 def test_a_run_that_has_used_its_cap_is_not_resumed(house, draft):
