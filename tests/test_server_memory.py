@@ -8,6 +8,7 @@ from test_records_rollouts import group
 from tools_house import make_workshop
 
 from server.app import create_server
+from server.roles import Role
 from toprope.records.journal import FileJournal, GroupNote
 
 
@@ -77,3 +78,14 @@ def test_wrong_calls_name_the_value_and_the_way_on(shop):
             assert "unexpectedly" not in text and "Traceback" not in text
 
     played(shop, play)
+
+
+def test_repeating_a_run_takes_the_right_to_run(shop):
+    async def listed(sets):
+        async with Client(create_server(lambda: shop, role=Role.of(sets=sets))) as client:
+            return {tool.name for tool in (await client.list_tools()).tools}
+
+    plan, run, read = (anyio.run(listed, sets) for sets in ("plan", "run", "read"))
+    assert "reproduce_run" in run and "reproduce_run" not in plan | read
+    assert {"fork_config", "undo_edit", "note_experiment"} <= plan - run - read
+    assert {"browse_rollouts", "diff_config", "get_handoff"} <= read

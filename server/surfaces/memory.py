@@ -75,15 +75,6 @@ class Memory(Part):
         """
         return await self._do("history", "fork_config", run_id=run_id)
 
-    async def reproduce_run(self, run_id: RunId) -> Annotated[CallToolResult, answers.Reproducing]:
-        """Starts a run of the same specification as one that ended; takes as long as that did.
-
-        When it has ended, get_results says whether both are the same, or which input differs (code, versions,
-        environment, seed, hardware). With algorithm.deterministic metrics must be equal, else held-out accuracy within
-        noise.
-        """
-        return await self._do("history", "reproduce_run", run_id=run_id)
-
     async def note_experiment(
         self,
         hypothesis: Annotated[

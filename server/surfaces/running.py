@@ -15,7 +15,7 @@ from pydantic import Field
 
 from server.surfaces.consent import Consent, Preview, agreed, ask_consent, shown_first
 from server.surfaces.part import DraftId, Names, Part, RunId, RunIds, client_of
-from tools import answers
+from tools import answers, memory_answers
 
 __all__ = ["Running"]
 
@@ -136,6 +136,15 @@ class Running(Part):
         A live or completed run is refused. Next: check_status with wait_s.
         """
         return await self._do("training", "resume_training", run_id=run_id)
+
+    async def reproduce_run(self, run_id: RunId) -> Annotated[CallToolResult, memory_answers.Reproducing]:
+        """Starts a run of the same specification as one that ended; takes as long as that did.
+
+        When it has ended, get_results says whether both are the same, or which input differs (code, versions,
+        environment, seed, hardware). With algorithm.deterministic metrics must be equal, else held-out accuracy within
+        noise.
+        """
+        return await self._do("history", "reproduce_run", run_id=run_id)
 
     async def check_status(
         self,
