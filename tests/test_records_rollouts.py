@@ -1,6 +1,5 @@
 """Browsing a journal: orders, filters, pages, and an index that grows with it and survives damage."""
 
-import os
 import random
 
 import msgspec
@@ -156,14 +155,11 @@ def test_reading_stops_when_the_time_is_over_and_goes_on_at_the_next_call(folder
     assert page.complete and page.scanned == 29
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_folder_that_cannot_be_written_is_read_all_the_same(folder):
-    write(folder, [group(1, [0.5])])
-    folder.journal.chmod(0o500)
-    try:
-        assert numbers(browse(folder, Query())) == [1]
-    finally:
-        folder.journal.chmod(0o700)
+def test_where_the_index_cannot_be_written_the_journal_is_read_all_the_same(folder):
+    write(folder, [group(1, [0.5]), group(2, [0.5])])
+    (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, for whoever runs this
+    page = browse(folder, Query())
+    assert numbers(page) == [2, 1] and page.complete
 
 
 def test_a_group_whose_segment_was_removed_is_known_without_its_text(folder):

@@ -317,7 +317,7 @@ class _Index:
         """Lines up to the last mark: what comes after it was cut short, and is read anew."""
         try:
             file = self._path.open("rb")
-        except FileNotFoundError:
+        except OSError:
             return
         with file:
             held: list[bytes] = []
