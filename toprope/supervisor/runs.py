@@ -303,19 +303,18 @@ class Runs:
         A run whose status cannot be read is listed as lost, with the reason, and left as it is. A folder without one is
         passed over while it is being made, that is while somebody holds its lock.
         """
-        found, unkept = [], []
         try:
             with os.scandir(self.path) as entries:
                 found_there = [(entry.name, entry.is_dir()) for entry in entries]
         except FileNotFoundError:
             return []
         over = self._seen.over(self.path)
+        found, unkept = list(over.values()), []
         names = [name for name, is_folder in found_there if is_folder and (name in over or RUN_ID.fullmatch(name))]
         self._clear_unmade(name for name, _ in found_there if name.startswith((_MAKING, "..")))
         self._seen.keep_only(set(names))
         for name in names:
-            if (known := over.get(name)) is not None:
-                found.append(known)
+            if name in over:
                 continue
             folder = RunFolder(self.path / name)
             try:

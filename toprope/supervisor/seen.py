@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,7 @@ class SeenStatuses:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[_Print, Status]] = {}
+        self._ended: dict[str, tuple[_Print, Status]] = {}
 
     def read(self, folder: RunFolder) -> Status:
         """The status on disk; not to be changed by the caller.
@@ -50,17 +50,15 @@ class SeenStatuses:
             return None
         return entry[1] if entry[0] == (found.st_ino, found.st_mtime_ns, found.st_size) else None
 
-    def over(self, runs: Path) -> Mapping[str, Status]:
+    def over(self, runs: Path) -> dict[str, Status]:
         """Runs below the folder that had ended when they were read, and whose files are still the same ones."""
-        same, base, stat = {}, f"{runs}/", os.stat
-        for run_id, (seen, status) in list(self._known.items()):
-            if status.ended_at is None or not status.ended:
-                continue
+        same, stat, base = {}, os.stat, f"{runs}/"
+        for run_id, ((inode, changed_ns, size), status) in list(self._ended.items()):
             try:
                 found = stat(f"{base}{run_id}/status.json")
             except OSError:
                 continue
-            if found.st_mtime_ns == seen[1] and found.st_ino == seen[0] and found.st_size == seen[2]:
+            if found.st_mtime_ns == changed_ns and found.st_ino == inode and found.st_size == size:
                 same[run_id] = status
         return same
 
@@ -69,6 +67,7 @@ class SeenStatuses:
         if len(self._known) > len(run_ids):
             for run_id in self._known.keys() - run_ids:
                 self._known.pop(run_id, None)
+                self._ended.pop(run_id, None)
 
     def _read(self, folder: RunFolder) -> Status:
         try:
@@ -78,7 +77,12 @@ class SeenStatuses:
         # What is read after the look is that file or a newer one: a newer one is read again at the next look.
         status = Status.read(folder)
         if time.time_ns() - found.st_mtime_ns > _SETTLED_NS:
-            self._known[folder.run_id] = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
+            entry = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
+            self._known[folder.run_id] = entry
+            if status.ended and status.ended_at is not None:
+                self._ended[folder.run_id] = entry
+            else:
+                self._ended.pop(folder.run_id, None)
         return status
 
 
