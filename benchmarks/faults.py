@@ -140,7 +140,7 @@ def times(root: Path, repeats: int = 5) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plays and prints; exits with 1 where a goal was missed."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.faults", description="Faults on purpose.")
-    parser.add_argument("--light-rounds", type=int, default=60, help="runs with stand-ins (default 60)")
+    parser.add_argument("--light-rounds", type=int, default=75, help="runs with stand-ins (default 75)")
     parser.add_argument("--real-rounds", type=int, default=10, help="runs with the real programs (default 10)")
     parser.add_argument("--accuracy-rounds", type=int, default=2, help="runs that have to learn (default 2)")
     parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
