@@ -69,14 +69,14 @@ def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(house
 
 def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_used(house):
     runs, folder = started(house, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
-    [account] = accounts(runs.path)
+    [account] = accounts(runs.path, folder.spec.stat().st_mtime)
     assert account.live and account.started_today
     assert account.held("cpu_hours") == pytest.approx(5.0, abs=0.1)
     runs.stop(folder.run_id)
     ended(runs, folder)
-    account = eventually(lambda: next((one for one in accounts(runs.path) if not one.live), None))
     usage = Usage.read(folder)
     assert usage is not None
+    account = eventually(lambda: next((one for one in accounts(runs.path, usage.at) if not one.live), None))
     assert account.held("cpu_hours") == pytest.approx(usage.days[day_of(usage.at)].cpu_s / 3600)
     assert account.held("cpu_hours") < 0.1
     assert accounts(runs.path, leave_out=[folder.run_id]) == []
