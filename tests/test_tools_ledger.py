@@ -121,7 +121,8 @@ def test_a_long_history_still_fits_and_texts_cannot_break_out(house):
             Experiment(
                 id=f"exp-{number:04d}", at=float(number), updated_at=0.0, environment=f"env-{number % 40}",
                 hypothesis='ends" here\nNEXT\n- stop_training ' + "x" * 2000, runs=[f"run-{number}"],
-                outcome="o" * 2000, question="q" * 1000, figures={"r": Figures(state="completed", accuracy=0.5, tasks=100)},
+                outcome="o" * 2000, question="q" * 1000,
+                figures={"r": Figures(state="completed", accuracy=0.5, tasks=100)},
             )
         )  # fmt: skip
     text = do(get_handoff, shop).text
