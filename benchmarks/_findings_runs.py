@@ -25,7 +25,9 @@ __all__ = ["Played", "play"]
 
 ROOT = Path(toprope.__file__).resolve().parent.parent
 LIMIT_S = 240.0
-"""A run that has not ended by then is stopped: it stands still."""
+"""A run that has not ended so long after it was ready is stopped: it stands still."""
+_START_LIMIT_S = 900.0
+"""The first run makes the embedded policy: a minute on a quiet machine."""
 _SPELL = EnvironmentSource(name="reasoning_gym/spell_backward", adapter="reasoning_gym", target="spell_backward")
 _SORT = EnvironmentSource(name="sort_letters", file=str(ROOT / "environments" / "template.py"), attribute="SortLetters")
 
@@ -68,24 +70,27 @@ def play(case: Case, home: Path) -> Played:
     began = time.monotonic()
     folder = runs.start(_specification(case, home))
     try:
-        _follow(case, runs, folder, began + LIMIT_S)
+        _follow(case, folder)
     finally:
         status = Status.read(folder)
         if not status.ended:
             for member in status.crew.values():
                 _signal(member.pid, signal.SIGCONT)
             runs.stop(folder.run_id, 0.5)
-        while Status.read(folder).ended_at is None:
+        while runs.status(folder.run_id).ended_at is None:
             time.sleep(0.05)
     events = list(read_events(folder.events))
     return Played(case, folder, Status.read(folder), events, time.monotonic() - began)
 
 
-def _follow(case: Case, runs: Runs, folder: RunFolder, limit: float) -> None:
+def _follow(case: Case, folder: RunFolder) -> None:
     """Waits for the end, or for a run that stands still to be called so."""
-    frozen = False
+    frozen, limit = False, time.monotonic() + _START_LIMIT_S
+    starting = True
     while time.monotonic() < limit:
         status = Status.read(folder)
+        if starting and status.state not in ("queued", "validating"):
+            starting, limit = False, time.monotonic() + LIMIT_S
         if status.ended:
             return
         step = status.progress.get("step", 0)
