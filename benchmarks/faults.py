@@ -19,6 +19,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import statistics
 import sys
 import tempfile
@@ -146,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
     parser.add_argument("--seed", type=int, default=None, help="of the dice (default: another one each time)")
     given = parser.parse_args(arguments)
+    # Ended from outside it ends its runs, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, began = Console(soft_wrap=True), time.monotonic()
     console.print(f"seed {seed}")
