@@ -282,7 +282,7 @@ async def _session(url: str, token: str, live: list[str], looks: Looks, tally: T
             for number in range(options.clients):
                 agent = Agent(number, url, token, live, tally, options.seed + salt)
                 agents.start_soon(
-                    _after, number * min(5.0, for_s / 4) / options.clients, agent.live, lambda: time.monotonic() >= end
+                    _after, number * min(30.0, for_s / 4) / options.clients, agent.live, lambda: time.monotonic() >= end
                 )
 
     await crowd(warm_up, 1)
