@@ -77,6 +77,11 @@ class AlgorithmSection(_Section):
         "dapo", description="How token losses are formed and averaged."
     )
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")
+    reference_8bit: bool = Field(
+        False,
+        description="The KL term's starting policy in 8 bits (bitsandbytes, an NVIDIA GPU). With LoRA there is no second "
+        "model, and without beta none is needed.",
+    )
     epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio.")
     epsilon_high: float = Field(0.28, gt=0, lt=100, description="Upper clip range of the importance ratio.")
     scale_rewards: Literal["group", "batch", "none"] = Field(
@@ -116,6 +121,7 @@ class OptimizerSection(_Section):
         0, ge=0, le=65536, description="Sequences per forward and backward pass; 0: the whole batch at once."
     )
     gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
+    eight_bit: bool = Field(False, description="AdamW's moments in 8 bits (bitsandbytes, an NVIDIA GPU).")
 
 
 class SftSection(_Section):

@@ -21,6 +21,7 @@ from trl.trainer.utils import use_adapter
 
 from toprope.settings.schema import Config
 from toprope.training.batches import GroupBatch, Row, rows_of
+from toprope.training.eight_bit import quantized
 from toprope.training.measures import AGES, Movement, StepClock, ages
 
 __all__ = ["GroupTrainer", "arguments", "collate"]
@@ -85,7 +86,10 @@ def arguments(config: Config, output: str, device: str, report_to: list[str]) ->
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     sequences = rollout.group_size * rollout.groups_per_step
     micro = optimizer.micro_batch_size or sequences
+    # TRL loads the reference itself, and only the reference, with these: the policy comes to it as an object.
+    eight = algorithm.reference_8bit and algorithm.beta > 0 and not config.policy.lora
     return GRPOConfig(
+        model_init_kwargs={"quantization_config": quantized("algorithm.reference_8bit")} if eight else None,
         output_dir=output,
         max_steps=config.budget.steps,
         per_device_train_batch_size=micro,

@@ -329,7 +329,8 @@ def _finite(tensors: Iterable[Any]) -> bool:
 
     with torch.no_grad():
         # The largest magnitude of each: one pass without a copy, and what is no number stays none.
-        largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in tensors if tensor.numel()]
+        floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
+        largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in floating]
         return not largest or bool(
             torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest])).all()
         )
@@ -343,12 +344,12 @@ def _optimizer(config: Config, parameters: dict[str, Any]) -> Any:
     matrices = [value for value in parameters.values() if value.dim() > 1]
     vectors = [value for value in parameters.values() if value.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=section.learning_rate,
-        betas=(section.adam_beta1, section.adam_beta2),
-        fused=True,
-    )
+    groups, betas = [group for group in groups if group["params"]], (section.adam_beta1, section.adam_beta2)
+    if section.eight_bit:
+        from toprope.training.eight_bit import adamw
+
+        return adamw(groups, lr=section.learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=section.learning_rate, betas=betas, fused=True)
 
 
 def _after_step(run: TrainingRun) -> Any:

@@ -31,6 +31,8 @@ __all__ = ["DESCRIPTION", "Orchestrator", "make"]
 
 DESCRIPTION = "Solve tasks with tools, well and cheaply: accuracy against cost, energy, latency and power"
 _SYMBOLS = "+-*"
+_MOST = 1e12
+"""Bound of what is only shown."""
 
 
 class Orchestrator(Environment):
@@ -42,7 +44,11 @@ class Orchestrator(Environment):
     parts = {
         **declared(Weights()),
         "readable": Part(0.0, description="share of the answers that were an action; shown, not rewarded"),
-        "intelligence_per_joule": Part(0.0, 0.0, 1e12, "1 / energy of a right answer, 0 of a wrong one; shown"),
+        "intelligence_per_joule": Part(0.0, 0.0, _MOST, "1 / energy of a right answer, 0 of a wrong one; shown"),
+        # The same again in plain units, whatever the scales are.
+        "usd": Part(0.0, 0.0, _MOST, "money spent on tools, in USD; shown"),
+        "joules": Part(0.0, 0.0, _MOST, "energy used by tools, in J; shown"),
+        "turns": Part(0.0, 0.0, 1000.0, "answers that the policy gave, the final one included; shown"),
     }
 
     class Knobs:
@@ -162,7 +168,10 @@ class Orchestrator(Environment):
         return {
             **parts_of(episode, self._scales),
             "readable": sum(readable) / max(1, len(readable)),
-            "intelligence_per_joule": min(episode.intelligence_per_joule, 1e12),
+            "intelligence_per_joule": min(episode.intelligence_per_joule, _MOST),
+            "usd": min(episode.total_cost_usd, _MOST),
+            "joules": min(episode.total_energy_joules, _MOST),
+            "turns": episode.num_turns,
         }
 
     def solve(self, variant: int = 0) -> str | None:
