@@ -116,6 +116,7 @@ def shared_tasks(done: Done) -> int:
     """Held-out tasks whose contents were demonstrated: both are known by a hash of their contents."""
     evaluation = json.loads((done.folder / "evaluations" / "after.json").read_text())
     lines = (json.loads(line) for line in (done.folder / "traces.jsonl").read_text().splitlines())
-    return len(
-        {line["task_id"] for line in lines if "task_id" in line} & set(evaluation["sampled"]["by_task"]["tasks"])
-    )
+    demonstrated = {line["task_id"] for line in lines if "task_id" in line}
+    if not demonstrated:
+        raise SystemExit(f"{done.run_id} has no demonstrations")
+    return len(demonstrated & set(evaluation["sampled"]["by_task"]["tasks"]))

@@ -79,8 +79,8 @@ class AlgorithmSection(_Section):
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")
     reference_8bit: bool = Field(
         False,
-        description="The KL term's starting policy in 8 bits (bitsandbytes, an NVIDIA GPU). With LoRA there is no second "
-        "model, and without beta none is needed.",
+        description="The KL term's starting policy in 8 bits (bitsandbytes, an NVIDIA GPU). Nothing changes with LoRA, "
+        "where it is no second model, nor without beta.",
     )
     epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio.")
     epsilon_high: float = Field(0.28, gt=0, lt=100, description="Upper clip range of the importance ratio.")

@@ -1,4 +1,4 @@
-"""Weights and moments in 8 bits, by bitsandbytes: for GPUs whose memory is short. Without it, a sentence that says so."""
+"""Weights and moments in 8 bits, by bitsandbytes, where a GPU's memory is short; else a sentence that says why not."""
 
 from __future__ import annotations
 
