@@ -26,7 +26,7 @@ from toprope.records.status import Status, read_events
 pytestmark = pytest.mark.slow
 
 SHORT = {
-    "budget.max_train_seconds": 150,  # far more than the steps need: what is learned must not hang on the machine's load
+    "budget.max_train_seconds": 150,  # more than the steps need: what is learned must not hang on the load
     "budget.steps": 450,
     "evaluation.heldout_tasks": 200,
     "evaluation.greedy": False,

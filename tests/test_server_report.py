@@ -20,7 +20,7 @@ from toprope.records.ledger import Experiment, Figures
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.status import EventLog, Status
 from toprope.settings.schema import Config
-from toprope.supervisor.provenance import collect
+from toprope.supervisor.watchers.provenance import collect
 
 NASTY = '<script>alert("x")</script> [a](javascript:b) `c` | ![d](http://e) \u202eevil'
 

@@ -13,8 +13,8 @@ from toprope.records.crew import CountsReport, Evaluated, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
-from toprope.supervisor.diagnosis import DiagnosisWatcher
-from toprope.supervisor.watchers import Hands
+from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
+from toprope.supervisor.watchers.hands import Hands
 
 SICK = {"reward": 0.0, "success": 0.0, "errors/share": 1.0, "frac_reward_zero_std": 1.0}
 SLOW = {"reward": 0.5, "time/step": 1.0, "time/wait": 0.8}

@@ -20,11 +20,11 @@ from toprope.records.folder import RunFolder
 from toprope.records.index import Index
 from toprope.records.lines import Ballast, PatientLines
 from toprope.records.status import Status, read_events
-from toprope.supervisor import disk
-from toprope.supervisor.disk import DiskWatch, default_floor
 from toprope.supervisor.life import Life
 from toprope.supervisor.orders import order_stop, take_orders
 from toprope.supervisor.reservations import Machine, Reservations
+from toprope.supervisor.watchers import disk
+from toprope.supervisor.watchers.disk import DiskWatch, default_floor
 
 Usage = namedtuple("Usage", "total used free")
 MB = 1_000_000

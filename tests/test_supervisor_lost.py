@@ -17,12 +17,12 @@ from toprope.errors import InvalidValue
 from toprope.records.crew import ENV_ATTEMPT, ENV_FOLDER
 from toprope.records.folder import RunFolder, read_json, write_json
 from toprope.records.status import TRANSITIONS, EventLog, Status, read_events
-from toprope.supervisor.heartbeat import SILENT_S
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.lost import is_due, prospect
 from toprope.supervisor.runs import Runs
 from toprope.supervisor.settle import prepare_attempt, settle
 from toprope.supervisor.sweep import sweep
+from toprope.supervisor.watchers.heartbeat import SILENT_S
 
 ENDLESS = {"trainer": {"endless": True}}
 

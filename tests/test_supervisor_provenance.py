@@ -13,8 +13,8 @@ from toprope.records.folder import RunFolder
 from toprope.records.manifest import Manifest
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
-from toprope.supervisor import provenance
-from toprope.supervisor.provenance import Provenance, collect, hash_of_policy
+from toprope.supervisor.watchers import provenance
+from toprope.supervisor.watchers.provenance import Provenance, collect, hash_of_policy
 
 
 def specification(tmp_path, **knobs):

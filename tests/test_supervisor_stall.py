@@ -10,7 +10,7 @@ from toprope.records.crew import CountsReport, Evaluated, Progress, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.status import CrewMember, Status, read_events
 from toprope.settings.schema import Config
-from toprope.supervisor.stall import StallWatch
+from toprope.supervisor.watchers.stall import StallWatch
 
 
 class Run:

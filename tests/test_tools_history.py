@@ -16,7 +16,7 @@ from tools.training import start_training
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.manifest import Manifest
 from toprope.records.specification import Specification
-from toprope.supervisor.provenance import collect
+from toprope.supervisor.watchers.provenance import collect
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from toprope.supervisor.plan import PLOT, Programs, members_of
 from toprope.supervisor.pulse import Pulse
 from toprope.supervisor.reservations import Granted, Reservations, Waits
 from toprope.supervisor.restarts import Restarts
-from toprope.supervisor.watchers import Hands, Watchers, watchers_for
+from toprope.supervisor.watchers.everyone import watchers_for
+from toprope.supervisor.watchers.hands import Hands, Watchers
 
 __all__ = ["Course", "keepers_failure"]
 

@@ -21,7 +21,6 @@ from toprope.errors import Corrupt, NotFound, NotPossibleNow, TopropeError
 from toprope.records.folder import RUN_ID, RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import RESUMABLE, Event, Failure, Status
-from toprope.supervisor.heartbeat import silence
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.lost import is_due, stop_is_asked
@@ -31,6 +30,7 @@ from toprope.supervisor.seen import SeenEvents, SeenStatuses
 from toprope.supervisor.settle import end_unkept, keep_back, prepare_attempt, settle
 from toprope.supervisor.sweep import sweep
 from toprope.supervisor.variables import OwnersVariables
+from toprope.supervisor.watchers.heartbeat import silence
 
 __all__ = ["Runs", "Until"]
 

@@ -27,7 +27,7 @@ from toprope.records.manifest import Code, Configuration, EnvironmentInputs, Har
 from toprope.records.specification import Specification
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers import Hands
+    from toprope.supervisor.watchers.hands import Hands
 
 __all__ = ["CHANGES", "Provenance", "collect", "hash_of_policy"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from toprope.records.crew import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers import Hands
+    from toprope.supervisor.watchers.hands import Hands
 
 __all__ = ["StallWatch"]
 

@@ -17,7 +17,7 @@ from toprope.records.findings import Finding
 from toprope.supervisor.reservations import Reservations
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers import Hands
+    from toprope.supervisor.watchers.hands import Hands
 
 __all__ = ["DiskWatch", "default_floor"]
 

@@ -1,4 +1,4 @@
-"""Who looks at a run while nobody does: findings, budgets, disk, stalls. The keeper calls them; each is its own file.
+"""What whoever looks at a run while nobody does may do to it, and how the keeper calls them.
 
 A watcher hears every report of the crew and is asked to look about once a second. It tells what it saw as events, and
 may have the run stopped, paused or go on. It computes little: it shares the keeper's only thread. One that raises is
@@ -15,15 +15,9 @@ from toprope.records.crew import Report
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import Status
-from toprope.supervisor.budget import Budget
-from toprope.supervisor.diagnosis import DiagnosisWatcher
-from toprope.supervisor.disk import DiskWatch
-from toprope.supervisor.heartbeat import Heartbeat
 from toprope.supervisor.orders import StopOrder
-from toprope.supervisor.provenance import Provenance
-from toprope.supervisor.stall import StallWatch
 
-__all__ = ["Hands", "Watcher", "Watchers", "watchers_for"]
+__all__ = ["Hands", "Watcher", "Watchers"]
 
 
 @dataclass(frozen=True)
@@ -83,15 +77,3 @@ class Watchers:
                 self._watchers.remove(watcher)
                 name = type(watcher).__name__
                 self._event("warning", what=f"{name} failed and watches no more: {type(error).__name__}: {error}")
-
-
-def watchers_for(hands: Hands) -> list[Watcher]:
-    """The watchers of a run."""
-    return [
-        Heartbeat(hands.folder),
-        DiskWatch(hands),
-        Provenance(hands),
-        DiagnosisWatcher(hands),
-        Budget(hands),
-        StallWatch(hands),
-    ]

@@ -24,7 +24,7 @@ from toprope.supervisor.orders import StopOrder
 if TYPE_CHECKING:
     import psutil
 
-    from toprope.supervisor.watchers import Hands
+    from toprope.supervisor.watchers.hands import Hands
 
 __all__ = ["Budget", "cpu_and_memory"]
 
