@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from supervisor_house import House
 
 from toprope.records import crew
+from toprope.records.folder import RunFolder
 from toprope.supervisor.variables import EVERYONE, decode_owners, for_component, for_keeper, for_worker
 
 SURROUNDINGS = {
@@ -93,7 +96,7 @@ def test_user_code_gets_the_keys_that_are_named_for_it_and_no_others():
 def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp_path):
     specification = House(tmp_path).specification()
     made = {
-        len(name): for_component(
+        name: for_component(
             "api",
             folder=Path("/r") / name,
             specification=specification,
@@ -102,9 +105,22 @@ def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp
             owners={},
             surroundings={"TMPDIR": "/tmp"},
         )
-        for name in ("short", "x" * 80)
+        for name in ("short", "x" * 80, f"{'x' * 80}/deep")
     }
-    assert made[5]["TMPDIR"] == "/r/short/crew/tmp" and made[80]["TMPDIR"] == "/tmp"
+    assert made["short"]["TMPDIR"] == "/r/short/crew/tmp"
+    assert made["x" * 80]["TMPDIR"].startswith("/r/.t-"), "a link beside the run is short enough"
+    assert made[f"{'x' * 80}/deep"]["TMPDIR"] == "/tmp"
+
+
+def test_a_run_that_lies_deep_has_a_link_to_its_temporary_files_and_takes_it_along():
+    with tempfile.TemporaryDirectory(dir="/tmp") as runs:
+        folder = RunFolder.create(Path(runs), "r" * 64)
+        folder.make_temporary()
+        folder.make_temporary()
+        (folder.temporary / "left").write_text("x")
+        assert folder.temporary.parent == Path(runs) and (folder.crew / "tmp" / "left").exists()
+        folder.tidy()
+        assert os.listdir(runs) == [folder.run_id] and not folder.crew.exists()
 
 
 def test_a_run_sees_the_gpus_it_has_and_learns_what_it_goes_on_from(tmp_path):

@@ -23,6 +23,7 @@ Folders are 0700 and files 0600: a run holds prompts, answers and sometimes path
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -51,6 +52,8 @@ __all__ = [
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
+_LONGEST_TMPDIR = 75
+"""Programs make sockets below TMPDIR, and the path of a socket may have 107 characters."""
 
 
 LEFT = "It was left as it is. The owner mends it, or removes the run's folder; list_runs names the other runs."
@@ -206,10 +209,31 @@ class RunFolder:
         found = checkpoints_in(self.checkpoints)
         return found[-1] if found else None
 
+    @property
+    def temporary(self) -> Path | None:
+        """Where the members' temporary files go, so that they go with the run: in `crew`, by a name that leaves room
+        for the path of a socket. Where the folder lies too deep for that, by a link beside it; None where even that is
+        too long."""
+        own = self.crew / "tmp"
+        return next((path for path in (own, self._short) if len(str(path)) <= _LONGEST_TMPDIR), None)
+
+    @property
+    def _short(self) -> Path:
+        return self.path.parent / f".t-{hashlib.sha256(self.run_id.encode()).hexdigest()[:10]}"
+
+    def make_temporary(self) -> None:
+        """Makes what `temporary` names."""
+        own = self.crew / "tmp"
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.temporary == self._short and not (self._short.is_symlink() and self._short.resolve() == own.resolve()):
+            self._short.unlink(missing_ok=True)
+            self._short.symlink_to(own)
+
     def tidy(self) -> None:
         """Removes what is of no use once the crew is gone: weights in flight, and what somebody who was killed left
         half written. Orders are their writers' own affair."""
         shutil.rmtree(self.crew, ignore_errors=True)
+        self._short.unlink(missing_ok=True)
         for place in (self.path, self.evaluations, self.checkpoints):
             for path in place.glob(".*"):
                 if path.is_dir() and not path.is_symlink():

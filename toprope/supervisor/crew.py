@@ -77,7 +77,7 @@ class Crew:
 
     def launch(self, name: str, *arguments: str) -> Component:
         """Starts one component and tells it the addresses known so far."""
-        (self._folder.crew / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.make_temporary()
         component = Component(
             name,
             [*command_of(name, self._programs), *arguments],

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toprope.records import crew
+from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 
 __all__ = ["EVERYONE", "OwnersVariables", "decode_owners", "for_component", "for_keeper", "for_worker", "secret_values"]
@@ -22,9 +23,6 @@ EVERYONE = "*"
 
 OWNERS = "TOPROPE_OWNERS_VARIABLES"
 """How the owner's variables travel to the keeper: never in argv, and no component gets this one."""
-
-_LONGEST_TMPDIR = 75
-"""Programs make sockets below TMPDIR, and the path of a socket may have 107 characters."""
 
 OwnersVariables = Mapping[str, Mapping[str, str]]
 """Component (or EVERYONE) -> name -> value, from the owner's settings."""
@@ -136,8 +134,8 @@ def for_component(
         "PYTHONFAULTHANDLER": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    temporary = folder / "crew" / "tmp"
-    if len(str(temporary)) <= _LONGEST_TMPDIR:
+    temporary = RunFolder(folder).temporary
+    if temporary is not None:
         # What programs leave there when they are killed goes with the run.
         variables["TMPDIR"] = str(temporary)
     if gpus is not None:
