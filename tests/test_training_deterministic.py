@@ -23,7 +23,7 @@ from toprope.training.inference.sessions import Turn
 from toprope.training.policy import fix_kernels, load_tokenizer
 from toprope.training.producing import Producer
 from toprope.training.rollouts import Made
-from toprope.training.trainer import rate_factor
+from toprope.training.training_run import rate_factor
 
 
 def test_the_api_says_what_a_waiting_trainer_lacks(tmp_path: Path) -> None:

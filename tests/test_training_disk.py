@@ -22,7 +22,7 @@ from toprope.records.checkpoints import newest_sound
 from toprope.records.crew import Checkpointed, Finished, NoRoom, Stepped, Warned
 from toprope.records.folder import RunFolder
 from toprope.records.metrics import read_rows
-from toprope.training import checkpoints, trainer
+from toprope.training import checkpoints, training_run
 from toprope.training.api import sync_client
 from toprope.training.api.sync_client import SyncApiClient
 
@@ -103,7 +103,7 @@ def attempt(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(sync_client, "SyncApiClient", Api)
         folder.crew.mkdir(exist_ok=True)
         made = member(folder, tiny_policy, small(**options.pop("changes", {})), **options)
-        trainer.TrainingRun(made).run(folder.newest_checkpoint())
+        training_run.TrainingRun(made).run(folder.newest_checkpoint())
         return made, apis[0]
 
     return run
@@ -154,7 +154,7 @@ def test_a_checkpoint_without_room_is_written_later_and_the_one_before_it_stands
         real(path)
 
     monkeypatch.setattr(checkpoints, "seal", seal)
-    monkeypatch.setattr(trainer, "_SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(training_run, "_SAVE_AGAIN_S", 0.0)
     member, _ = attempt(folder, changes={"logging__save_steps": 2})
     assert [name[-1] for name in tries] == ["2", "4", "5", "6"], "every step until there is room, then as before"
     assert [report.step for report in member.of(Checkpointed)] == [2, 6]
@@ -170,7 +170,7 @@ def test_at_the_end_a_full_disk_is_waited_for_unless_the_run_is_stopped(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoints, "seal", seal)
-    monkeypatch.setattr(trainer, "_SAVE_AGAIN_S", 0.01)
+    monkeypatch.setattr(training_run, "_SAVE_AGAIN_S", 0.01)
 
     class Stopped(StandInMember):
         def report(self, report: Any) -> None:

@@ -20,7 +20,7 @@ from toprope.training.grpo import arguments
 from toprope.training.orchestrator_policy import OrchestratorPolicy
 from toprope.training.policy import embedded_folder
 from toprope.training.sft import FineTuning
-from toprope.training.trainer import _finite, _optimizer
+from toprope.training.training_run import all_finite, make_optimizer
 
 TOOLS = [calculator(), think()]
 TALK = [
@@ -119,11 +119,11 @@ def test_eight_bits_without_a_gpu_are_refused_with_the_fields_name(untrained: Pa
     with pytest.raises(InvalidValue, match="algorithm.reference_8bit needs"):
         arguments(config, "out", "cpu", [])
     with pytest.raises(InvalidValue, match="optimizer.eight_bit needs"):
-        _optimizer(config, {"w": torch.zeros(2, 2)})
+        make_optimizer(config, {"w": torch.zeros(2, 2)})
     config.policy.lora = True  # its reference is the model without adapters: there is no second one
     assert arguments(config, "out", "cpu", []).model_init_kwargs is None
 
 
 def test_moments_in_eight_bits_are_not_asked_whether_they_are_finite():
-    assert _finite([torch.tensor([3], dtype=torch.uint8), torch.ones(2)])
-    assert not _finite([torch.tensor([3], dtype=torch.uint8), torch.tensor([float("nan")])])
+    assert all_finite([torch.tensor([3], dtype=torch.uint8), torch.ones(2)])
+    assert not all_finite([torch.tensor([3], dtype=torch.uint8), torch.tensor([float("nan")])])

@@ -17,7 +17,7 @@ from toprope.records.crew import Checkpointed, Finished, Ready, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.settings.schema import Config
-from toprope.training import trainer
+from toprope.training import training_run
 from toprope.training.api import sync_client
 from toprope.training.batches import BatchSource
 from toprope.training.checkpoints import CheckpointState, latest, load, load_weights, save
@@ -123,7 +123,7 @@ def attempt(tiny_policy, monkeypatch):
         monkeypatch.setattr(sync_client, "SyncApiClient", api)
         folder.crew.mkdir(exist_ok=True)
         member = StandInMember(folder, tiny_policy, config, stop_after)
-        trainer.TrainingRun(member).run(folder.newest_checkpoint())
+        training_run.TrainingRun(member).run(folder.newest_checkpoint())
         return member, apis[0]
 
     return run
@@ -186,7 +186,7 @@ def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_rea
                 seen.append(reader.refresh())
                 seen.append({name: value.detach().clone() for name, value in served.named_parameters()})
 
-    trainer.TrainingRun(Looks(folder, tiny_policy, config)).run(folder.newest_checkpoint())
+    training_run.TrainingRun(Looks(folder, tiny_policy, config)).run(folder.newest_checkpoint())
     assert seen[0] == 3
     for name, value in trained.named_parameters():
         assert torch.equal(seen[1][name], value), name
@@ -214,7 +214,7 @@ def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_publishe
 
     member = Looks(folder, tiny_policy, config, stop_after=1)
     member.life = 1
-    trainer.TrainingRun(member).run()
+    training_run.TrainingRun(member).run()
     assert seen == [0, True, 0]
     assert reader.refresh() == 1 and [report.step for report in member.of(Stepped)] == [1]
 
@@ -271,7 +271,7 @@ def test_the_seconds_of_earlier_attempts_count(attempt, tmp_path):
     # Half of the seconds are used: so is half of the decay, though few steps are done.
     path.write_text(json.dumps(state | {"train_seconds": 1800.0}))
     seal(path.parent)
-    rate = trainer.rate_factor(small(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
+    rate = training_run.rate_factor(small(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
     assert rate == pytest.approx(0.5, abs=0.01)
 
 
@@ -285,7 +285,7 @@ def test_a_run_that_was_stopped_before_its_first_step_starts_with_it(attempt, ti
 
     attempt(RunFolder.create(tmp_path, "run-0"), small(budget__steps=1))
     stopped = Stopped(folder, tiny_policy, config)
-    trainer.TrainingRun(stopped).run()
+    training_run.TrainingRun(stopped).run()
     assert stopped.of(Finished)[0].detail["step"] == 0
     member, api = attempt(folder, config)
     assert [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6] and api.asked[0] == 0

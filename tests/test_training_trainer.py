@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toprope.settings.schema import Config
-from toprope.training.trainer import rate_factor
+from toprope.training.training_run import rate_factor
 
 
 def configured(kind: str, warmup: int = 4, steps: int = 104, seconds: float | None = None) -> Config:

@@ -18,7 +18,7 @@ from toprope.records.crew import Finished, Ready
 from toprope.records.traces import Trace, read_traces
 from toprope.settings.schema import Config
 from toprope.training.crew import Member
-from toprope.training.trainer import TrainingRun, rate_factor
+from toprope.training.training_run import TrainingRun, rate_factor
 
 __all__ = ["FineTuning", "as_training", "examples_of", "order_of"]
 
@@ -124,7 +124,7 @@ class FineTuning(TrainingRun):
         transformers.logging.set_verbosity_error()
         from toprope.training.checkpoints import CheckpointState
         from toprope.training.policy import describe_device, load_model, load_tokenizer
-        from toprope.training.trainer import _optimizer
+        from toprope.training.training_run import make_optimizer
         from toprope.training.weights import WeightFile
 
         member, section = self._member, self._config.sft
@@ -146,7 +146,7 @@ class FineTuning(TrainingRun):
         order = order_of(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
         steps = len(order) // section.batch_size
         self._config = as_training(self._config, steps, math.ceil(len(rows) / section.batch_size))
-        self._optimizer = _optimizer(self._config, trained)
+        self._optimizer = make_optimizer(self._config, trained)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: rate_factor(self._config, step, self._elapsed())
         )
@@ -220,13 +220,13 @@ def _trainer_class() -> Any:
     from torch.utils.data import SequentialSampler
     from trl import SFTTrainer
 
-    from toprope.training.trainer import _after_step
+    from toprope.training.training_run import after_step_of
 
     class Ordered(SFTTrainer):
         """Takes the rows as they come, and tells of every step."""
 
         def __init__(self, run: FineTuning, **arguments: Any) -> None:
-            super().__init__(callbacks=[_after_step(run)], **arguments)
+            super().__init__(callbacks=[after_step_of(run)], **arguments)
             self._run = run
 
         def _get_train_sampler(self, *arguments: Any) -> Any:
