@@ -294,3 +294,26 @@ def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 400})
     with pytest.raises(NotPossibleNow, match="what is not known"):
         do(start_training, shop, draft_id=draft)
+
+
+def test_what_a_person_confirms_does_not_move_while_a_run_of_it_trains(house, draft):
+    shop, launcher = house
+    owner(shop, "confirm: always")
+    told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    live = shop.runs.folder(do(start_training, shop, draft_id=draft, confirm=told).data.run_id)
+    for step, seconds in ((10, 10.0), (40, 90.0)):
+        now = time.time()
+        live.metrics.write_text(json.dumps({"step": step, "train_seconds": seconds}) + "\n")
+        become(live, "training", started_at=now - 200, training_at=now - 100)
+        assert do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"] == told
+    finish(shop, launcher, live.run_id, 50)
+    assert do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"] != told
+
+
+def test_a_threshold_is_held_against_what_all_runs_of_a_group_may_take(house, draft):
+    shop, _ = house
+    owner(shop, "confirm: {above: {cpu_hours: 1}}\nper_run: {cpu_hours: 0.5}")
+    assert not do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview["estimates"]["cpu_hours"]
+    do(start_training, shop, draft_id=draft, seeds=2)
+    with pytest.raises(NotPossibleNow, match="may take up to 1.5"):
+        do(start_training, shop, draft_id=draft, seeds=3, again=True)

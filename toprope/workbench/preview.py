@@ -124,8 +124,9 @@ def needs_confirmation(limits: Limits, shown: Preview) -> str:
         if quantity == "steps":
             high: float | None = float(shown.steps)
         else:
-            estimate = shown.estimates.get(quantity)
-            high = shown.caps.get(quantity) if estimate is None else estimate.high
+            estimate, cap = shown.estimates.get(quantity), shown.caps.get(quantity)
+            together = 1 if quantity == "wall_hours" else shown.count  # as estimates are; a cap is each run's
+            high = (None if cap is None else cap * together) if estimate is None else estimate.high
         if high is None or high > threshold:
             told = "what is not known" if high is None else f"up to {high:.3g}"
             return f"The owner wants starts above {threshold:g} {quantity} confirmed; this may take {told}."
@@ -222,18 +223,20 @@ def _shape(config: dict[str, Any]) -> str:
 
 
 def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
-    """What a run measured; None where it did not train long enough to say."""
+    """What a run measured; None where it did not train long enough to say, or still trains: its figures move from look
+    to look, and with them the hash that somebody is about to confirm."""
     try:
         status, row = read_json(folder.status), last_row(folder.metrics)
+        if status.get("ended_at") is None:
+            return None
         steps, train_s = int(row["step"]), float(row["train_seconds"])
         if steps < _FEWEST_STEPS or train_s <= 0 or int(status.get("attempt", 1)) > 1:
             return None  # of several attempts nobody knows what lay between them
         before_s = max(0.0, float(status["training_at"]) - float(status["started_at"]))
-        ended = status.get("ended_at")
         after_s = 0.0
-        if ended is not None and status.get("state") == "completed":
-            after_s = max(0.0, float(ended) - float(status["training_at"]) - train_s)
-    except (NotFound, Corrupt, KeyError, TypeError, ValueError):
+        if status.get("state") == "completed":
+            after_s = max(0.0, float(status["ended_at"]) - float(status["training_at"]) - train_s)
+    except (NotFound, Corrupt, AttributeError, KeyError, TypeError, ValueError):
         return None
     processors, memory, disk = None, 0, 0.0
     try:
