@@ -75,6 +75,7 @@ def met(answer):
         (["step 200", "step=200", "steps >= 200", "step:200", "Step200"], ["step 200"]),
         (["state=training", "training", "state: failed"], ["training", "failed"]),
         (["done"], ["end"]),
+        (["all ended", "All done", "all_ended", "all runs have ended"], ["all ended"]),
     ],
 )
 def test_words_of_until_are_taken_as_they_are_meant(words, names):
@@ -151,6 +152,31 @@ def test_any_of_several_runs_ends_the_wait_and_is_named(house):
     check(shop, first, second)
     answer = check(shop, first, second, wait_s=30, until=["step 5"], acts=[lambda: step(second, 5)])
     assert met(answer) == [(second.run_id, "step 5")]
+
+
+def test_all_of_a_group_are_waited_for_and_the_end_of_one_ends_nothing(house):
+    shop, start = house
+    first, second = start(), start()
+    for folder in (first, second):
+        step(folder, 1)
+
+    def end(folder, state):
+        return lambda: become(folder, state, ended_at=time.time())
+
+    answer = check(shop, first, second, wait_s=1, until=["all ended"], acts=[end(first, "completed")])
+    assert met(answer) == [] and "Nothing of until was met" in answer.text
+    answer = check(shop, first, second, wait_s=30, until=["all ended"], acts=[end(second, "failed")])
+    assert met(answer) == [(second.run_id, "all ended")]
+
+
+def test_a_failure_is_told_of_while_all_are_waited_for_where_that_is_named(house):
+    shop, start = house
+    first, second = start(), start()
+    for folder in (first, second):
+        step(folder, 1)
+    failed = [lambda: become(first, "failed", ended_at=time.time())]
+    answer = check(shop, first, second, wait_s=30, until=["all ended", "failed"], acts=failed)
+    assert met(answer) == [(first.run_id, "failed")]
 
 
 def test_a_state_that_was_passed_on_the_way_is_met(house):

@@ -1,6 +1,7 @@
 """What a wait is for: the words of `until`, and whether a run meets them.
 
     end             the run has ended, however
+    all ended       every run that is waited for has ended
     evaluation      a new evaluation            finding     a new finding of the keeper's diagnosis
     stall           it stands still             step 200    training has made so many steps
     training        it has reached that state (or passed it on its way); any state of a run
@@ -23,20 +24,27 @@ from toprope.records.status import ENDED, LIVE, Event, Status
 __all__ = ["Condition", "parse"]
 
 EVENTS = ("end", "evaluation", "finding", "stall")
+ALL_ENDED = "all ended"
 _WAY = ("queued", "validating", "starting", "training", "evaluating", "completed")
 """States in the order in which a run passes them."""
 _STATES = (*_WAY[:-1], "paused", "stopping", *sorted(ENDED))
 _STEP = re.compile(r"steps?\s*(?:[=:]|>=|==)?\s*(\d{1,9})")
 _STATE = re.compile(r"(?:state\s*[=:]?=?\s*)?([a-z]+)")
+_ALL = re.compile(r"all[ _-](?:runs )?(?:have |are )?(?:ended|end|done|finished)")
 _MOST = 16
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One alternative. `name` is how it is said back; `step` is set for a step."""
+    """One alternative. `name` is how it is said back; `step` is set for a step. `of_all`: about all runs of a wait
+    together, so that the end of one of them is not what it is for."""
 
     name: str
     step: int | None = None
+
+    @property
+    def of_all(self) -> bool:
+        return self.name == ALL_ENDED
 
     def met(self, status: Status, news: Sequence[Event]) -> bool:
         """Whether it holds.
@@ -49,6 +57,8 @@ class Condition:
             return int(status.progress.get("step") or 0) >= self.step
         if self.name == "end":
             return status.ended
+        if self.of_all:
+            return False  # no run meets it by itself
         if self.name == "finding":
             return any(event.kind == "finding" and event.data.get("level") != "over" for event in news)
         if self.name == "stall":
@@ -80,6 +90,8 @@ def _condition(word: str) -> Condition:
     text = " ".join(word.lower().split())
     if text in ("ended", "done", "finished"):
         return Condition("end")
+    if _ALL.fullmatch(text):
+        return Condition(ALL_ENDED)
     if text.endswith("s") and text[:-1] in EVENTS:
         text = text[:-1]
     if text in EVENTS:
@@ -88,9 +100,9 @@ def _condition(word: str) -> Condition:
         return Condition(f"step {int(found[1])}", int(found[1]))
     if (found := _STATE.fullmatch(text)) and found[1] in LIVE | ENDED:
         return Condition(found[1])
-    near = difflib.get_close_matches(text, [*EVENTS, *_STATES], n=1, cutoff=0.6)
+    near = difflib.get_close_matches(text, [*EVENTS, ALL_ENDED, *_STATES], n=1, cutoff=0.6)
     raise InvalidValue(
         f"until: {clip(word, 60)!r} is no condition.{f' Did you mean {near[0]!r}?' if near else ''}",
-        hint=f"There are: {', '.join(EVENTS)}, 'step N' (such as 'step 200'), and the states {', '.join(_STATES)}. "
+        hint=f"There are: {', '.join(EVENTS)}, {ALL_ENDED}, 'step N' (such as 'step 200'), and the states {', '.join(_STATES)}. "
         "Several are alternatives; omit until to wait for any news.",
     )

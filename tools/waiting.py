@@ -80,11 +80,11 @@ async def wait_for_news(
     woken_at = None
     while True:
         looks = await to_thread.run_sync(look_at, workshop, run_ids, places, limit)
-        met = [Met(look.run_id, one.name) for one in until for look in looks if one.met(look.status, look.news)]
+        met = _met(looks, until)
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        if met or _over(looks, bool(until)):
+        if met or _over(looks, until):
             woken_at = woken_at or time.monotonic()
             if not _unsettled(looks, met) or time.monotonic() - woken_at >= _SETTLE_S:
                 break
@@ -95,10 +95,20 @@ async def wait_for_news(
     return Waited(looks, met)
 
 
-def _over(looks: Sequence[Look], conditional: bool) -> bool:
+def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
+    met = [Met(look.run_id, one.name) for one in until for look in looks if one.met(look.status, look.news)]
+    if all(look.status.ended for look in looks):
+        last = max(looks, key=lambda look: look.status.ended_at or look.now)
+        met += [Met(last.run_id, one.name) for one in until if one.of_all]
+    return met
+
+
+def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
     if all(look.status.ended for look in looks):
         return True
-    if conditional:
+    if any(one.of_all for one in until):
+        return False  # it goes on over the end of one run; whoever wants to know of a failure names that, too
+    if until:
         return any(look.status.ended and not look.told_the_end for look in looks)
     return any(look.wakes for look in looks)
 
