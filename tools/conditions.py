@@ -103,6 +103,6 @@ def _condition(word: str) -> Condition:
     near = difflib.get_close_matches(text, [*EVENTS, ALL_ENDED, *_STATES], n=1, cutoff=0.6)
     raise InvalidValue(
         f"until: {clip(word, 60)!r} is no condition.{f' Did you mean {near[0]!r}?' if near else ''}",
-        hint=f"There are: {', '.join(EVENTS)}, {ALL_ENDED}, 'step N' (such as 'step 200'), and the states {', '.join(_STATES)}. "
-        "Several are alternatives; omit until to wait for any news.",
+        hint=f"There are: {', '.join(EVENTS)}, {ALL_ENDED}, 'step N' (such as 'step 200'), and the states "
+        f"{', '.join(_STATES)}. Several are alternatives; omit until to wait for any news.",
     )

@@ -166,8 +166,8 @@ class Running(Part):
             Names,
             Field(
                 description="What ends the wait: 'end', 'evaluation', 'finding', 'stall', 'step 200', or a state such "
-                "as 'training'; several are alternatives, for any of the runs; 'all ended' waits for the last one. Omit "
-                "for any news."
+                "as 'training'; several are alternatives, for any of the runs; 'all ended' waits for the last one. "
+                "Omit for any news."
             ),
         ] = None,
         cursor: Annotated[
