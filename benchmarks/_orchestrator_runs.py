@@ -21,9 +21,9 @@ _ENDED = ("completed", "failed", "lost", "stopped")
 
 SFT: dict[str, Any] = {
     "algorithm.name": "sft",
-    "sft.tasks": 2000,
+    "sft.tasks": 1900,
     "sft.traces_per_task": 1,
-    "sft.epochs": 6,
+    "sft.epochs": 7,
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }

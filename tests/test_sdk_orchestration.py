@@ -263,6 +263,8 @@ def test_the_orchestrator_plays_and_scores():
         0.4 - 0.15 * sum(outcome.parts[name] for name in ("cost", "energy", "latency", "power"))
     )
     assert outcome.parts["intelligence_per_joule"] > 0
+    assert (outcome.parts["usd"], outcome.parts["turns"]) == (0.05, 2)
+    assert outcome.parts["joules"] == pytest.approx(100 * outcome.parts["energy"])
 
 
 def test_impossible_things_are_observed_and_scored():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai_stand_in import OpenAiStandIn
 from test_training_resume import StandInMember, small
 
 from toprope.errors import ComponentFailed, Corrupt
@@ -17,12 +18,15 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.traces import Trace, append_traces, read_traces
 from toprope.sdk.link import Link
+from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
 from toprope.training.demonstrations import Collector, cache_of
 from toprope.training.embedded import RECIPES, make_tokenizer
+from toprope.training.endpoints import EndpointClient, ModelFailed
 from toprope.training.sft import FineTuning, as_training, examples_of, order_of
 from toprope.training.workers import Worker
 
+KEY = "sk-very-secret-0123456789"
 TALK = [
     {"role": "user", "content": "What is 3 + 4?"},
     {"role": "assistant", "content": "THOUGHT: I compute it.\nTOOL: calculator\nINPUT: 3 + 4"},
@@ -108,7 +112,9 @@ class Add(Environment):
 '''
 
 
-def collected(tmp_path: Path, tasks: int, silent: bool = False, **section: Any) -> list[Trace]:
+def collected(
+    tmp_path: Path, tasks: int, silent: bool = False, asks: tuple[OpenAiStandIn, str] | None = None, **section: Any
+) -> list[Trace]:
     file = tmp_path / "add.py"
     file.write_text(ADD.replace("SILENT", str(silent)))
     config = Config()
@@ -129,9 +135,16 @@ def collected(tmp_path: Path, tasks: int, silent: bool = False, **section: Any) 
 
     async def work() -> list[Trace]:
         told: list[tuple[str, int, int]] = []
+        asked = None
+        if asks is not None:
+            asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, pause_s=0.01)
         async with await Worker.start(opened, config.launcher) as worker:
-            collector = Collector(worker, spec, cache, None, lambda *said: told.append(said), 30.0)
-            found = await collector.collect(tasks)
+            collector = Collector(worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
+            try:
+                found = await collector.collect(tasks)
+            finally:
+                if asked is not None:
+                    await asked.close()
         assert told[-1][1:] == (tasks, tasks)
         return found
 
@@ -155,6 +168,46 @@ def test_only_what_was_solved_is_kept_and_cached(tmp_path: Path):
 def test_a_teacher_that_solves_nothing_is_said(tmp_path: Path):
     with pytest.raises(ComponentFailed, match="solved none"):
         collected(tmp_path, 5, silent=True)
+
+
+@pytest.fixture
+def endpoint():
+    """A model that adds, but is wrong the first time it is asked about an even number."""
+    asked: set[str] = set()
+
+    def answer(question: str) -> str:
+        first = question not in asked
+        asked.add(question)
+        wrong = first and int(question.split()[0]) % 2 == 0
+        return str(int(question.split()[0]) + 1 + wrong)
+
+    server = OpenAiStandIn(answer)
+    yield server
+    server.close()
+
+
+def test_a_models_right_answers_are_kept_and_asked_for_once(tmp_path: Path, endpoint: OpenAiStandIn):
+    section = {"teacher": "limited", "traces_per_task": 1, "attempts": 2, "temperature": 0.3, "max_new_tokens": 99}
+    found = collected(tmp_path, 6, asks=(endpoint, "limited"), **section)
+    assert len(found) == 6 and {trace.teacher for trace in found} == {"limited"}
+    for trace in found:
+        question, answer = (message["content"] for message in trace.messages)
+        assert int(question.split()[0]) + 1 == int(answer) and trace.reward == 1
+    assert all(key == f"Bearer {KEY}" for _, key, _ in endpoint.seen)
+    assert all((body["temperature"], body["max_tokens"]) == (0.3, 99) for _, _, body in endpoint.seen)
+    wrong = sum(int(trace.messages[0]["content"].split()[0]) % 2 == 0 for trace in found)
+    asked = len(endpoint.seen)
+    assert asked == 2 * 6 + wrong, "each once refused for haste and asked again, the wrong ones once more"
+    assert collected(tmp_path, 6, asks=(endpoint, "limited"), **section) == found and len(endpoint.seen) == asked
+    collected(tmp_path, 6, asks=(endpoint, "limited"), regenerate=True, **section)
+    assert len(endpoint.seen) > asked
+    assert KEY not in "".join(path.read_text() for path in (tmp_path / "home" / "traces").iterdir())
+
+
+def test_a_teacher_whose_key_is_refused_ends_the_collecting(tmp_path: Path, endpoint: OpenAiStandIn):
+    with pytest.raises(ModelFailed, match="401") as failed:
+        collected(tmp_path, 5, asks=(endpoint, "forbidden"))
+    assert KEY not in str(failed.value)
 
 
 class _Member(StandInMember):

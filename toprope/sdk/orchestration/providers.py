@@ -58,11 +58,19 @@ def provider(name: str, url: str = "") -> Callable[[str, int], list[tuple[str, s
     return search
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirect could carry the key elsewhere: it is a refusal."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
 def _fetch(request: urllib.request.Request) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urllib.request.build_opener(_Stay).open(request, timeout=_TIMEOUT_S) as response:
             answer = json.loads(response.read(_LONGEST))
     except urllib.error.HTTPError as error:
+        error.close()
         raise InvalidRequest(f"The search provider answered {error.code}.") from None
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"The search provider could not be asked: {getattr(error, 'reason', error)}.") from None
