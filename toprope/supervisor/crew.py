@@ -156,12 +156,14 @@ class Crew:
         long as SIGKILL ends what it is sent to.
 
         Args:
-            grace_s: Seconds to end in order. Members that have nothing to save get two of them at most.
+            grace_s: Seconds to end in order. Members that have nothing to save get two of them at most, all together,
+                and those that are closed last half a second at least.
             patient_with: Members that end by themselves: a trainer that has something to save, whoever has finished.
                 They are not signalled within the grace.
         """
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + max(grace_s, 0.0)
+        soon = loop.time() + min(grace_s, _NOTHING_TO_SAVE_S)
         await self._sweep_unguarded()
         running = [component for component in self._components.values() if not component.gone.is_set()]
         first = [component for component in running if component.name in _CLOSED_FIRST]
@@ -174,7 +176,7 @@ class Crew:
         rest = [component for component in running if component not in first]
         self._deadline = max(self._deadline, loop.time() + min(grace_s, _SECOND_GRACE_S))
         for component in rest:
-            component.stop(min(self._deadline - loop.time(), _NOTHING_TO_SAVE_S))
+            component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
         await self._all_gone(rest)
         await self._sweep_unguarded()
 
