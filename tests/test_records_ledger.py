@@ -1,13 +1,14 @@
 """The ledger: a file that is the truth, and a table that follows it."""
 
 import json
+import os
 import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from toprope.errors import NotFound
+from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.index import Index
 from toprope.records.ledger import Experiment, Figures, Ledger
 from toprope.records.migrations import MIGRATIONS
@@ -95,3 +96,14 @@ def test_an_index_of_the_first_version_takes_the_new_tables(tmp_path):
     ledger = Ledger(Index(path), tmp_path / "ledger.jsonl")
     kept = ledger.put(entry(ledger))
     assert ledger.get(kept.id) == kept
+
+
+def test_a_line_that_the_disk_took_in_part_is_no_line(ledger, monkeypatch):
+    kept, write = ledger.put(entry(ledger)), os.write
+    lost = entry(ledger, 2.0)
+    monkeypatch.setattr("toprope.records.ledger.os.write", lambda descriptor, data: write(descriptor, data[:40]))
+    with pytest.raises(NotPossibleNow, match="cannot be written: No space left"):
+        ledger.put(lost)
+    monkeypatch.undo()
+    later = ledger.put(entry(ledger, 3.0))
+    assert [one.id for one in ledger.entries()] == [later.id, kept.id]

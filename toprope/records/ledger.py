@@ -7,6 +7,7 @@ reading by environment; an index that is new, restored or rebuilt reads the file
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -148,7 +149,8 @@ class Ledger:
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
                     data = b"\n" + data  # a full disk cut the last line; this one must not become its rest
-                os.write(descriptor, data)
+                if os.write(descriptor, data) < len(data):  # the disk took a part; the reader passes over it
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
