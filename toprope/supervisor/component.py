@@ -72,6 +72,7 @@ class Component:
         grace_s: Seconds it gets to end when the keeper is gone.
         lock: The run's lock, of which the guard holds a copy.
         folder: Its working directory.
+        inherits: Descriptors that it gets under their numbers here.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Component:
         grace_s: float,
         lock: RunLock | None = None,
         folder: Path | None = None,
+        inherits: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.pid: int | None = None
@@ -98,7 +100,7 @@ class Component:
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
         self._pending = b""
         self._background: set[asyncio.Task[None]] = set()
-        self._spawn(argv, variables, log, grace_s, lock, folder)
+        self._spawn(argv, variables, log, grace_s, lock, folder, inherits)
 
     def _spawn(
         self,
@@ -108,11 +110,12 @@ class Component:
         grace_s: float,
         lock: RunLock | None,
         folder: Path | None,
+        inherits: Sequence[int],
     ) -> None:
         orders, self._orders = os.pipe()
         control, self._control = os.pipe()
         self._report, report = os.pipe()
-        passed = [control, report]
+        passed = [control, report, *inherits]
         command = [sys.executable, "-I", "-S", str(_GUARD), "--control", str(control), "--report", str(report)]
         if lock is not None:
             passed.append(lock.fileno())

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from toprope.records.crew import ENV_LIFE, Evaluate, Order, Peers, Stop, Without
+from toprope.records.crew import ENV_LIFE, ENV_LISTENER_FD, Evaluate, Order, Peers, Stop, Without
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.supervisor import guard
@@ -27,6 +28,7 @@ _SECOND_GRACE_S = 0.5
 """What inference and api get at least when those that are closed before them used the grace up."""
 _NOTHING_TO_SAVE_S = 2.0
 """The most that a member gets to end in order, unless there is something to save."""
+_BACKLOG = 1024
 _CLOSED_FIRST = ("environment", "trainer", "policy")
 
 
@@ -68,6 +70,7 @@ class Crew:
         self._lives: Counter[str] = Counter()
         self._deadline = float("inf")
         self._hurry = asyncio.Event()
+        self._listener: socket.socket | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._components
@@ -78,10 +81,12 @@ class Crew:
     def launch(self, name: str, *arguments: str) -> Component:
         """Starts one component and tells it the addresses known so far."""
         self._folder.make_temporary()
+        kept = self._kept_open() if name == "api" else None
         component = Component(
             name,
             [*command_of(name, self._programs), *arguments],
             variables={ENV_LIFE: str(self._lives[name])}
+            | ({} if kept is None else {ENV_LISTENER_FD: str(kept.fileno())})
             | for_component(
                 name,
                 folder=self._folder.path,
@@ -97,6 +102,7 @@ class Crew:
             grace_s=self._spec.config.launcher.stop_grace_s,
             lock=self._lock,
             folder=self._folder.path,
+            inherits=[] if kept is None else [kept.fileno()],
         )
         self._components[name] = component
         self._lives[name] += 1
@@ -105,6 +111,16 @@ class Crew:
         for order in self._lasting.get(name, {}).values():
             component.send(order)
         return component
+
+    def _kept_open(self) -> socket.socket:
+        """The socket on which the API listens in all its lives: outside environments know one address, and whoever
+        calls while it is started again waits in line instead of being refused."""
+        if self._listener is None:
+            # Named by its protocol, or asyncio leaves Nagle's algorithm on, which costs 44 ms an answer.
+            self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            self._listener.bind(("127.0.0.1", 0))
+            self._listener.listen(_BACKLOG)
+        return self._listener
 
     def announce(self, name: str, address: str) -> None:
         """Tells everybody where `name` is."""
@@ -179,6 +195,9 @@ class Crew:
             component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
         await self._all_gone(rest)
         await self._sweep_unguarded()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def sweep_after(self, component: Component) -> None:
         """Ends what a component left whose guard was killed."""
