@@ -179,6 +179,22 @@ def test_a_failure_is_told_of_while_all_are_waited_for_where_that_is_named(house
     assert met(answer) == [(first.run_id, "failed")]
 
 
+@pytest.mark.parametrize("until", [["end"], ["all ended", "failed"], ["step 1"]])
+def test_an_end_that_was_told_is_not_met_again_while_others_live(house, until):
+    shop, start = house
+    first, second = start(), start()
+    step(first, 1)
+    become(first, "failed", ended_at=time.time())
+    told = check(shop, first, second, wait_s=30, until=until)
+    assert first.run_id in {run_id for run_id, _ in met(told)}
+    event(first, "end", state="failed")()
+    again = check(shop, first, second, wait_s=0.5, until=until, cursor=told.data.cursor)
+    assert met(again) == [] and "Nothing of until was met" in again.text
+    ends = [lambda: become(second, "completed", ended_at=time.time())]
+    last = check(shop, first, second, wait_s=30, until=["end"], cursor=again.data.cursor, acts=ends)
+    assert second.run_id in {run_id for run_id, _ in met(last)}
+
+
 def test_a_state_that_was_passed_on_the_way_is_met(house):
     shop, start = house
     folder = start()

@@ -96,8 +96,11 @@ async def wait_for_news(
 
 
 def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
-    met = [Met(look.run_id, one.name) for one in until for look in looks if one.met(look.status, look.news)]
-    if all(look.status.ended for look in looks):
+    """Which run meets what. One whose end its caller knows meets nothing while others live: they are waited for."""
+    over = all(look.status.ended for look in looks)
+    judged = looks if over else [look for look in looks if not look.told_the_end]
+    met = [Met(look.run_id, one.name) for one in until for look in judged if one.met(look.status, look.news)]
+    if over:
         last = max(looks, key=lambda look: look.status.ended_at or look.now)
         met += [Met(last.run_id, one.name) for one in until if one.of_all]
     return met
