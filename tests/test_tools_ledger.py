@@ -4,12 +4,13 @@ import time
 
 import anyio
 import pytest
-from tools_house import become, make_workshop, step
+from tools_house import age_stamp, become, make_workshop, step
 
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.config import edit_config
 from tools.environments import select_environment
 from tools.ledger import get_handoff, ledger_of, note_experiment
+from tools.status import check_status
 from tools.training import start_training
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.ledger import Experiment, Figures
@@ -128,3 +129,40 @@ def test_a_long_history_still_fits_and_texts_cannot_break_out(house):
     text = do(get_handoff, shop).text
     assert text.count("\nNEXT\n") == 1
     assert "and 138 earlier experiments" in text
+
+
+def test_a_handoff_tells_no_fresher_numbers_than_a_status(house):
+    shop, _ = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    live = shop.runs.folder(do(start_training, shop, draft_id=draft).data.run_id)
+    step(live, 20)
+    assert "step 20 of 100, reward 0.2" in do(get_handoff, shop).text
+    step(live, 30)
+    assert "step 20 of 100, reward 0.2" in do(get_handoff, shop).text
+    assert do(check_status, shop, run_ids=[live.run_id]).data.runs[0].numbers["step"] == 20
+    age_stamp(shop, live.run_id, 3600)
+    assert "step 30 of 100" in do(get_handoff, shop).text
+
+
+def test_a_seed_group_is_noted_by_its_id(house):
+    shop, _ = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    group = do(start_training, shop, draft_id=draft, seeds=2).data
+    noted = do(note_experiment, shop, hypothesis="seeds agree", run_ids=[group.group_id]).data.experiment
+    assert noted.runs == group.run_ids
+
+
+def test_a_handoff_of_any_language_fits_and_says_what_is_next(house):
+    shop, _ = house
+    ledger = ledger_of(shop)
+    for number in range(60):
+        ledger.set_goal(f"env-{number}", "\N{PILE OF POO}" * 400)
+        ledger.put(
+            Experiment(
+                id=f"exp-{number:04d}", at=float(number), updated_at=0.0, environment=f"env-{number}",
+                hypothesis="\N{PILE OF POO}" * 2000, outcome="\N{PILE OF POO}" * 2000, runs=[f"run-{number}"],
+                figures={"r": Figures(state="completed", accuracy=0.5, tasks=100)},
+            )
+        )  # fmt: skip
+    text = do(get_handoff, shop).text
+    assert "env-59" in text and text.count("\nNEXT\n") == 1 and "fork_config" in text.rpartition("NEXT")[2]

@@ -12,13 +12,15 @@ from anyio import to_thread
 from tools import memory_answers as answers
 from tools.answers import Answer, call, clip, percent
 from tools.config import said_changes
-from toprope.analysis.handoff import Standing, handoff
+from tools.looking import told_numbers
+from toprope.analysis.handoff import LIVE, Standing, handoff
 from toprope.analysis.intervals import wilson
 from toprope.analysis.plateau import plateau
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.ledger import Decision, Experiment, Figures, Ledger
 from toprope.records.specification import Specification
 from toprope.records.status import Status
+from toprope.workbench.seeds import expand
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -52,7 +54,7 @@ async def note_experiment(
         workshop: The server's.
         experiment_id: Which to amend; None: a new one.
         hypothesis: What is tried and why it should help.
-        run_ids: Its runs; when amending, they are added.
+        run_ids: Its runs, or seed groups of them; when amending, they are added.
         draft_id: The draft that it is tried with.
         outcome: What came of it.
         decision: What follows from that.
@@ -66,7 +68,7 @@ async def note_experiment(
 
     def work() -> Answer:
         ledger = ledger_of(workshop)
-        runs = list(dict.fromkeys(run_ids or []))
+        runs = expand(workshop.home.runs, run_ids or [])
         environments = [_specification(workshop, run_id).environment.name for run_id in runs]
         if draft_id is not None:
             environments.append(workshop.drafts.get(draft_id).environment.name)
@@ -123,7 +125,7 @@ async def get_handoff(workshop: Workshop) -> Answer:
             last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
             drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
         locked = [f"{lock.field} {lock.says}" for lock in workshop.home.locks()]
-        text = handoff(Standing(runs, experiments, ledger.goals(), drafts, locked))
+        text = handoff(Standing(_as_told(workshop, runs), experiments, ledger.goals(), drafts, locked))
         data = answers.Handoff(
             live_runs=[run.run_id for run in runs if not run.ended][:20],
             experiments=len(experiments),
@@ -132,6 +134,19 @@ async def get_handoff(workshop: Workshop) -> Answer:
         return Answer(text, data)
 
     return await to_thread.run_sync(work)
+
+
+def _as_told(workshop: Workshop, runs: list[Status]) -> list[Status]:
+    """The runs with the numbers that anybody may see now: the limit of check_status holds here, too."""
+    shown = {run.run_id for run in [run for run in runs if not run.ended][:LIVE]}
+    told = []
+    for run in runs:
+        try:
+            numbers = told_numbers(workshop, run.run_id)[0] if run.run_id in shown else run.progress
+        except NotFound:  # removed meanwhile
+            continue
+        told.append(run.model_copy(update={"progress": numbers}))
+    return told
 
 
 def refreshed(workshop: Workshop, entry: Experiment) -> Experiment:

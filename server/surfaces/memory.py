@@ -80,7 +80,7 @@ class Memory(Part):
         hypothesis: Annotated[
             str | None, Field(max_length=2000, description="What is tried and why it should help; for a new one.")
         ] = None,
-        run_ids: Annotated[Names, Field(description="Ids of the runs that belong to it.")] = None,
+        run_ids: Annotated[Names, Field(description="Ids of the runs or seed groups that belong to it.")] = None,
         draft_id: Annotated[str | None, Field(description="The draft it is tried with.")] = None,
         experiment_id: Annotated[
             str | None, Field(description="Amends this one (exp-7f3k); omit for a new one.")

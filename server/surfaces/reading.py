@@ -23,7 +23,7 @@ class Reading(Part):
         self,
         state: Annotated[
             Literal["any", "live", "ended"],
-            Field(description="live: not ended yet; ended: completed, stopped, failed."),
+            Field(description="live: not ended yet; ended: completed, stopped, failed or lost."),
         ] = "any",
         query: Annotated[
             str | None, Field(description="Text that the run's id, environment, kind or state must contain.")

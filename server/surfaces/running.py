@@ -102,8 +102,8 @@ class Running(Part):
         end. Loading, held-out evaluation before and after and a last checkpoint are part of it. Later edits of the
         draft do not touch it. While the machine is taken the run is queued, and check_status says behind what. A draft
         revision whose run is live is refused unless again=true; so is what the owner's limits leave no room for. With
-        seeds it answers a group_id, which check_status, stop_training and compare_runs take. Next: check_status with
-        wait_s. To measure without training, call test_inference.
+        seeds it answers a group_id, which check_status, stop_training, compare_runs and note_experiment take. Next:
+        check_status with wait_s. To measure without training, call test_inference.
         """
         if shown is not None:
             confirm = agreed(shown, consent)

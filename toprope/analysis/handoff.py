@@ -14,10 +14,10 @@ from toprope.analysis.plateau import noise_floor, plateau
 from toprope.records.ledger import Experiment
 from toprope.records.status import Status
 
-__all__ = ["Standing", "handoff"]
+__all__ = ["LIVE", "Standing", "handoff"]
 
-_MOST_CHARACTERS = 24_000
-_LIVE, _LEARNED, _OPEN, _DRAFTS = 10, 12, 8, 6
+_MOST_BYTES = 32_000
+LIVE, _LEARNED, _OPEN, _DRAFTS, _ENVIRONMENTS = 10, 12, 8, 6, 12
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Standing:
     experiments: Sequence[Experiment]
     """Newest first."""
     goals: Mapping[str, str]
+    """By environment, the one that was set last at the end."""
     drafts: Sequence[str]
     """A line each: id, environment, what was changed."""
     locked: Sequence[str] = field(default_factory=tuple)
@@ -35,7 +36,7 @@ class Standing:
 
 
 def handoff(standing: Standing, now: float | None = None) -> str:
-    """The text, at most 24,000 characters.
+    """The text, at most 32,000 bytes; what is next is never cut.
 
     Args:
         standing: What there is.
@@ -53,14 +54,17 @@ def handoff(standing: Standing, now: float | None = None) -> str:
         parts += ["DRAFTS", *(f"- {line}" for line in standing.drafts[:_DRAFTS])]
     if standing.locked:
         parts.append(f"LOCKED BY THE OWNER: {'; '.join(standing.locked[:12])}.")
-    parts += _next(standing)
-    text = "\n".join(parts)
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 20] + "\n[cut]"
+    text, following = "\n".join(parts), "\n".join(_next(standing))
+    room = _MOST_BYTES - len(following.encode()) - 20
+    if len(text.encode()) > room:
+        text = text.encode()[:room].decode(errors="ignore") + "\n[cut]"
+    return f"{text}\n{following}"
 
 
 def _goals(standing: Standing) -> list[str]:
     if standing.goals:
-        return ["GOAL", *(f'- {name}: "{_clean(goal, 400)}"' for name, goal in standing.goals.items())]
+        newest = list(standing.goals.items())[-_ENVIRONMENTS:]
+        return ["GOAL", *(f'- {name}: "{_clean(goal, 400)}"' for name, goal in newest)]
     names = list(dict.fromkeys(run.environment for run in standing.runs if run.environment))[:5]
     if names:
         return [f"GOAL: none was noted. Trained so far: {', '.join(names)}. note_experiment(goal=...) keeps one."]
@@ -72,7 +76,7 @@ def _running(runs: Sequence[Status], now: float) -> list[str]:
     if not live:
         return ["RUNNING: nothing."]
     lines = ["RUNNING"]
-    for run in live[:_LIVE]:
+    for run in live[:LIVE]:
         numbers = run.progress
         said = f"- {run.run_id}: {run.state}, {run.kind}, {run.environment}"
         if "step" in numbers:
@@ -82,8 +86,8 @@ def _running(runs: Sequence[Status], now: float) -> list[str]:
         if isinstance(numbers.get("eta_s"), int | float):
             said += f", {numbers['eta_s'] / 60:.0f} min left"
         lines.append(f"{said}; started {_ago(now - run.created_at)} ago")
-    if len(live) > _LIVE:
-        lines.append(f"- and {len(live) - _LIVE} more")
+    if len(live) > LIVE:
+        lines.append(f"- and {len(live) - LIVE} more")
     return lines
 
 
@@ -112,7 +116,7 @@ def _learned(standing: Standing) -> list[str]:
         lines.append(said)
     if len(standing.experiments) > _LEARNED:
         lines.append(f"- and {len(standing.experiments) - _LEARNED} earlier experiments")
-    for name in dict.fromkeys(entry.environment for entry in standing.experiments):
+    for name in list(dict.fromkeys(entry.environment for entry in standing.experiments))[:_ENVIRONMENTS]:
         own = [entry for entry in standing.experiments if entry.environment == name]
         measured = [entry for entry in own if entry.accuracy is not None]
         if measured:
