@@ -10,7 +10,7 @@ import pytest
 
 from toprope.analysis import paired
 from toprope.analysis.comparison import Answers, Cost, Measured, Side, compare, unlike
-from toprope.analysis.intervals import mean_interval, paired_difference, seeds_margin, t_quantile
+from toprope.analysis.intervals import mean_interval, paired_difference, seeds_margin, t_quantile, wilson
 from toprope.analysis.paired import sign_flip
 from toprope.errors import InvalidValue
 
@@ -131,6 +131,15 @@ def test_seeds_that_agree_show_a_gain():
     found = compare(a, b)
     assert found.verdict == "b" and found.rests_on == ()
     assert compare(b, a).verdict == "a"
+
+
+def test_seeds_that_agree_by_chance_are_no_surer_than_their_tasks():
+    same = side("a", run("a0", wins(10, of=20)), run("a1", wins(10, of=20)))
+    spread = side("b", run("b0", wins(2, of=20)), run("b1", wins(18, of=20)))
+    found = compare(same, spread)
+    share = wilson(10, 20)
+    assert (found.a.interval.low, found.a.interval.high) == (share.low, share.high) and found.a.spread == 0.0
+    assert (found.b.interval.low, found.b.interval.high) == (0.0, 1.0)
 
 
 def test_a_gain_of_one_seed_alone_is_named():

@@ -84,7 +84,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Means:
-    """One side's accuracies: by run, their mean, and its 95 % interval (over seeds; over tasks for a single run)."""
+    """One side's accuracies: by run, their mean, and its 95 % interval: over seeds or over tasks, whichever is wider.
+    Seeds that happen to agree answered the same tasks, and say nothing of others."""
 
     by_run: tuple[float, ...]
     interval: Interval
@@ -210,14 +211,14 @@ def _answers(side: Side, greedy: bool) -> list[Answers] | None:
 
 def _means(answers: Sequence[Answers]) -> Means:
     by_run = tuple(one.accuracy for one in answers)
-    if len(by_run) > 1:
-        over_seeds = mean_interval(by_run)
-        kept = Interval(over_seeds.value, max(0.0, over_seeds.low), min(1.0, over_seeds.high))
-        return Means(by_run, kept, statistics.stdev(by_run))
-    one = answers[0]
-    # Answers to one task are not independent: the interval counts tasks.
-    share = wilson(sum(one.wins) / one.each, len(one.wins))
-    return Means(by_run, Interval(share.value, share.low, share.high), None)
+    # Answers to one task are not independent, of one seed or of several: the interval counts tasks.
+    tasks = len(answers[0].wins)
+    share = wilson(sum(sum(one.wins) / one.each for one in answers) / len(answers), tasks)
+    if len(by_run) == 1:
+        return Means(by_run, Interval(share.value, share.low, share.high), None)
+    seeds = mean_interval(by_run)
+    wider = Interval(seeds.value, max(0.0, min(seeds.low, share.low)), min(1.0, max(seeds.high, share.high)))
+    return Means(by_run, wider, statistics.stdev(by_run))
 
 
 def _differences(a: Sequence[Answers], b: Sequence[Answers]) -> list[int]:
