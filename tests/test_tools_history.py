@@ -11,11 +11,15 @@ from tools.answers import TOKEN_BUDGET, tokens
 from tools.config import edit_config
 from tools.environments import select_environment
 from tools.history import diff_config, fork_config, reproduce_run, undo_edit
+from tools.inference import test_inference
 from tools.results import get_results
 from tools.training import start_training
+from tools.workshop import Workshop
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
+from toprope.records.folder import write_json
 from toprope.records.manifest import Manifest
 from toprope.records.specification import Specification
+from toprope.supervisor.ledger import accounts, the_books
 from toprope.supervisor.watchers.provenance import collect
 
 
@@ -123,6 +127,40 @@ def test_a_repeated_run_is_held_against_the_first(house):
     text = do(get_results, shop, run_id=again).text
     assert f"Not the same as {run}: 1 of 2 metrics differ from step 1 on (reward)" in text
     assert "libraries.torch" in text and "0.0.1" in text and "environment.sha256" in text
+
+
+def test_a_test_that_is_repeated_is_held_against_the_first_by_its_tasks(house):
+    shop, launcher = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    run = do(test_inference, shop, draft_id=draft).data.run_id
+    again = None
+    for right in (50, 90):
+        folder = ended(shop, launcher, again or run)
+        write_json(folder.evaluation("test"), {"sampled": {"split": "validation", "tasks": 100, "successes": right}})
+        if again is None:
+            again = do(reproduce_run, shop, run_id=run).data.run_id
+            early = do(get_results, shop, run_id=again)
+            assert "Nothing to compare" in early.text and early.data.results["reproduction"]["same"] is False
+    result = do(get_results, shop, run_id=again)
+    assert f"Beside {run}: accuracy on validation tasks 50.0% and 90.0%, further apart than" in result.text
+    assert result.data.results["reproduction"]["same"] is False
+
+
+def test_a_repetition_is_pencilled_in_and_holds_the_books_for_no_longer(house, monkeypatch):
+    shop, launcher = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    run = do(start_training, shop, draft_id=draft).data.run_id
+    ended(shop, launcher, run)
+    start, seen = Workshop.start, []
+
+    def starting(workshop, specification):
+        with the_books(workshop.home.runs):
+            seen.extend(account.run_id for account in accounts(workshop.home.runs) if account.live)
+        return start(workshop, specification)
+
+    monkeypatch.setattr(Workshop, "start", starting)
+    monkeypatch.setattr("toprope.supervisor.ledger._WITHIN_S", 0.2)
+    assert seen == [] and do(reproduce_run, shop, run_id=run).data.run_id in seen
 
 
 def test_a_repetition_is_within_the_owners_limits(house):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,7 +23,7 @@ from toprope.records.specification import Specification
 from toprope.records.status import LIVE, Status
 from toprope.settings.fields import Change
 from toprope.settings.presets import load_preset
-from toprope.supervisor.ledger import the_books
+from toprope.supervisor.ledger import pencilled_in, the_books
 from toprope.supervisor.variables import for_worker
 from toprope.workbench.budgets import demand, reserve
 from toprope.workbench.history import Side, config_of_preset, difference
@@ -188,16 +189,18 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
 def _started(workshop: Workshop, again: Specification) -> Specification:
     """Hands it to a keeper, within the owner's limits."""
     limits, machine = workshop.home.limits(), machine_of(workshop.settings())
-    with the_books(workshop.home.ensure().runs):
-        [again] = reserve([again], limits, machine, workshop.home.runs)
-        if limits.confirm != "never":
-            shown = preview([again], limits, demand(again, machine), workshop.home.runs)
-            if why := needs_confirmation(limits, shown):
-                fork = call("fork_config", run_id=again.reproduces)
-                raise NotPossibleNow(
-                    f"The owner wants such a start confirmed: {why}. Nothing was started.",
-                    hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
-                )
+    with ExitStack() as pencil:
+        with the_books(workshop.home.ensure().runs):
+            [again] = reserve([again], limits, machine, workshop.home.runs)
+            if limits.confirm != "never":
+                shown = preview([again], limits, demand(again, machine), workshop.home.runs)
+                if why := needs_confirmation(limits, shown):
+                    fork = call("fork_config", run_id=again.reproduces)
+                    raise NotPossibleNow(
+                        f"{why} Nothing was started.",
+                        hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
+                    )
+            pencil.enter_context(pencilled_in(workshop.home.runs, [again]))
         try:
             workshop.start(again)
         except ComponentFailed as error:
@@ -219,7 +222,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         inputs: dict[str, list[Any]] = {}
         if manifests[0] is not None and manifests[1] is not None:
             inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
-        after = [_after(folder) for folder in folders]
+        after = [_measured(folder, "after" if specification.trains else "test") for folder in folders]
     except (NotFound, Corrupt):  # the other run is gone or damaged: this one has results all the same
         return None
     return compare_runs_of_one(
@@ -229,12 +232,13 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         deterministic=specification.config.algorithm.deterministic,
         inputs=inputs,
         heldout=(after[0], after[1]),
+        measured="held-out accuracy" if specification.trains else "accuracy on validation tasks",
     )
 
 
-def _after(folder: RunFolder) -> Any:
+def _measured(folder: RunFolder, label: str) -> Any:
     report = gather(folder, Specification.read(folder), Status.read(folder))
-    measured = report.evaluations.get("after")
+    measured = report.evaluations.get(label)
     return measured.sampled.proportion() if measured is not None and measured.sampled is not None else None
 
 

@@ -39,12 +39,13 @@ class Reproduction(BaseModel):
     inputs: dict[str, list[Any]]
     """Inputs that differ, by name: the first run's, the second's."""
     heldout: str = ""
-    """What the held-out accuracies after training say, in words; empty where they were not measured."""
+    """What the held-out accuracies after training (of a test, those of its tasks) say, in words; empty where they were
+    not measured."""
 
     @property
     def same(self) -> bool:
-        """Whether every compared metric is equal at every step, and both have as many."""
-        return not self.differing and self.steps_first == self.steps_second
+        """Whether there are steps, every compared metric is equal at every one, and both have as many."""
+        return self.steps > 0 and not self.differing and self.steps_first == self.steps_second
 
     @property
     def says(self) -> str:
@@ -54,6 +55,8 @@ class Reproduction(BaseModel):
             if self.inputs
             else "No recorded input differs."
         )
+        if self.steps == 0 and self.heldout:
+            return f"Beside {self.of}: {self.heldout} {inputs}"
         if self.steps == 0:
             return f"Nothing to compare with {self.of} yet: there is no step that both have. {inputs}"
         if self.deterministic:
@@ -86,6 +89,7 @@ def compare_runs_of_one(
     deterministic: bool,
     inputs: Mapping[str, list[Any]] | None = None,
     heldout: tuple[Proportion | None, Proportion | None] = (None, None),
+    measured: str = "held-out accuracy",
 ) -> Reproduction:
     """Compares the rows of two runs of one specification.
 
@@ -94,7 +98,8 @@ def compare_runs_of_one(
         first, second: Rows of metrics.jsonl, a row a step, in order.
         deterministic: Whether equality is promised.
         inputs: From `differing_inputs`.
-        heldout: Accuracies after training.
+        heldout: Accuracies after training, or of a test.
+        measured: What those are called.
     """
     other = {row["step"]: row for row in second}
     shared = [(row, other[row["step"]]) for row in first if row["step"] in other]
@@ -117,14 +122,14 @@ def compare_runs_of_one(
         differing=sorted(differing, key=lambda name: (differing[name], name)),
         first_difference=min(differing.values(), default=None),
         inputs=dict(inputs or {}),
-        heldout=_heldout(*heldout),
+        heldout=_heldout(*heldout, measured),
     )
 
 
-def _heldout(first: Proportion | None, second: Proportion | None) -> str:
+def _heldout(first: Proportion | None, second: Proportion | None, measured: str) -> str:
     if first is None or second is None:
         return ""
-    figures = f"held-out accuracy {100 * first.value:.1f}% and {100 * second.value:.1f}%"
+    figures = f"{measured} {100 * first.value:.1f}% and {100 * second.value:.1f}%"
     apart = first.high < second.low or second.high < first.low
     return f"{figures}, {'further apart than' if apart else 'within'} their 95 % intervals."
 
