@@ -132,7 +132,7 @@ def test_starting_freezes_the_draft_and_names_the_next_call(house):
     answer = do(start_training, shop, draft_id=draft_id, name="My try")
     run_id = answer.data.run_id
     assert run_id.startswith("my-try-")
-    assert f'check_status(run_ids=["{run_id}"], wait_s=45)' in answer.text
+    assert f'check_status(run_ids=["{run_id}"], wait_s=900, until=["finding", "stall", "end"])' in answer.text
     specification = Specification.read(shop.runs.folder(run_id))
     assert (specification.kind, specification.draft_id, specification.draft_revision) == ("train", draft_id, 1)
     assert specification.policy_cache == str(shop.home.policies)

@@ -210,6 +210,7 @@ def test_what_was_not_met_is_said_and_the_end_of_a_run_ends_the_wait(house):
     answer = check(shop, folder, wait_s=0.3, until=["step 50"])
     assert answer.data.met == []
     assert "Nothing of until was met in 0 s." in answer.text
+    assert 'until=["step 50"], cursor=' in answer.text.splitlines()[-1]
     ended = check(
         shop, folder, wait_s=30, until=["step 50"], acts=[lambda: become(folder, "stopped", ended_at=time.time())]
     )

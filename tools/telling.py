@@ -34,11 +34,11 @@ _SHORT = 3
 
 @dataclass(frozen=True)
 class Patience:
-    """What was asked of a wait: seconds asked for, seconds that the client holds out, and whether it had conditions."""
+    """What was asked of a wait: seconds asked for, seconds that the client holds out, and its conditions by name."""
 
     asked_s: float
     longest_s: float
-    conditional: bool = False
+    until: tuple[str, ...] = ()
 
     @property
     def wait_s(self) -> float:
@@ -84,7 +84,8 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
     live = [one.item.run_id for one in told if one.item.state in LIVE]
     at = {**known, **{one.item.run_id: one.place for one in told}}
     here = places.written({run_id: at[run_id] for run_id in live})
-    following = f"Next: {call('check_status', wait_s=round(patience.longest_s), cursor=here)}"
+    goes_on = {"until": list(patience.until)} if patience.until else {}
+    following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     data = answers.StatusAnswer(
         runs=[one.item for one in told],
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
@@ -96,7 +97,7 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
     lines = []
     if met:
         lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
-    elif patience.conditional:
+    elif patience.until:
         lines.append(f"Nothing of until was met{_after(patience)}.")
     elif patience.cut:
         lines.append(f"A wait lasts {duration(patience.longest_s)} at most: this client drops longer calls.")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["launch", "resume_training", "start_training", "stop_training"]
 
 _LOOK_AGAIN_S = 0.02
+_WAIT_S = 900
+"""What a start advises to wait; a client that holds out less is cut to that and told so."""
 
 
 async def start_training(
@@ -80,9 +82,9 @@ async def start_training(
     text = (
         f"Started {specification.run_id}: {specification.environment.name}, {draft_id} revision "
         f"{specification.draft_revision}, at most {limit}. It goes on whatever happens to this server.\n"
-        f"Next: {call('check_status', run_ids=[specification.run_id], wait_s=45)}"
+        f"{_next(specification.run_id)}"
     )
-    return Answer(text, _started(specification))
+    return Answer(text, _started(specification), brief=True)
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
@@ -135,7 +137,7 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
         text += " starts again: a run of this kind has no steps."
     from_step = (step or 0) if kind in TRAINING else None
     data = answers.Resumed(run_id=run_id, kind=kind, attempt=status.attempt, state=status.state, from_step=from_step)
-    return Answer(f"{text}\nNext: {call('check_status', run_ids=[run_id], wait_s=45)}", data)
+    return Answer(f"{text}\n{_next(run_id)}", data)
 
 
 def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
@@ -194,10 +196,9 @@ def _group_started(specifications: Sequence[Specification], limit: str) -> Answe
         f"Started the group {group}: {len(ids)} runs of {first.environment.name}, {first.draft_id} revision "
         f"{first.draft_revision}, seeds {seeds}, each at most {limit}. They queue for the machine and go on whatever "
         f"happens to this server: {', '.join(ids)}.\n"
-        f"Next: {call('check_status', run_ids=[group], wait_s=45)}; once they have ended, compare_runs holds the group "
-        "against another."
+        f"{_next(group, grouped=True)}; compare_runs then holds the group against another."
     )
-    return Answer(text, _started(first).model_copy(update={"run_ids": ids, "group_id": group}))
+    return Answer(text, _started(first).model_copy(update={"run_ids": ids, "group_id": group}), brief=True)
 
 
 def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
@@ -233,9 +234,9 @@ def _awaited(workshop: Workshop, start: StartKey) -> Answer:
         group, ids = found[0], members(workshop.home.runs, found[0])
         data = data.model_copy(update={"group_id": group, "run_ids": ids})
         text = f"The group {group} ({', '.join(ids)}) was started with this key before; no second one was started."
-        return Answer(f"{text}\nNext: {call('check_status', run_ids=[group], wait_s=45)}", data)
+        return Answer(f"{text}\n{_next(group, grouped=True)}", data, brief=True)
     text = f"{start.run_id} was started with this key before and is {status.state}; no second run was started."
-    return Answer(f"{text}\nNext: {call('check_status', run_ids=[start.run_id], wait_s=45)}", data)
+    return Answer(f"{text}\n{_next(start.run_id)}", data, brief=True)
 
 
 def _started(specification: Specification) -> answers.Started:
@@ -246,6 +247,12 @@ def _started(specification: Specification) -> answers.Started:
         revision=specification.draft_revision or 0,
         state="queued",
     )
+
+
+def _next(run_id: str, *, grouped: bool = False) -> str:
+    """The wait that follows a start: one that ends at what matters, and that each client cuts to what it holds out."""
+    until = ["all ended", "failed"] if grouped else ["finding", "stall", "end"]
+    return f"Next: {call('check_status', run_ids=[run_id], wait_s=_WAIT_S, until=until)}"
 
 
 def _ended(state: str) -> str:
