@@ -8,7 +8,7 @@ import pytest
 from tools_house import become, make_workshop
 
 from tools.answers import TOKEN_BUDGET, tokens
-from tools.config import edit_config
+from tools.config import edit_config, get_config
 from tools.environments import select_environment
 from tools.history import diff_config, fork_config, reproduce_run, undo_edit
 from tools.inference import test_inference
@@ -127,6 +127,30 @@ def test_a_repeated_run_is_held_against_the_first(house):
     text = do(get_results, shop, run_id=again).text
     assert f"Not the same as {run}: 1 of 2 metrics differ from step 1 on (reward)" in text
     assert "libraries.torch" in text and "0.0.1" in text and "environment.sha256" in text
+
+
+def test_values_of_any_size_are_cut_and_the_answer_says_so(house):
+    shop, _ = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    for values in (
+        {"policy.model": "m" * 100_000},
+        {"environment.reward_weights": {f"k{n}": 1.0 for n in range(9999)}},
+    ):
+        [field] = values
+        told = do(edit_config, shop, draft_id=draft, changes=values).data.changed
+        assert [one.field for one in told] == [field] and "[cut; " in told[0].after
+    assert fields(do(diff_config, shop, a=draft))["policy.model"][0].endswith("[cut; 100002 characters]")
+    read = do(get_config, shop, draft_id=draft)
+    assert len(read.data.history) == 2 and "Edits (2)" in read.text
+    for number in range(11):
+        do(edit_config, shop, draft_id=draft, changes={"policy.model": str(number) * 3000})
+    read = do(get_config, shop, draft_id=draft)
+    assert read.data.history[-1].revision == 14 and "Edits (13)" in read.text
+    do(edit_config, shop, draft_id=draft, changes={"policy.model": "org/model", "budget.steps": 7})
+    assert (
+        next(one.value for one in do(get_config, shop, draft_id=draft).data.fields if one.field == "budget.steps") == 7
+    )
+    assert shop.drafts.get(draft).config.environment.reward_weights["k9998"] == 1.0
 
 
 def test_a_test_that_is_repeated_is_held_against_the_first_by_its_tasks(house):

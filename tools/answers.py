@@ -7,9 +7,11 @@ start (the structures are published with the tools), so it imports nothing of th
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,9 @@ __all__ = [
     "ago",
     "call",
     "clip",
+    "cut",
     "duration",
+    "fitting",
     "number",
     "percent",
     "tokens",
@@ -236,6 +240,21 @@ class LogAnswer(_Data):
 def tokens(answer: Answer) -> int:
     """An answer's size in tokens, as bytes / 4."""
     return (len(answer.text.encode()) + len(answer.data.model_dump_json().encode())) // 4
+
+
+def fitting(make: Callable[[int], Answer]) -> Answer:
+    """The answer with values as long as the budget allows: `make` is given the most characters of one."""
+    for limit in (4000, 800, 200, 60):
+        answer = make(limit)
+        if tokens(answer) <= TOKEN_BUDGET:
+            break
+    return answer
+
+
+def cut(given: Any, limit: int) -> Any:
+    """A configuration's value for a structure; one that is longer than `limit` characters as a text that says so."""
+    text = json.dumps(given, ensure_ascii=False, default=str)
+    return given if len(text) <= limit else f"{clip(text, limit)} [cut; {len(text)} characters]"
 
 
 def clip(text: str, limit: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from tools import answers
-from tools.answers import Answer, ago, call, value
+from tools.answers import Answer, ago, call, cut, fitting, value
 from toprope.errors import InvalidValue
 from toprope.settings.fields import KNOBS, Change, Field, get_value
 from toprope.settings.locks import Locks
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["edit_config", "get_config", "open_drafts", "said_changes"]
 
-_HISTORY = 10
+_HISTORY, _FEW = 10, 2
+"""Edits that are shown, and how many where there is little room."""
+_FEW_BELOW = 200
 
 
 async def get_config(workshop: Workshop, *, draft_id: str, section: str | None = None) -> Answer:
@@ -46,30 +48,36 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
         if section in (None, name.partition(".")[0])
     ]  # fmt: skip
     conflicts = draft.config.conflicts()
-    lines = [
+    head = (
         f"{draft.id}: {draft.environment.name}, preset {draft.preset}, revision {draft.revision}, "
         f"edited {ago(draft.updated_at)}."
-    ]
-    if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
-        lines[0] += f" It began as {origin} was configured."
-    lines += _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
-    if history:
-        lines.append(f"Edits ({len(history)}), which undo_edit takes back:")
-        lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in history[-_HISTORY:]]
-    lines += [f"Does not fit: {conflict}" for conflict in conflicts]
-    if section is None:
-        lines.append(f"Meanings: {call('get_config', draft_id=draft.id, section='rollout')} and other sections.")
-    lines.append(f"Next: {call('edit_config', draft_id=draft.id)} with changes, or {_start(draft)}.")
-    data = answers.ConfigAnswer(
-        draft_id=draft.id,
-        environment=draft.environment.name,
-        preset=draft.preset,
-        revision=draft.revision,
-        fields=[_value(draft, field, locks, described=section is not None) for field in fields],
-        history=[_edit(edit) for edit in history[-_HISTORY:]],
-        conflicts=conflicts,
     )
-    return Answer("\n".join(lines), data)
+    if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
+        head += f" It began as {origin} was configured."
+    shown = _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
+
+    def answer(limit: int) -> Answer:
+        edits = history[-_HISTORY if limit > _FEW_BELOW else -_FEW :]
+        lines = [head, *shown]
+        if edits:
+            lines.append(f"Edits ({len(history)}), which undo_edit takes back:")
+            lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in edits]
+        lines += [f"Does not fit: {conflict}" for conflict in conflicts]
+        if section is None:
+            lines.append(f"Meanings: {call('get_config', draft_id=draft.id, section='rollout')} and other sections.")
+        lines.append(f"Next: {call('edit_config', draft_id=draft.id)} with changes, or {_start(draft)}.")
+        data = answers.ConfigAnswer(
+            draft_id=draft.id,
+            environment=draft.environment.name,
+            preset=draft.preset,
+            revision=draft.revision,
+            fields=[_value(draft, field, locks, limit, described=section is not None) for field in fields],
+            history=[_edit(edit, limit) for edit in edits],
+            conflicts=conflicts,
+        )
+        return Answer("\n".join(lines), data)
+
+    return fitting(answer)
 
 
 async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str, Any]) -> Answer:
@@ -93,7 +101,12 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
     for conflict in draft.config.conflicts():
         text += f"\nDoes not fit yet, and would not start: {conflict}"
     text += f"\nNext: {call('test_inference', draft_id=draft.id)} or {_start(draft)}."
-    return Answer(text, answers.EditAnswer(draft_id=draft.id, revision=draft.revision, changed=_changes(changed)))
+
+    def answer(limit: int) -> Answer:
+        data = answers.EditAnswer(draft_id=draft.id, revision=draft.revision, changed=_changes(changed, limit))
+        return Answer(text, data)
+
+    return fitting(answer)
 
 
 async def open_drafts(workshop: Workshop) -> str:
@@ -141,12 +154,12 @@ def _in_full(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
     return lines
 
 
-def _value(draft: Draft, field: Field, locks: Locks, *, described: bool) -> answers.FieldValue:
+def _value(draft: Draft, field: Field, locks: Locks, limit: int, *, described: bool) -> answers.FieldValue:
     lock = locks.get(field.name)
     own = field.name.startswith(f"{KNOBS}.")
     return answers.FieldValue(
         field=field.name,
-        value=get_value(draft.config, field),
+        value=cut(get_value(draft.config, field), limit),
         type=field.type_text,
         bounds=field.bounds,
         lock=f"{lock.says}: {lock.reason}" if lock else None,
@@ -154,9 +167,12 @@ def _value(draft: Draft, field: Field, locks: Locks, *, described: bool) -> answ
     )
 
 
-def _changes(changes: list[Change]) -> list[answers.FieldChange]:
-    return [answers.FieldChange(field=one.field, before=one.before, after=one.after) for one in changes]
+def _changes(changes: list[Change], limit: int) -> list[answers.FieldChange]:
+    return [
+        answers.FieldChange(field=one.field, before=cut(one.before, limit), after=cut(one.after, limit))
+        for one in changes
+    ]
 
 
-def _edit(edit: Edit) -> answers.EditItem:
-    return answers.EditItem(revision=edit.revision, at=edit.at, changes=_changes(edit.changes))
+def _edit(edit: Edit, limit: int) -> answers.EditItem:
+    return answers.EditItem(revision=edit.revision, at=edit.at, changes=_changes(edit.changes, limit))

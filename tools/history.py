@@ -11,7 +11,7 @@ import anyio
 from anyio import to_thread
 
 from tools import memory_answers as answers
-from tools.answers import Answer, call, clip, value
+from tools.answers import Answer, call, clip, cut, fitting, value
 from tools.config import said_changes
 from tools.workshop import machine_of
 from toprope.analysis.report import gather, read_rows
@@ -37,7 +37,7 @@ __all__ = ["compared_with_original", "diff_config", "fork_config", "reproduce_ru
 
 _DRAFT = re.compile(r"^(draft-[a-z0-9]+)(?:@(\d+))?$")
 _LOAD_S = 50.0
-_SHOWN = 40
+_SHOWN, _LONGEST = 40, 200
 
 
 async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
@@ -103,7 +103,11 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
     lines += [f"  {one.field}: {value(one.before)} | {value(one.after)}" for one in changes[:_SHOWN]]
     if len(changes) > _SHOWN:
         lines.append(f"  and {len(changes) - _SHOWN} more, in the structure.")
-    return Answer("\n".join(lines), answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes)))
+    return fitting(
+        lambda limit: Answer(
+            "\n".join(lines), answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes, limit))
+        )
+    )
 
 
 async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answer:
@@ -316,5 +320,5 @@ def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str
     return Side(name, run.environment.name, run.preset, run.config)
 
 
-def _diffs(changes: list[Change]) -> list[answers.FieldDiff]:
-    return [answers.FieldDiff(field=one.field, a=one.before, b=one.after) for one in changes]
+def _diffs(changes: list[Change], limit: int = _LONGEST) -> list[answers.FieldDiff]:
+    return [answers.FieldDiff(field=one.field, a=cut(one.before, limit), b=cut(one.after, limit)) for one in changes]
