@@ -14,23 +14,38 @@ from rich.console import Console
 from benchmarks._orchestrator_means import Measured
 from server.demo import server_parameters
 
-__all__ = ["GRPO_STEPS", "ADAPTIVE", "FIXED", "SFT", "Agent", "Done", "shared_tasks"]
+__all__ = ["ADAPTIVE", "FIXED", "GRPO", "GRPO_STEPS", "SFT", "Agent", "Done", "shared_tasks"]
 
 _WAIT_S = 45
 _ENDED = ("completed", "failed", "lost", "stopped")
 
-SFT: dict[str, Any] = {
-    "algorithm.name": "sft",
-    "sft.tasks": 1900,
-    "sft.traces_per_task": 1,
-    "sft.epochs": 7,
+_TOOLS = """\
+tools:
+  expert: {python: expert.py:answer, usd: 0.06, seconds: 3.0, watts: 40.0, description: Computes an expression.}
+"""
+_EXPERT = """\
+from toprope.sdk.orchestration.calculator import calculate, said
+
+
+def answer(text: str) -> str:
+    return said(calculate(text))
+"""
+_ALL: dict[str, Any] = {
+    "environment.knobs.tools": ["calculator", "expert", "think"],
+    "environment.knobs.compute_with": ["calculator", "expert"],
+    "environment.knobs.thoughts": 0.25,
+    "environment.knobs.digits": 2,
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }
-"""Shorter than it should be, so that something is left to learn from reward. Steps are counted, not seconds: what comes
-out does not hang on how busy the machine is."""
+"""Two tools that can do the same, one at three times the price (the preset has the other's), and one that can nothing.
+Steps are counted, not seconds: what comes out does not hang on how busy the machine is."""
 
-GRPO_STEPS = 120
+SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 1600, "sft.traces_per_task": 1, "sft.epochs": 6}
+"""Shorter than it should be, so that something is left to learn from reward."""
+
+GRPO: dict[str, Any] = {"optimizer.learning_rate": 5e-4, "algorithm.scale_rewards": "batch"}
+GRPO_STEPS = 150
 FIXED = {"environment.reward_weights": {"accuracy": 1.0, "cost": 0.0, "energy": 0.0, "latency": 0.0, "power": 0.0}}
 ADAPTIVE = {
     "environment.reward_weights": {"accuracy": 0.6, "cost": -0.1, "energy": -0.1, "latency": -0.1, "power": -0.1},
@@ -77,6 +92,9 @@ class Agent:
     def __init__(self, home: Path, console: Console) -> None:
         self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
         self._home, self._console = home, console
+        (home / "config").mkdir(parents=True, exist_ok=True)
+        (home / "config" / "settings.yaml").write_text(_TOOLS)
+        (home / "config" / "expert.py").write_text(_EXPERT)
 
     async def train(self, what: str, changes: dict[str, Any]) -> Done:
         """Selects, edits, starts, waits, reads the report.
@@ -87,7 +105,7 @@ class Agent:
         self._console.print(f"[bold]{what}[/]")
         async with Client(server_parameters(self._variables)) as client:
             draft = await _call(client, "select_environment", name="orchestrator", preset="orchestrator-cpu")
-            await _call(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
+            await _call(client, "edit_config", draft_id=draft["draft_id"], changes=_ALL | changes)
             began = time.monotonic()
             run_id = (await _call(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
             state = ""

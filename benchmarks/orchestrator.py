@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks._orchestrator_hostile import tried
 from benchmarks._orchestrator_means import compared
-from benchmarks._orchestrator_runs import ADAPTIVE, FIXED, GRPO_STEPS, SFT, Agent, Done, shared_tasks
+from benchmarks._orchestrator_runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT, Agent, Done, shared_tasks
 
 
 async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
@@ -37,9 +37,8 @@ async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict
         changes = {
             "policy.model": f"run:{sft.run_id}",
             "budget.steps": steps,
-            "budget.max_train_seconds": None,
-            "evaluation.greedy": False,
             "algorithm.seed": seed,
+            **GRPO,
         }
         return await agent.train(f"GRPO from it, {what}, seed {seed}", changes | weights)
 

@@ -285,6 +285,20 @@ def test_tasks_come_from_the_owners_files(tmp_path: Path):
         list(opened(folders=[str(tmp_path)], path="/etc/passwd.jsonl").tasks())
 
 
+def test_the_solver_takes_any_of_the_tools_that_compute(tmp_path: Path):
+    (tmp_path / "expert.py").write_text("def answer(text: str) -> str:\n    return str(eval(text))\n")
+    lent = {"expert": {"python": f"{tmp_path / 'expert.py'}:answer", "usd": 0.5}}
+    named = ["calculator", "expert"]
+    environment = opened(lent, tools=[*named, "think"], compute_with=named, thoughts=0.0, digits=2)
+    spent = set()
+    for task in itertools.islice(environment.tasks(), 20):
+        rollout = Rollout(environment, task)
+        rollout.begin()
+        turn = rollout.advance(rollout.solve(0))
+        spent.add(rollout.advance(rollout.solve(0)).outcome.parts["usd"] if not turn.done else None)
+    assert spent == {0.0, 0.5}, "each of them now and then, and nothing else"
+
+
 def test_products_come_before_sums_and_questions_differ():
     environment = opened(operators="+*", terms=4, digits=2)
     tasks = list(itertools.islice(environment.tasks(), 50))
@@ -300,6 +314,7 @@ def test_products_come_before_sums_and_questions_differ():
         ({"tools": []}, "one tool"),
         ({"operators": "/"}, r"\+-\*"),
         ({"usd": {"think2": 1.0}}, "think2"),
+        ({"compute_with": ["expert"]}, "expert"),
     ],
 )
 def test_wrong_knobs_are_refused_with_help(knobs, said):

@@ -130,6 +130,7 @@ RECIPES: Mapping[str, Recipe] = {
                 "calculator",
                 "code_interpreter",
                 "think",
+                "expert",
             ),
             *("\nINPUT: ", "print(", "OBSERVATION: ", "Noted.", "FINAL_ANSWER: "),
         ),

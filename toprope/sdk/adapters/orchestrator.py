@@ -31,6 +31,7 @@ __all__ = ["DESCRIPTION", "Orchestrator", "make"]
 
 DESCRIPTION = "Solve tasks with tools, well and cheaply: accuracy against cost, energy, latency and power"
 _SYMBOLS = "+-*"
+_COMPUTING = ("calculator", "code_interpreter")
 _MOST = 1e12
 """Bound of what is only shown."""
 
@@ -68,6 +69,9 @@ class Orchestrator(Environment):
         max_turns: int = knob(10, ge=1, le=1000, help="answers that the policy may give, the final one included")
         tolerance: float = knob(1e-6, ge=0, le=1, help="how far a number may be off, as a share of the right one")
         thoughts: float = knob(0.25, ge=0, le=1, help="demonstrations: share in which the tool `think` comes first")
+        compute_with: list[str] = knob(
+            [], help="demonstrations: tools that answer an expression with its value; empty: the built-in ones in play"
+        )
         usd: dict[str, float] = knob(None, help="USD of a call by tool, instead of what the owner declared")
         seconds: dict[str, float] = knob(None, help="seconds of a call by tool, instead of the measured ones")
         watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
@@ -80,6 +84,9 @@ class Orchestrator(Environment):
             self.usd, self.seconds, self.watts = self.usd or {}, self.seconds or {}, self.watts or {}
             if not self.tools or len(set(self.tools)) < len(self.tools):
                 raise ValueError("tools must name one tool at least, and none twice")
+            for tool in self.compute_with:
+                if tool not in self.tools:
+                    raise ValueError(f"compute_with names {tool!r}, which is not in tools")
             if not self.operators or set(self.operators) - set(_SYMBOLS):
                 raise ValueError(f"operators must be of {_SYMBOLS}, not {self.operators!r}")
             for what in ("usd", "seconds", "watts"):
@@ -177,7 +184,7 @@ class Orchestrator(Environment):
     def solve(self, variant: int = 0) -> str | None:
         """Someone who knows the tools but not what they cost: any tool that computes, a thought first now and then."""
         asked = self.task.data.get("expression")
-        computing = [name for name in self.knobs.tools if name in ("calculator", "code_interpreter")]
+        computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
         if asked is None or not computing:
             return self._right(self.task.data["answer"])
         chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
