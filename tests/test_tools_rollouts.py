@@ -64,6 +64,20 @@ def test_texts_are_cut_cleaned_and_marked_and_pages_go_on(house):
     assert (newest.group, newest.version, [one.reward for one in newest.rollouts]) == (9, 9, [1.0, 0.0])
 
 
+def test_a_page_in_any_script_stays_within_the_budget(house):
+    text = "\N{PILE OF POO}" * 3000
+    groups = [group(number, [0.0, 1.0], text, answers=[text, f"{number}{text}"], error=text) for number in range(8)]
+    page = do(browse_rollouts, house, run_id=started(house, groups))
+    assert len(page.data.groups) == 6 and page.data.groups[0].prompt
+
+
+def test_a_cursor_of_another_order_is_refused_and_not_taken_for_the_end(house):
+    run = started(house, [group(number, [0.0, 1.0], f"task-{number}") for number in range(1, 10)])
+    cursor = do(browse_rollouts, house, run_id=run, order="worst").data.next_cursor
+    with pytest.raises(InvalidValue, match="order=worst, not newest"):
+        do(browse_rollouts, house, run_id=run, cursor=cursor)
+
+
 def test_change_shows_then_and_now(house):
     run = started(house, [group(1, [0.0], "t", answers=["no"]), group(2, [1.0], "t", answers=["yes"])])
     page = do(browse_rollouts, house, run_id=run, order="most_changed")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from tools import memory_answers as answers
-from tools.answers import Answer, call, clip, number
+from tools.answers import Answer, call, clip, fitting, number
 from toprope.errors import InvalidValue
 from toprope.records.groups import Group, Outcome
 from toprope.records.rollouts import Browsed, Found, Order, Query, browse
@@ -63,27 +63,35 @@ async def browse_rollouts(
                 f"{run_id} is a run of kind {kind}, which keeps no rollouts.",
                 hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
             )
-        query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor), limit=_PAGE)
-        return _answer(folder, query, browse(folder, query))
+        query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
+        found = browse(folder, query)
+        return fitting(lambda limit: _answer(folder, query, found, limit))
 
     return await to_thread.run_sync(work)
 
 
-def _after(cursor: str | None) -> tuple[float, int] | None:
+def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
     if cursor is None:
         return None
-    value, _, seq = cursor.rpartition("/")
+    of, _, place = cursor.partition(":")
+    if of != order and of in _ORDERS:
+        raise InvalidValue(
+            f"The cursor is of a page with order={of}, not {order}.",
+            hint=f"Repeat the call that gave it with the cursor added, order={of} included.",
+        )
+    value, _, seq = place.rpartition("/")
     try:
         return float(value), int(seq)
     except ValueError:
         raise InvalidValue(f"{clip(cursor, 60)!r} is no cursor.", hint="Omit it for the first page.") from None
 
 
-def _answer(folder: RunFolder, query: Query, found: Browsed) -> Answer:
+def _answer(folder: RunFolder, query: Query, found: Browsed, limit: int) -> Answer:
+    """The page, with texts of at most `limit` characters."""
     run_id, asked = folder.run_id, {"order": query.order}
     asked |= {key: one for key, one in (("task", query.task), ("part", query.part)) if one is not None}
     asked |= {"failed": True} if query.failed else {}
-    groups = [_group(one, query) for one in found.groups]
+    groups = [_group(one, query, limit) for one in found.groups]
     scanned = f"{found.scanned} groups looked at"
     if not found.complete:
         scanned += ", not all there are: call again to look on"
@@ -101,7 +109,7 @@ def _answer(folder: RunFolder, query: Query, found: Browsed) -> Answer:
     more = None
     if found.more and found.groups:
         last = found.groups[-1].key
-        more = f"{last[0]!r}/{last[1]}"
+        more = f"{query.order}:{last[0]!r}/{last[1]}"
         lines.append(f"More: {call('browse_rollouts', run_id=run_id, **asked, cursor=more)}")
     if found.parts and query.part is None and len(found.parts) > 1:
         lines.append(f"Reward parts to order by: {', '.join(clip(name, 40) for name in found.parts[:12])}.")
@@ -117,33 +125,33 @@ def _answer(folder: RunFolder, query: Query, found: Browsed) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def _group(found: Found, query: Query) -> answers.BrowsedGroup:
+def _group(found: Found, query: Query, limit: int) -> answers.BrowsedGroup:
     entry, group = found.entry, found.group
     if query.order == "most_changed":
-        picked = [*_picked(found.before, "typical", query), *_picked(group, "typical", query)]
+        picked = [*_picked(found.before, "typical", query, limit), *_picked(group, "typical", query, limit)]
     else:
         how = {"best": ["best"], "worst": ["worst"], "newest": ["best", "worst"]}[query.order]
         if query.failed:
             how = ["failed"]
         picked = []
-        for one in (rollout for name in how for rollout in _picked(group, name, query)):
+        for one in (rollout for name in how for rollout in _picked(group, name, query, limit)):
             if one not in picked:
                 picked.append(one)
     prompt = None if group is None else _prompt(group)
     return answers.BrowsedGroup(
         group=entry.seq,
-        task=clip(entry.task, 130),
+        task=clip(entry.task, min(limit, 130)),
         version=None if entry.version < 0 else entry.version,
         reward_mean=round(entry.mean, 4),
         successes=entry.wins,
         size=entry.size,
-        prompt=None if prompt is None else clip(prompt, _PROMPT),
+        prompt=None if prompt is None else clip(prompt, min(limit, _PROMPT)),
         rollouts=picked,
         change=None if found.change is None else round(found.change, 4),
     )
 
 
-def _picked(group: Group | None, which: str, query: Query) -> list[answers.ShownRollout]:
+def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[answers.ShownRollout]:
     """The rollout of a group that an order is about."""
     if group is None:
         return []
@@ -167,8 +175,8 @@ def _picked(group: Group | None, which: str, query: Query) -> list[answers.Shown
             parts={clip(name, 40): round(one, 4) for name, one in sorted(outcome.parts.items())[:8]},
             success=outcome.success,
             truncated=outcome.truncated,
-            error=None if outcome.error is None else clip(outcome.error, 200),
-            answer=None if text is None else clip(text, _ANSWER),
+            error=None if outcome.error is None else clip(outcome.error, min(limit, 200)),
+            answer=None if text is None else clip(text, min(limit, _ANSWER)),
         )
     ]
 
