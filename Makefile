@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+# Two files of tests at a time: most of them wait for processes more than they compute.
+TEST_ARGS ?= -n 2 --dist loadfile -q
 PY = $(VENV)/bin/python
 NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
@@ -34,7 +36,7 @@ demo: $(STAMP)
 
 # A test that fails and passes when it is run again, alone, hangs on timing: it is named, and does not fail the rest.
 test: $(STAMP)
-	@$(PY) -P -m pytest || { [ $$? -eq 1 ] || exit 1; echo "Running once more what failed:"; \
+	@$(PY) -P -m pytest $(TEST_ARGS) || { [ $$? -eq 1 ] || exit 1; echo "Running once more what failed:"; \
 		$(PY) -P -m pytest --last-failed --last-failed-no-failures none && \
 		echo "What failed at first has passed alone: mend it all the same, it hangs on timing."; }
 
