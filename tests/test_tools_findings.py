@@ -11,6 +11,7 @@ from tools_house import become, make_workshop, start_run
 
 from tools.answers import TOKEN_BUDGET, Answer, tokens
 from tools.results import get_results
+from tools.status import check_status
 from toprope.records.findings import Finding
 from toprope.records.status import EventLog, Failure
 
@@ -69,6 +70,9 @@ def test_results_say_what_holds_what_is_over_and_where_time_went(tmp_path: Path)
         ]
         assert whole[0]["source"] == "somewhere"
         assert tokens(short) < 1200 < TOKEN_BUDGET
+        status = anyio.run(lambda: check_status(shop, run_ids=[folder.run_id], cursor=f"{folder.run_id}:0"))
+        [first, *_] = [event["data"] for event in status.data.runs[0].events if event["kind"] == "finding"]
+        assert first["observed"] == {"x": 0.5} and first["next"] == "edit" and not {"threshold", "source"} & set(first)
     finally:
         launcher.close()
 

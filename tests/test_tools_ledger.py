@@ -85,6 +85,15 @@ def test_figures_of_a_run_that_ended_later_are_looked_up_again(house):
     assert "60.0% [46.2%, 72.4%]" in do(get_handoff, shop).text
 
 
+def test_the_handoff_goes_on_from_the_best_run_of_an_experiment_and_not_from_its_first(house):
+    shop, launcher = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    runs = [trained(shop, launcher, draft, rate, accuracy) for rate, accuracy in ((1e-2, 0.0), (1e-4, 0.4))]
+    do(note_experiment, shop, hypothesis="the lower rate learns", run_ids=runs)
+    text = do(get_handoff, shop).text
+    assert f'fork_config(run_id="{runs[1]}")' in text and f'fork_config(run_id="{runs[0]}")' not in text
+
+
 def test_a_plateau_is_said(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id

@@ -166,12 +166,20 @@ def _told(look: Look, most: int) -> _Told:
         numbers=numbers,
         numbers_age_s=round(look.now - at, 1),
         next_numbers_in_s=next_in,
-        events=[{"seq": event.seq, "at": event.at, "kind": event.kind, "data": event.data} for event in told],
+        events=[_structured(event) for event in told],
         events_left=left,
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
     )
     new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
     return _Told(line, item, place, kept, new)
+
+
+def _structured(event: Event) -> dict[str, Any]:
+    """An event without what tells nothing: empty reasons, microseconds, and of a finding where its limit comes from,
+    which get_results tells in detail."""
+    left_out = ("threshold", "source") if event.kind == "finding" else ()
+    data = {key: one for key, one in event.data.items() if key not in left_out and one != ""}
+    return {"seq": event.seq, "at": round(event.at, 1), "kind": event.kind, "data": data}
 
 
 def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:

@@ -180,7 +180,8 @@ def _next(standing: Standing) -> list[str]:
     measured = [entry for entry in standing.experiments if entry.accuracy is not None and entry.runs]
     if measured:
         best = max(measured, key=lambda entry: entry.accuracy or 0.0)
-        calls.append(f'fork_config(run_id="{best.runs[0]}") starts from the best so far')
+        known = {run: one.accuracy for run, one in best.figures.items() if one.accuracy is not None}
+        calls.append(f'fork_config(run_id="{max(known, key=known.__getitem__)}") starts from the best so far')
     if not calls:
         calls.append("list_environments() or get_config of a draft")
     return ["NEXT", *(f"- {one}" for one in calls)]
