@@ -111,6 +111,7 @@ def preview_of(
     Raises: See `launch_group`; a limit that does not allow it is found here, too.
     """
     order = _Order(draft_id, "train", name, check_seeds(seeds))
+    workshop.drafts.get(order.draft_id)  # before anything is made on disk
     with the_books(workshop.home.ensure().runs):
         _, specifications = _frozen(workshop, order)
         shown = _preview(workshop, specifications)
@@ -168,6 +169,7 @@ def _preview(workshop: Workshop, specifications: Sequence[Specification]) -> Pre
 def _launch(
     workshop: Workshop, order: _Order, again: bool, key: str | None = None, confirm: str | None = None
 ) -> list[Specification]:
+    workshop.drafts.get(order.draft_id)  # before anything is made on disk
     runs = workshop.home.ensure().runs
     with ExitStack() as pencil:
         with the_books(runs):
