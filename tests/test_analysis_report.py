@@ -7,6 +7,8 @@ import json
 import pytest
 from supervisor_house import House
 
+from toprope.analysis.narrative import Told, of_run
+from toprope.analysis.pages import Table
 from toprope.analysis.report import Results, build, gather, read_rows
 from toprope.errors import Corrupt
 from toprope.records.folder import RunFolder, write_json
@@ -154,3 +156,12 @@ def test_the_time_between_attempts_is_no_training(specification, status):
     resumed = status.model_copy(update={"attempt": 2, "training_at": 140.0})
     found = build(specification, resumed, {}, [{"step": 95, "train_seconds": 21.5}], events)
     assert (found.seconds.to_first_step, found.seconds.training) == (8.0, 21.5)
+
+
+def test_the_page_of_a_run_with_many_evaluations_has_the_last_one(specification, status):
+    labels = ["after", "before", *(f"step-{number}" for number in range(1, 400))]
+    found = build(specification, status, {label: evaluation(label, 6, 7) for label in labels}, [])
+    table = next(block for block in of_run(Told(specification, status, found, [], [])) if isinstance(block, Table))
+    shown = [row[0] for row in table.rows]
+    assert shown[0] == "before, sampled" and shown[-1] == "after, greedy" and len(shown) == 28
+    assert "step-1, sampled" in shown and "step-399, greedy" in shown

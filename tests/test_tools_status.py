@@ -295,6 +295,20 @@ def test_results_of_a_run_that_is_not_done_are_what_exists(run):
     assert "examples" not in answer.data.results
 
 
+@pytest.mark.parametrize("detail", ["concise", "detailed"])
+def test_a_run_that_was_evaluated_a_thousand_times_has_an_answer_of_the_usual_size(run, detail):
+    shop, folder = run
+    step(folder, 10)
+    for label in ("before", *(f"step-{number}" for number in range(10, 10_000, 10))):
+        write_json(folder.evaluation(label), evaluation(6))
+    answer = do(get_results, shop, run_id=folder.run_id, detail=detail)
+    most = 6 if detail == "concise" else 20
+    told = [line for line in answer.text.splitlines() if line.startswith("step-")]
+    assert len(told) == most and told[0].startswith("step-10:") and told[-1].startswith("step-9990:")
+    assert f"{999 - most} evaluations along the way are left out" in answer.text
+    assert len(answer.data.results["evaluations"]) == most + 1
+
+
 def test_the_keepers_report_is_told_whole_on_request(run):
     from toprope.analysis.report import gather
     from toprope.records.specification import Specification

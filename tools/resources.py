@@ -27,6 +27,7 @@ from anyio import to_thread
 from tools.listing import run_item
 from tools.logs import COMPONENTS, read_logs
 from tools.looking import look_at, told_numbers
+from toprope.analysis.report import labels_to_tell
 from toprope.errors import NotFound
 from toprope.records.metrics import read_history
 from toprope.records.specification import Specification
@@ -42,6 +43,8 @@ MOST_PLOT_BYTES = 1 << 20
 _RUNS = 100
 _ROWS = 200
 _EVENTS = 10
+_EVALUATIONS = 20
+"""Along the way."""
 _LINES = 100
 _URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
 
@@ -129,7 +132,9 @@ def _run(workshop: Workshop, run_id: str) -> str:
             "attempt": status.attempt,
             "numbers": numbers,
             "numbers_at": at,
-            "evaluations": status.evaluations,
+            "evaluations": {
+                label: status.evaluations[label] for label in labels_to_tell(status.evaluations, _EVALUATIONS)
+            },
             "failure": None if status.failure is None else status.failure.model_dump(mode="json"),
             "events": [event.model_dump(mode="json") for event in look.news[-_EVENTS:]],
         },

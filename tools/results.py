@@ -17,7 +17,16 @@ from tools.integrity import believed
 from tools.pictures import with_picture
 from tools.previewing import used
 from tools.withheld import as_told
-from toprope.analysis.report import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results, gather
+from toprope.analysis.report import (
+    RESULTS_VERSION,
+    Accuracy,
+    Example,
+    ModelReport,
+    Models,
+    Results,
+    gather,
+    labels_to_tell,
+)
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.folder import RunFolder, read_json
 from toprope.records.specification import Specification
@@ -34,6 +43,8 @@ __all__ = ["get_results"]
 
 _MOST_EXAMPLES = 8
 _EXAMPLE_CHARACTERS = 300
+_MOST_ALONG = {False: 6, True: 20}
+"""Evaluations between before and after that are told, concise and detailed."""
 
 
 async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise", plot: bool = False) -> Answer:
@@ -67,6 +78,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if report is None:
         report = gather(folder, specification, status)
         report = report if status.ended else as_told(workshop, report)
+    told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
+    left = len(report.evaluations) - len(told)
+    report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
     said = [AnswersTo.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
     if report.tested is not None:
@@ -75,6 +89,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
     else:
         lines += _evaluations(report)
+        lines += [f"{left} evaluations along the way are left out; {folder.evaluations} has them."] if left else []
     repeated = compared_with_original(workshop, specification)
     if repeated is not None:
         lines.append(repeated.says)
@@ -171,7 +186,7 @@ def _head(status: Status, report: Results) -> str:
 
 def _evaluations(report: Results) -> list[str]:
     lines = []
-    for label, evaluation in sorted(report.evaluations.items(), key=lambda item: _place(item[0])):
+    for label, evaluation in report.evaluations.items():
         if evaluation.sampled is None:
             continue
         line = (
@@ -192,12 +207,6 @@ def _evaluations(report: Results) -> list[str]:
     if test is not None and test.sampled is not None:
         lines.append(_advice(test.sampled))
     return lines
-
-
-def _place(label: str) -> tuple[int, int]:
-    """Before, the steps in their order, after."""
-    step = label.removeprefix("step-")
-    return {"before": 0, "after": 2}.get(label, 1), int(step) if step.isdigit() else 0
 
 
 def _models(tested: Models) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from toprope.analysis.charts import Bar, Line, bars, lines
 from toprope.analysis.pages import Block, Figure, Heading, Listed, Paragraph, Table
 from toprope.analysis.plateau import plateau
-from toprope.analysis.report import Accuracy, Results
+from toprope.analysis.report import Accuracy, Results, labels_to_tell
 from toprope.records.findings import Finding
 from toprope.records.ledger import Experiment
 from toprope.records.manifest import Manifest
@@ -37,6 +37,8 @@ _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
     ("KL to the starting policy", (Line("kl", "KL"),), False),
 )
 _EXAMPLES, _FINDINGS, _CHANGES, _RUNS, _DETAILED, _LEDGER = 8, 20, 40, 200, 12, 100
+_ALONG = 12
+"""Evaluations between before and after."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def _verdict(told: Told) -> list[Block]:
 
 def _evaluations(told: Told) -> list[Block]:
     rows, drawn = [], []
-    for label, evaluation in sorted(told.results.evaluations.items(), key=lambda item: _place(item[0])):
+    for label in labels_to_tell(told.results.evaluations, _ALONG):
+        evaluation = told.results.evaluations[label]
         for how, measured in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
             if measured is None:
                 continue
@@ -184,15 +187,10 @@ def _evaluations(told: Told) -> list[Block]:
     if not rows:
         return []
     head = ["evaluation", "split", "tasks", "accuracy", "95 % interval", "reward", "errors"]
-    blocks: list[Block] = [Heading("Evaluations"), Table(head, rows[:30], numbers=(2, 3, 5, 6))]
+    blocks: list[Block] = [Heading("Evaluations"), Table(head, rows, numbers=(2, 3, 5, 6))]
     if picture := bars("Held-out accuracy", drawn):
         blocks.append(Figure(picture, "Held-out accuracy with 95 % intervals"))
     return blocks
-
-
-def _place(label: str) -> tuple[int, int]:
-    step = label.removeprefix("step-")
-    return {"before": 0, "after": 2}.get(label, 1), int(step) if step.isdigit() else 0
 
 
 def _curves(told: Told) -> list[Block]:

@@ -33,6 +33,7 @@ __all__ = [
     "Seconds",
     "build",
     "gather",
+    "labels_to_tell",
     "RESULTS_VERSION",
     "read_rows",
 ]
@@ -140,7 +141,6 @@ class Results(_Part):
     """results.json. `rose`: the sampled held-out accuracy rose by more than the intervals; None where it was not
     measured twice. Paths are absolute, None where there is nothing."""
 
-    version: int = 1
     version: int = RESULTS_VERSION
     run_id: str
     kind: str
@@ -264,6 +264,27 @@ def build(
         examples=_examples(evaluations),
         counts=status.counts,
     )
+
+
+def labels_to_tell(labels: Iterable[str], most: int) -> list[str]:
+    """Labels of evaluations in their order, with at most `most` of those along the way, at even distances and the last
+    one among them: a run may have thousands.
+
+    Args:
+        labels: `before`, `step-N`, `after`, or others.
+        most: At least 2.
+    """
+
+    def place(label: str) -> tuple[int, int]:
+        step = label.removeprefix("step-")
+        return {"before": 0, "after": 2}.get(label, 1), int(step) if step.isdigit() else 0
+
+    ordered = sorted(labels, key=place)
+    steps = [label for label in ordered if label.startswith("step-")]
+    if len(steps) > most:
+        kept = {steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)}
+        ordered = [label for label in ordered if label in kept or not label.startswith("step-")]
+    return ordered
 
 
 def _existing(path: Path) -> str | None:
