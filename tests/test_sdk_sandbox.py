@@ -28,6 +28,11 @@ def confined():
         ("1 + 1", "2\n"),
         ("x = 3\nprint(x)\nx * 2", "3\n6\n"),
         ("import math, decimal, statistics, heapq\nmath.sqrt(16)", "4.0\n"),
+        (
+            "names = 'collec-tions date-time deci-mal fract-ions iter-tools js-on ma-th rand-om r-e stat-istics'\n"
+            "all(__import__(name.replace('-', '')) for name in names.split())",
+            "True\n",
+        ),
         ("import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()\nr", "[1]\n"),
         ("import datetime\ndatetime.date(2026, 1, 1).isoformat()", "'2026-01-01'\n"),
     ],
