@@ -13,6 +13,8 @@ from toprope.records.status import read_events
 from toprope.records.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
 from toprope.supervisor.ledger import accounts, gpu_names, pencilled_in, the_books
+from toprope.supervisor.watchers.budget import Budget
+from toprope.supervisor.watchers.hands import Watchers
 
 
 @pytest.fixture
@@ -111,3 +113,30 @@ def test_a_run_that_is_about_to_start_counts_once(house):
     left.write_text('{"cpu_hours": 9.0}')
     os.utime(left, (1.0, 1.0))
     assert [one.run_id for one in accounts(runs.path)] == [specification.run_id] and not left.exists()
+
+
+class Failing:
+    def __init__(self, holds_limits, failures):
+        self.holds_limits, self.left, self.looks = holds_limits, failures, 0
+
+    def heard(self, component, report):
+        pass
+
+    def looked(self, now):
+        self.looks += 1
+        self.left -= 1
+        if self.left >= 0:
+            raise OSError("too many open files")
+
+
+def test_what_holds_the_limits_goes_on_whatever_fails_and_others_are_given_up_in_the_end():
+    assert Budget.holds_limits
+    told = []
+    once, always, budget = Failing(False, 1), Failing(False, 99), Failing(True, 30)
+    watchers = Watchers([once, always, budget], lambda kind, what: told.append(what))
+    for second in range(40):
+        watchers.looked(float(second))
+    assert (once.looks, always.looks, budget.looks) == (40, 10, 40)
+    assert [what.partition(":")[0] for what in told] == ["Failing failed and is asked again"] * 3 + [
+        "Failing failed again and again and watches no more"
+    ]

@@ -38,6 +38,8 @@ _SOURCE = "limits.yaml"
 class Budget:
     """One run's watcher. See the module."""
 
+    holds_limits = True
+
     def __init__(self, hands: Hands) -> None:
         self._hands = hands
         self._limits = hands.specification.limits

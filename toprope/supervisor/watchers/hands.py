@@ -2,11 +2,13 @@
 
 A watcher hears every report of the crew and is asked to look about once a second. It tells what it saw as events, and
 may have the run stopped, paused or go on. It computes little: it shares the keeper's only thread. One that raises is
-silenced with a warning, and the run goes on without it.
+told of once and asked again, since what failed may pass; one that goes on raising is silenced, unless the owner's limits
+rest on it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from toprope.records.status import Status
 from toprope.supervisor.orders import StopOrder
 
 __all__ = ["Hands", "Watcher", "Watchers"]
+
+_MOST_FAILURES = 10
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,11 @@ class Watcher(Protocol):
 
 
 class Watchers:
-    """All watchers of one run, called safely."""
+    """All watchers of one run, called safely. Those with a true attribute `holds_limits` are never silenced."""
 
     def __init__(self, watchers: list[Watcher], event: Callable[..., None]) -> None:
         self._watchers, self._event = watchers, event
+        self._failures: Counter[Watcher] = Counter()
 
     def heard(self, component: str, report: Report) -> None:
         """See `Watcher.heard`."""
@@ -74,6 +79,13 @@ class Watchers:
             try:
                 call(watcher)
             except Exception as error:
-                self._watchers.remove(watcher)
-                name = type(watcher).__name__
-                self._event("warning", what=f"{name} failed and watches no more: {type(error).__name__}: {error}")
+                self._failed(watcher, error)
+
+    def _failed(self, watcher: Watcher, error: Exception) -> None:
+        self._failures[watcher] += 1
+        silenced = self._failures[watcher] >= _MOST_FAILURES and not getattr(watcher, "holds_limits", False)
+        if silenced:
+            self._watchers.remove(watcher)
+        if silenced or self._failures[watcher] == 1:
+            how = "failed again and again and watches no more" if silenced else "failed and is asked again"
+            self._event("warning", what=f"{type(watcher).__name__} {how}: {type(error).__name__}: {error}")
