@@ -7,7 +7,6 @@ nobody knows makes the same waits on the same runs, each cut to what such a clie
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,7 +79,7 @@ class Agent:
 
 
 async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
-    """Does the work; what came of it, as compare_runs found it.
+    """Does the work; what came of it, as compare_runs found it. `proved`: the gain is above the noise floor.
 
     Args:
         agent: Who does it.
@@ -89,7 +88,7 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
         changes: The budget, besides the rate.
 
     Raises:
-        Failed: A tool refused, or the run was not diagnosed, or no difference was shown.
+        Failed: A tool refused, the run was not diagnosed, or another one did not complete.
     """
     _, draft = await agent.call("select_environment", name=ENVIRONMENT, preset=PRESET)
     draft_id = draft["draft_id"]
@@ -129,11 +128,10 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
         decision="keep" if proved else "discard",
     )
     handoff, _ = await agent.call("get_handoff")
-    if not proved:
-        raise Failed(f"no gain was shown: {json.dumps(sampled)}")
     if noted["experiment"]["id"] not in handoff:
         raise Failed("the handoff does not tell of the experiment")
     return {
+        "proved": proved,
         "finding": finding["rule"],
         "finding_step": finding["step"],
         "rate_after": float(rate[1]),
