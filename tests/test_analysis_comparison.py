@@ -115,6 +115,14 @@ def test_a_difference_that_chance_makes_is_not_shown():
     assert same.verdict == "none" and same.p_tasks == 1.0
 
 
+def test_a_noise_floor_is_never_zero_and_that_of_agresti_and_min():
+    blind = compare(side("a", run("a", wins(0, of=40))), side("b", run("b", wins(0, of=40))))
+    assert blind.noise_floor == pytest.approx(1.959964 / 42)
+    # 40 tasks that b alone solves of 200: 40.5 and 0.5 of 202.
+    found = compare(side("a", run("a", wins(80))), side("b", run("b", wins(120))))
+    assert found.noise_floor == pytest.approx(1.959964 * math.sqrt(41 - 40**2 / 202) / 202)
+
+
 def test_seeds_that_spread_widely_take_a_difference_back_that_tasks_alone_would_show():
     a = side("a", *(run(f"a{seed}", wins(right), seed) for seed, right in enumerate((60, 100, 140))))
     b = side("b", *(run(f"b{seed}", wins(right), seed) for seed, right in enumerate((90, 130, 170))))
