@@ -12,7 +12,9 @@ from tools_house import become, make_workshop
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.compare import compare_runs
 from tools.config import edit_config
+from tools.history import fork_config, reproduce_run
 from tools.results import get_results
+from tools.rollouts import browse_rollouts
 from tools.status import check_status, list_runs
 from tools.training import resume_training, start_training, stop_training
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
@@ -138,6 +140,9 @@ def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, dr
     assert "Taken: " in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
     seeds = next(check for check in told.data.results["integrity"] if check["name"] == "seeds")
     assert seeds["state"] == "ok" and "solved by this seed alone" in seeds["what"]
+    for tool in (fork_config, reproduce_run, browse_rollouts, resume_training):
+        with pytest.raises(NotFound, match=f"seed group, and this takes a single run. Its runs: {a.run_ids[0]}, "):
+            do(tool, shop, run_id=a.group_id)
     with pytest.raises(InvalidValue, match="seed group.*compare_runs"):
         do(get_results, shop, run_id=a.group_id)
     assert found.a.cost["total"]["cpu_s"] == 450.0 and found.a.cost["total"]["rollouts"] == 19200

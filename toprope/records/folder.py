@@ -270,9 +270,15 @@ class RunFolder:
         """The folder of an existing run.
 
         Raises:
-            NotFound: There is none, or the id is not one (a path, say).
+            NotFound: There is none, or the id is not one (a path, say, or a seed group's).
         """
         folder = cls(runs / run_id)
         if not RUN_ID.fullmatch(run_id) or not folder.path.is_dir():
+            group = sorted(path.name for path in runs.glob(f"{run_id}-s[0-9]*")) if RUN_ID.fullmatch(run_id) else []
+            if group:
+                raise NotFound(
+                    f"{run_id} is a seed group, and this takes a single run.",
+                    hint=f"Its runs: {', '.join(group[:16])}.",
+                )
             raise NotFound(f"There is no run {shown(run_id)}.", hint="list_runs names the runs there are.")
         return folder
