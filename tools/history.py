@@ -95,7 +95,8 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
     """
     first, second = await to_thread.run_sync(_sides, workshop, a, b)
     changes = difference(first.config, second.config)
-    lines = [f"{first.name} and {second.name}: {len(changes)} fields differ." if changes else ""]
+    many = "fields differ" if len(changes) > 1 else "field differs"
+    lines = [f"{first.name} and {second.name}: {len(changes)} {many}."]
     if not changes:
         lines = [f"{first.name} and {second.name} are equal in every field."]
     if first.environment and second.environment and first.environment != second.environment:

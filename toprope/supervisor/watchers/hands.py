@@ -2,8 +2,8 @@
 
 A watcher hears every report of the crew and is asked to look about once a second. It tells what it saw as events, and
 may have the run stopped, paused or go on. It computes little: it shares the keeper's only thread. One that raises is
-told of once and asked again, since what failed may pass; one that goes on raising is silenced, unless the owner's limits
-rest on it.
+told of once and asked again, since what failed may pass; one that goes on raising is silenced, unless it holds the
+owner's limits.
 """
 
 from __future__ import annotations
