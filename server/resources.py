@@ -68,7 +68,7 @@ def _template(path: str, name: str, title: str, description: str, mime_type: str
 TEMPLATES = [
     _template("", "run", "A run", "How a run stands, with its newest events.", "application/json"),
     _template("/config", "config", "A run's configuration", "What a run was frozen with.", "application/yaml"),
-    _template("/metrics", "metrics", "A run's metrics", "Up to 200 rows over the steps of a run.", "text/csv"),
+    _template("/metrics", "metrics", "A run's metrics", "Up to 100 rows over the steps of a run.", "text/csv"),
     _template("/logs/{component}", "log", "A component's log", "Its last lines; untrusted text.", "text/plain"),
     _template("/plot.png", "plot", "A run's picture", "Reward and accuracy of a completed run.", "image/png"),
 ]

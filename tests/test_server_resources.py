@@ -11,6 +11,7 @@ from mcp.shared.exceptions import MCPDeprecationWarning, MCPError
 from tools_house import age_stamp, become, make_workshop, start_run, step
 
 from server.app import create_server
+from tools.answers import TOKEN_BUDGET
 from tools.changes import Changes
 from tools.resources import MOST_PLOT_BYTES
 from tools.status import check_status
@@ -41,8 +42,9 @@ def talk(request, house):
 
 
 def write_metrics(folder, count):
-    rows = [json.dumps({"step": n, "reward": n / count, "time": 1.0 * n, "loss": None}) for n in range(1, count + 1)]
-    folder.metrics.write_text("\n".join(rows) + "\n")
+    others = {f"a/metric/of_some/length_{number}": 0.123456789 for number in range(44)}  # a row of ours has as many
+    first = [{"step": n, "reward": n / count, "time": 1.0 * n, "loss": None} for n in range(1, count + 1)]
+    folder.metrics.write_text("".join(json.dumps(row | others) + "\n" for row in first))
 
 
 def test_runs_are_listed_and_their_parts_are_templates(talk, house):
@@ -82,7 +84,8 @@ def test_every_resource_has_its_content(talk, house):
     assert config.mime_type == "application/yaml"
     lines = metrics.text.splitlines()
     assert lines[0].startswith("step,reward")
-    assert len(lines) <= 201
+    assert 50 <= len(lines) <= 101
+    assert len(metrics.text) / 4 <= TOKEN_BUDGET
     assert lines[-1].split(",")[0] == "500"  # no further than what was told
     assert "untrusted" in log.text
     assert "\x1b" not in log.text

@@ -41,7 +41,7 @@ LISTED = 20
 """Runs that a list of resources names; the templates reach the others."""
 MOST_PLOT_BYTES = 1 << 20
 _RUNS = 100
-_ROWS = 200
+_ROWS = 100
 _EVENTS = 10
 _EVALUATIONS = 20
 """Along the way."""
