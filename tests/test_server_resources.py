@@ -67,7 +67,7 @@ def test_runs_are_listed_and_their_parts_are_templates(talk, house):
 def test_every_resource_has_its_content(talk, house):
     _, folder = house
     step(folder, 500, total=1000)
-    write_metrics(folder, 600)
+    write_metrics(folder, 520)
     folder.log("trainer").write_text("step \x1b[31m1\n")
     folder.plot.write_bytes(b"\x89PNG picture")
     base = f"toprope://runs/{folder.run_id}"
