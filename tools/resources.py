@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from anyio import to_thread
 
+from tools.answers import TOKEN_BUDGET
 from tools.listing import run_item
 from tools.logs import COMPONENTS, read_logs
 from tools.looking import look_at, told_numbers
@@ -159,14 +160,17 @@ def _metrics(workshop: Workshop, run_id: str) -> str:
     if not status.ended:
         told = told_numbers(workshop, run_id)[0].get("step") or 0
         rows = [row for row in rows if row["step"] <= told]
-    return _csv(_thinned(rows))
+    most = _ROWS
+    while len((text := _csv(_thinned(rows, most))).encode()) > 4 * TOKEN_BUDGET and most > 2:
+        most = most * 3 // 4
+    return text
 
 
-def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thinned(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """At most so many rows at even distances, the first and the last among them."""
-    if len(rows) <= _ROWS:
+    if len(rows) <= most:
         return list(rows)
-    return [rows[round(number * (len(rows) - 1) / (_ROWS - 1))] for number in range(_ROWS)]
+    return [rows[round(number * (len(rows) - 1) / (most - 1))] for number in range(most)]
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
