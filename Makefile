@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 # Two files of tests at a time: most of them wait for processes more than they compute.
-TEST_ARGS ?= -n 2 --dist loadfile -q
+TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -q
 PY = $(VENV)/bin/python
 NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
