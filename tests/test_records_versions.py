@@ -81,8 +81,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     Usage(at=1.0).write(folder)
     Manifest(
         run_id=folder.run_id, kind="train", made_at=1.0, code=Code(version="0"), python="3",
-        configuration=Configuration(sha256="0", locks_sha256="0", seed=0), environment=EnvironmentInputs(name="dice"), policy=Policy(model="m"),
-        hardware=Hardware(),
+        configuration=Configuration(sha256="0", locks_sha256="0", seed=0),
+        environment=EnvironmentInputs(name="dice"), policy=Policy(model="m"), hardware=Hardware(),
     ).write(folder)  # fmt: skip
     checkpoint = folder.checkpoints / "step-000003"
     checkpoint.mkdir()
