@@ -14,6 +14,9 @@ __all__ = ["RUN", "base_of"]
 RUN = "run:"
 """Begins the name of a run, in place of a model's."""
 
+_HASH_BYTES = 256 << 20
+"""Of its checkpoint so much is compared here, while others wait to start; whoever loads it compares the rest."""
+
 
 def base_of(model: str, runs: Path) -> tuple[str, str] | None:
     """The run that a model's name names, and the folder of the newest weights that it left; None where it names none.
@@ -35,7 +38,7 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
             f"policy.model is {model}, which is still {status.state}: its weights are not there yet.",
             hint=f'check_status(run_ids=["{folder.run_id}"], wait_s=45, until="end") waits for it.',
         )
-    found, damaged = newest_sound(folder)
+    found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
     if found is None:
         why = str(damaged[0]) if damaged else "it left none"
         raise NotPossibleNow(
