@@ -255,8 +255,8 @@ _ARGUMENTS: list[_Row] = [
         ("are not from 1 to",),
         ("64 tasks",),
     ),
-    ("wait too long", "check_status", {"wait_s": 3600}, ("3600",), ("is not a number",), ("0 to 45",)),
-    ("wait of no length", "check_status", {"wait_s": -1}, ("-1",), ("is not a number",), ("0 to 45",)),
+    ("wait too long", "check_status", {"wait_s": 36000}, ("36000",), ("is not a number",), ("0 to 3600",)),
+    ("wait of no length", "check_status", {"wait_s": -1}, ("-1",), ("is not a number",), ("0 to 3600",)),
     (
         "lines out of bounds",
         "read_logs",

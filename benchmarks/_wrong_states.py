@@ -105,7 +105,7 @@ def _row(column: str, value: str, table: str = "drafts") -> Callable[[House, str
     return spoil
 
 
-_ASIDE = ("moves the file away", "TOPROPE_HOME")
+_ASIDE = ("toprope doctor --repair",)
 _INDEXES = [
     _index("a file of garbage", _rewrite(b"garbage" * 1000), ("is damaged",), _ASIDE),
     _index("a file that was cut off", _cut, ("is damaged",), _ASIDE),

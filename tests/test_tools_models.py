@@ -308,7 +308,8 @@ def test_models_and_the_policy_are_tested_and_asked_in_real_runs(tmp_path, tiny_
             assert limited["measured"]["tasks"] == 4
             assert right["cost_usd"] == pytest.approx(8 * 14 / 1e6)
             assert tested["environment_works"] is True and tested["best"] in ("right", "limited")
-        assert found[0]["models"][2]["retries"] > 0
+        # Whichever of the two runs asked first was told to slow down.
+        assert sum(tested["models"][2]["retries"] for tested in found) > 0
         assert found[0]["models"][3]["measured"]["rollouts"] == 8 and found[0]["models"][3]["cost_usd"] is None
         assert found[1]["models"][3]["measured"] is None and "/nowhere/at/all" in found[1]["models"][3]["error"]
         do(edit_config, shop, draft_id=draft_id, changes={"policy.model": str(tiny_policy)})
