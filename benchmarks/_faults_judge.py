@@ -7,7 +7,6 @@ member that was struck. That it was lost in between, or that members were starte
 from __future__ import annotations
 
 import json
-import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks._lives import eventually
+from benchmarks._lives import Ports, eventually
 from toprope.records.folder import RunFolder
 from toprope.records.status import TRANSITIONS, Status, read_events
 from toprope.supervisor.lock import held
@@ -64,30 +63,6 @@ class Tally:
     @property
     def everything(self) -> list[str]:
         return [*self.leftovers, *self.wrong, *self.unaccounted, *self.index]
-
-
-class Ports:
-    """The ports at which the processes of a run were seen to listen."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def note(self, processes: list[psutil.Process]) -> None:
-        for process in processes:
-            try:
-                found = process.net_connections(kind="tcp")
-            except psutil.Error:
-                continue
-            self.seen |= {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
-
-    def open(self) -> list[int]:
-        left = []
-        for port in sorted(self.seen):
-            with socket.socket() as probe:
-                probe.settimeout(1.0)
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    left.append(port)
-        return left
 
 
 def look(

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from benchmarks._faults_front import Fronts, runs_at
-from benchmarks._faults_judge import Ports, Story, Tally, look
-from benchmarks._lives import RealHouse, eventually
+from benchmarks._faults_judge import Story, Tally, look
+from benchmarks._lives import Ports, RealHouse, eventually
 from toprope.errors import NotFound
 from toprope.records.crew import ENV_FOLDER
 from toprope.records.folder import RunFolder

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from supervisor_house import House  # noqa: E402
 from tiny_policy import make_tiny_policy  # noqa: E402
 
-__all__ = ["Leftovers", "RealHouse", "Round", "deaths", "house_at", "play", "play_real", "stubborn"]
+__all__ = ["Leftovers", "Ports", "RealHouse", "Round", "deaths", "house_at", "play", "play_real", "stubborn"]
 
 LIMIT_S = 60.0
 BEHAVIOURS: dict[str, dict[str, dict[str, Any]]] = {
@@ -173,9 +173,9 @@ def play(house: House, dice: random.Random, leftovers: Leftovers) -> Round:
     before = house.start(BEHAVIOURS["endless"]) if kind == "train" and dice.random() < 0.25 else None
     runs, folder = house.start(BEHAVIOURS[crew], kind, stop_grace_s=0.5)
     story = Round(f"{crew} ({kind}{', queued' if before else ''})", "", [], 0.0)
-    ports = _Ports(house)
+    ports = Ports()
     time.sleep(dice.random() * 1.2)
-    ports.note(folder)
+    ports.note(house.processes(folder))
     if before:
         if dice.random() < 0.5:
             before[0].stop(before[1].run_id, 0)
@@ -188,7 +188,7 @@ def play(house: House, dice: random.Random, leftovers: Leftovers) -> Round:
     if status.state in RESUMABLE and dice.random() < 0.5:
         house.runs(BEHAVIOURS["endless"]).resume(folder.run_id)
         time.sleep(dice.random() * 0.8)
-        ports.note(folder)
+        ports.note(house.processes(folder))
         story.end += ", resumed, " + _finish(house, runs, folder, dice, "endless")
         _end_of(runs, folder)
     _look(house, folder, ports, leftovers)
@@ -204,10 +204,10 @@ def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftov
     runs = house.runs()
     folder = runs.start(house.specification(steps=steps))
     house.started.append(folder)
-    ports = _Ports(house)
+    ports = Ports()
     wanted = 6 + dice.randrange(8)
     eventually(_has_rows(folder, wanted), f"step {wanted}")
-    ports.note(folder)
+    ports.note(house.processes(folder))
     _act(house, runs, folder, end, dice)
     _end_of(runs, folder)
     rows = len(folder.metrics.read_text().splitlines())
@@ -218,7 +218,7 @@ def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftov
     # None at all is as wrong as a wrong one, unless everything had been done before.
     first = [*_steps(folder)[rows:], story.resumed_from + 1 if story.resumed_from == steps else 0][0]
     story.step_error = abs(first - story.resumed_from - 1)
-    ports.note(folder)
+    ports.note(house.processes(folder))
     if end != "stop":
         runs.stop(folder.run_id)
     status = _end_of(runs, folder)
@@ -281,15 +281,14 @@ def _act(house: House, runs: Runs, folder: RunFolder, end: str, dice: random.Ran
         runs.stop(folder.run_id, 0)
 
 
-class _Ports:
-    """The ports at which the processes of a run listen."""
+class Ports:
+    """The ports at which the processes of a run were seen to listen."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self) -> None:
         self.seen: set[int] = set()
 
-    def note(self, folder: RunFolder) -> None:
-        for process in self._house.processes(folder):
+    def note(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
             try:
                 found = process.net_connections(kind="tcp")
             except psutil.Error:
@@ -306,7 +305,7 @@ class _Ports:
         return left
 
 
-def _look(house: House, folder: RunFolder, ports: _Ports, leftovers: Leftovers) -> None:
+def _look(house: House, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
     """Counts what is there of a run that has ended; 5 s are allowed for the last processes to go."""
     try:
         eventually(lambda: not house.processes(folder), "the end of all processes", 5.0)
