@@ -6,6 +6,7 @@ the standard library only, imports nothing else of Toprope, and has no side effe
 
 from toprope.sdk.environment import Environment, Outcome, Part, Task
 from toprope.sdk.knobs import knob
+from toprope.sdk.own_loop import OwnLoop, Played, Session
 from toprope.sdk.rollouts import play
 
-__all__ = ["Environment", "Outcome", "Part", "Task", "knob", "play"]
+__all__ = ["Environment", "Outcome", "OwnLoop", "Part", "Played", "Session", "Task", "knob", "play"]

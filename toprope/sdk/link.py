@@ -1,8 +1,9 @@
 """Talks to a worker: starts it, asks it, gives it its time, and leaves nothing of it behind.
 
 A worker answers in order, one request at a time, so a call's time runs from when it is the oldest one unanswered: calls
-that wait behind a slow one do not pay for it. A call that runs out of time costs the worker its life, with whatever
-processes it started in its group; so does `close`.
+that wait behind a slow one do not pay for it. Requests that a worker carries out beside the others (`beside=True`) have
+a clock of their own. A call that runs out of time costs the worker its life, with whatever processes it started in its
+group; so does `close`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
 class _Call:
     """A request without an answer yet."""
 
-    def __init__(self, operation: str, timeout: float, future: asyncio.Future[Any]) -> None:
+    def __init__(self, operation: str, timeout: float, future: asyncio.Future[Any], beside: bool) -> None:
         self.operation = operation
         self.timeout = timeout
         self.future = future
+        self.beside = beside
+        self.timer: asyncio.TimerHandle | None = None
+        """Of a call that is carried out beside the others."""
 
 
 class _Seal:
@@ -159,12 +163,14 @@ class Link:
         """Whether calls can be answered; False once the worker is gone or going."""
         return self._end is None and not self._closing
 
-    async def call(self, op: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
+    async def call(self, op: str, /, *, timeout: float = 60.0, beside: bool = False, **arguments: Any) -> Any:
         """Asks and waits for the result.
 
         Args:
             op: The operation; toprope.sdk.service has them all.
             timeout: Seconds that the worker may be busy with this request.
+            beside: Whether it is one of those that the worker carries out beside others, in any order
+                (toprope.sdk.service.BESIDE); its time runs from now.
             **arguments: What the operation takes; values that JSON can say.
 
         Raises:
@@ -178,9 +184,12 @@ class Link:
             raise WorkerDied("The worker was closed.")
         number = next(self._ids)
         line = json.dumps({"id": number, "op": op, **arguments}).encode() + b"\n"
-        call = _Call(op, timeout, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        call = _Call(op, timeout, loop.create_future(), beside)
         self._waiting[number] = call
-        if len(self._waiting) == 1:
+        if beside:
+            call.timer = loop.call_later(timeout, self._out_of_time, number)
+        elif self._timer is None:
             self._start_clock()
         stdin = self._process.stdin
         assert stdin is not None  # it was asked for as a pipe
@@ -227,8 +236,9 @@ class Link:
             self._timer.cancel()
             self._timer = None
         for number, call in self._waiting.items():
-            self._timer = asyncio.get_running_loop().call_later(call.timeout, self._out_of_time, number)
-            return
+            if not call.beside:
+                self._timer = asyncio.get_running_loop().call_later(call.timeout, self._out_of_time, number)
+                return
 
     def _out_of_time(self, number: int) -> None:
         call = self._waiting.get(number)
@@ -255,7 +265,10 @@ class Link:
             except (ValueError, TypeError, KeyError):
                 continue  # the last line of a worker that was killed
             call = self._waiting.pop(number, None)
-            self._start_clock()
+            if call is not None and call.timer is not None:
+                call.timer.cancel()
+            else:
+                self._start_clock()
             if call is None or call.future.done():
                 continue  # the caller does not wait any more
             if answer["ok"]:
@@ -300,16 +313,19 @@ class Link:
             task.cancel()
         if self._sealed is not None:
             self._sealed.broken.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, *(call.timer for call in self._waiting.values())):
+            if timer is not None:
+                timer.cancel()
         if self._timed_out:
             self._end = WorkerTimeout(self._timed_out)
         else:
             self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
-        for place, call in enumerate(self._waiting.values()):
+        # Which of those beside each other it ended over, nobody can tell.
+        first = next((call for call in self._waiting.values() if not call.beside), None)
+        for call in self._waiting.values():
             if not call.future.done():
-                first = place == 0 and not self._timed_out
-                call.future.set_exception(_at_work(self._copy_of_end()) if first else self._copy_of_end())
+                at_work = call is first and not self._timed_out
+                call.future.set_exception(_at_work(self._copy_of_end()) if at_work else self._copy_of_end())
         self._waiting.clear()
         transport = getattr(self._process, "_transport", None)
         if transport is not None:

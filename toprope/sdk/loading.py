@@ -73,14 +73,31 @@ def _from_adapter(adapter: str, target: str) -> Loaded:
     return Loaded(environment, environment.name or f"{adapter}/{target}", near, _versions(environment))
 
 
-def _from_file(file: Path, attribute: str | None) -> Loaded:
+def attribute_of(file: Path, name: str) -> Any:
+    """Something that a user's file defines, whatever it is.
+
+    Raises:
+        LoadError: The file does not load or does not define it.
+    """
+    module = _module(file)
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        raise LoadError(f"{file.name} has no {name!r}. {nearest(name, public, 'It defines')}", f"{file}:1")
+    return getattr(module, name)
+
+
+def _module(file: Path) -> ModuleType:
     if not file.is_file():
         raise LoadError(f"The file {file} does not exist.")
     folder = str(file.parent)
     if folder not in sys.path[:1]:
         sys.path.insert(0, folder)
-    module = _import(file, folder)
-    found = _attribute(module, file, attribute)
+    return _import(file, folder)
+
+
+def _from_file(file: Path, attribute: str | None) -> Loaded:
+    folder = str(file.parent)
+    found = _attribute(_module(file), file, attribute)
     environment = _instance(found, file, folder)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     versions = _versions(environment) | {"sha256": digest}

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from toprope.sdk.discovery import first_line
@@ -20,15 +20,21 @@ from toprope.sdk.environment import Environment, Outcome, Scoring, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.knobs import describe_knobs, nearest
 from toprope.sdk.loading import Loaded, load
+from toprope.sdk.objects import Objects
+from toprope.sdk.own_loop import OwnLoop, Session, play_group
 from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.scripted import scripted
 from toprope.sdk.splits import SPLITS, Splits
 
-__all__ = ["OPERATIONS", "Service", "UnknownOperation", "kind_of"]
+__all__ = ["BESIDE", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
 OPERATIONS = (
     *("open", "card", "tasks", "survey", "begin", "advance", "solve", "discard", "score"),
-    *("ping", "mark"),
+    *("ping", "mark", "make", "invoke"),
+    "run",
 )
+BESIDE = frozenset({"run"})
+"""Operations that are carried out beside the others, many at a time, and answered when they are done."""
 
 
 class UnknownOperation(InvalidRequest):
@@ -54,9 +60,11 @@ class Service:
         self._splits: Splits | None = None
         self._rollouts: dict[int, Rollout] = {}
         self._last_handle = 0
+        self._objects = Objects()
 
     def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
-        """Carries out one request.
+        """Carries out one request; where an environment plays by itself it gives a coroutine that does (always for
+        those in BESIDE), to be run on the one event loop that such an environment has.
 
         Raises:
             UnknownOperation, LoadError, InvalidRequest: See `kind_of`.
@@ -125,12 +133,41 @@ class Service:
         splits.survey(limit, seconds)
         return {split: {"known": splits.known(split), "exhausted": splits.exhausted(split)} for split in SPLITS}
 
+    def _make(self, file: str, attribute: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        made = self._objects.make(file, attribute, arguments or {})
+        self.near = self._objects.near
+        return made
+
+    def _invoke(self, handle: int, method: str, calls: list[Any]) -> list[Any]:
+        return self._objects.invoke(handle, method, calls)
+
+    def _run(
+        self, split: str, index: int, sessions: list[Any], weights: dict[str, float] | None = None
+    ) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Has an environment that owns its loop play a task, once a session."""
+        environment, splits = self._opened()
+        if not isinstance(environment, OwnLoop):
+            raise InvalidRequest("This environment does not play by itself: `begin` and `advance` its rollouts.")
+        environment = _weighed(environment, weights)
+        task, epoch = splits.get(split, index)
+        return self._played(environment, task, [Session.of(one) for one in sessions], epoch)
+
+    async def _played(self, environment: OwnLoop, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
+        played = await play_group(environment, task, sessions, self.near)
+        return {
+            "task_id": task.id,
+            "messages": task.messages,
+            "epoch": epoch,
+            "outcomes": [_outcome(outcome) for outcome in played.outcomes],
+            "talks": played.messages,
+        }
+
     def _begin(self, split: str, index: int, count: int, weights: dict[str, float] | None = None) -> dict[str, Any]:
         """Begins `count` rollouts of a task, whose reward parts weigh `weights` where they are named there."""
         environment, splits = self._opened()
-        if weights:
-            environment = copy.copy(environment)
-            environment.parts = Scoring.weighted(environment.parts, weights).parts
+        if isinstance(environment, OwnLoop):
+            raise InvalidRequest("This environment plays by itself: `run` its rollouts.")
+        environment = _weighed(environment, weights)
         if not isinstance(count, int) or count < 1:
             raise InvalidRequest(f"count must be a whole number of at least 1, not {count!r}.")
         task, epoch = splits.get(split, index)
@@ -176,17 +213,32 @@ class Service:
                 raise InvalidRequest(f"{one!r:.80} is no [rollout, variant] of a rollout that goes on.")
         return [self._rollouts[handle].solve(variant) for handle, variant in asked]
 
-    def _score(self, split: str, index: int, answer: str) -> dict[str, Any] | None:
+    def _score(self, split: str, index: int, answer: str) -> Any:
         environment, splits = self._opened()
         task: Task = splits.get(split, index)[0]
+        if isinstance(environment, OwnLoop):
+            return self._scripted(environment, task, answer)
         rollout = Rollout(environment, task, self.near)
         rollout.begin()
         return _outcome(rollout.advance(answer, only=True).outcome)
+
+    async def _scripted(self, environment: OwnLoop, task: Task, answer: str) -> dict[str, Any] | None:
+        with scripted(answer) as session:
+            played = await play_group(environment, task, [session], self.near)
+        return _outcome(played.outcomes[0])
 
     def _opened(self) -> tuple[Environment, Splits]:
         if self._environment is None or self._splits is None:
             raise InvalidRequest("No environment is open: send `open` first.")
         return self._environment, self._splits
+
+
+def _weighed(environment: Any, weights: dict[str, float] | None) -> Any:
+    if not weights:
+        return environment
+    environment = copy.copy(environment)
+    environment.parts = Scoring.weighted(environment.parts, weights).parts
+    return environment
 
 
 def _card(loaded: Loaded, knobs: Any) -> dict[str, Any]:
@@ -199,6 +251,7 @@ def _card(loaded: Loaded, knobs: Any) -> dict[str, Any]:
         "parts": {name: dataclasses.asdict(part) for name, part in environment.parts.items()},
         "max_reward": Scoring.of(environment).max_reward,
         "tags": list(environment.tags),
+        "own_loop": isinstance(environment, OwnLoop),
         "versions": loaded.versions,
     }
 

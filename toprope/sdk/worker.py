@@ -2,9 +2,10 @@
 
     python -P <path>/worker.py
 
-Requests come as JSON lines on standard input, `{"id": 1, "op": "begin", ...}`; answers go out in the same order on what
-was standard output, `{"id": 1, "ok": true, "result": ...}` or `{"id": 1, "ok": false, "error": {"kind", "type",
-"message", "where", "traceback"}}`. toprope.sdk.service says which operations there are, toprope.sdk.link speaks to us.
+Requests come as JSON lines on standard input, `{"id": 1, "op": "begin", ...}`; answers go out in the same order (those
+of toprope.sdk.service.BESIDE as they are done) on what was standard output, `{"id": 1, "ok": true, "result": ...}` or
+`{"id": 1, "ok": false, "error": {"kind", "type", "message", "where", "traceback"}}`. toprope.sdk.service says which
+operations there are, toprope.sdk.link speaks to us.
 
 - Environments print: descriptor 1 leads to standard error before any of their code runs, the protocol has a copy that
   no child inherits. Descriptor 0 leads to /dev/null, so nothing of theirs can read requests.
@@ -103,10 +104,35 @@ def _write(descriptor: int, answer: bytes) -> None:
 
 
 def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
+    import asyncio
+
     from toprope.sdk.errors import Failure, InvalidRequest
     from toprope.sdk.service import Service, kind_of
 
-    service, me = Service(), os.getpid()
+    service, me, writing = Service(), os.getpid(), threading.Lock()
+    beside: list[asyncio.AbstractEventLoop] = []
+
+    def say(answer: bytes) -> None:
+        with writing:
+            _write(answers, answer)
+
+    def failed(identity: Any, error: BaseException) -> bytes:
+        failure = Failure.of(error, service.near)
+        return _encode({"id": identity, "ok": False, "error": {"kind": kind_of(error)} | vars(failure)})
+
+    async def play(identity: Any, playing: Any) -> None:
+        try:
+            answer = _encode({"id": identity, "ok": True, "result": await playing})
+        except BaseException as error:  # as below
+            answer = failed(identity, error)
+        say(answer)
+
+    def loop() -> asyncio.AbstractEventLoop:
+        if not beside:
+            beside.append(asyncio.new_event_loop())
+            threading.Thread(target=beside[0].run_forever, daemon=True, name="beside").start()
+        return beside[0]
+
     while (line := requests.get()) is not None:
         identity = None
         try:
@@ -115,17 +141,19 @@ def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
                 raise InvalidRequest("A request is a JSON object.")
             identity = request.pop("id", None)
             result = service.answer(str(request.pop("op", "")), request)
+            if asyncio.iscoroutine(result):
+                asyncio.run_coroutine_threadsafe(play(identity, result), loop())
+                continue
             answer = _encode({"id": identity, "ok": True, "result": result})
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the environment's code may raise anything, SystemExit too
             if os.getpid() != me:
                 os._exit(1)  # a fork of theirs that came out here: it is not the worker
-            failure = Failure.of(error, service.near)
-            answer = _encode({"id": identity, "ok": False, "error": {"kind": kind_of(error)} | vars(failure)})
+            answer = failed(identity, error)
         if os.getpid() != me:
             os._exit(0)
-        _write(answers, answer)
+        say(answer)
 
 
 def main() -> None:

@@ -40,6 +40,12 @@ class EnvironmentSection(_Section):
     max_turns: int = Field(10, ge=1, le=1000, description="Turns after which a multi-turn rollout is cut off.")
     load_timeout_s: float = Field(120.0, gt=0, le=3600, description="Seconds the environment may take to load.")
     call_timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds one call into the environment may take.")
+    rollout_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        le=86_400,
+        description="Seconds one rollout may take of an environment that plays its rollouts itself.",
+    )
 
 
 class PolicySection(_Section):

@@ -49,6 +49,7 @@ from toprope.training.demonstrations import Collector, cache_of
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, summary_of
 from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.own_loop import OwnLoopMaker
 from toprope.training.peers import PeerAway
 from toprope.training.producing import Producer
 from toprope.training.rollouts import Made, RolloutMaker
@@ -122,12 +123,16 @@ class Driver:
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
     def _maker(self, worker: Worker, player: PolicyClient | EndpointClient) -> RolloutMaker:
-        return RolloutMaker(
+        own_loop = bool(self._card.get("own_loop"))
+        maker = (OwnLoopMaker if own_loop else RolloutMaker)(
             worker,
             player,
             multi_turn=self._card["max_turns"] > 1,
             call_timeout_s=self._config.environment.call_timeout_s,
         )
+        if isinstance(maker, OwnLoopMaker):
+            maker.rollout_timeout_s = self._config.environment.rollout_timeout_s
+        return maker
 
     async def _open(self) -> Link:
         source: EnvironmentSource = self._spec.environment

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from toprope.training.inference.client import Answer, PolicyClient, PromptTooLon
 from toprope.training.inference.sessions import Turn, join_turns
 from toprope.training.workers import Worker
 
-__all__ = ["Made", "RolloutMaker"]
+__all__ = ["Made", "RolloutMaker", "told"]
 
 _SEALED = "heldout"
 _TRAINED = "train"
@@ -93,6 +94,9 @@ class RolloutMaker:
         call_timeout_s: How long one call into the environment may take.
     """
 
+    deaths_allowed: float = math.inf
+    """Ends of the worker amid one group, over whatever item, after which the group is given up."""
+
     def __init__(
         self, worker: Worker, policy: PolicyClient | EndpointClient, *, multi_turn: bool, call_timeout_s: float
     ) -> None:
@@ -118,13 +122,15 @@ class RolloutMaker:
         """
         if split == _SEALED and not self._under_seal:
             raise ValueError("held-out tasks are played under seal, at the evaluations before and after training only")
+        deaths = 0
         while True:
             link = await self._worker.link()
             try:
                 return await self._play(link, split, index, size, sampling)
             except (WorkerDied, WorkerTimeout) as error:
                 await self._worker.lost(link, error)
-                if error.at_work and not _killed(error):
+                deaths += not _killed(error)
+                if (error.at_work and not _killed(error)) or deaths > self.deaths_allowed:
                     raise WorkerError("ended", type(error).__name__, str(error)) from error
             except SessionLost:
                 if split == _TRAINED:
@@ -242,8 +248,14 @@ def _talk(rollout: _Rollout, asked: int) -> str:
     """What was said in a rollout after the `asked` first messages, for people."""
     if len(rollout.messages) <= asked + 1:
         return _cut(rollout.text)
-    said = rollout.messages[asked:]
-    return _cut("\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in said))
+    return told(rollout.messages[asked:])
+
+
+def told(messages: list[dict[str, Any]]) -> str:
+    """A conversation for people to read, cut where it is long."""
+    if len(messages) == 1:
+        return _cut(str(messages[0].get("content", "")))
+    return _cut("\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages))
 
 
 def _cut(text: str) -> str:

@@ -10,7 +10,8 @@
     POST /v1/samples/match            versions and log-probabilities of what was sampled for outside environments
     POST /generate                    sglang's or vLLM's own dialect; GET /health_generate as sglang has it
 
-Every request but /health carries `Authorization: Bearer <run secret>[.<session>]`.
+Every request but /health carries `Authorization: Bearer <run secret>[.<session>]`, or where the policy is asked the key
+of one session (keys.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from toprope.training.inference.dialect import (
 )
 from toprope.training.inference.engine import Engine, Request, Sample
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
+from toprope.training.inference.keys import JUDGE, is_session_key
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
 from toprope.training.inference.sessions import LIFE_HEADER, SessionStore, Turn, join_turns
 
@@ -67,21 +69,29 @@ class InferenceServer:
                 Route("/health_generate", self._health),
                 Route("/generate", self._guarded(self._generate), methods=["POST"]),
                 Route(MATCH_PATH, self._guarded(self._match), methods=["POST"]),
-                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models", self._guarded(self._models, sessions=True)),
                 Route("/v1/policy", self._guarded(self._policy)),
-                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/completions", self._guarded(self._completions, sessions=True), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self._chat, sessions=True), methods=["POST"]),
                 Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE"]),
             ]
         )
 
-    def _guarded(self, handler: Callable[[HttpRequest, str], Awaitable[Response]]) -> Any:
-        """Lets a request in by its key, passes the session's name on, and words every refusal as OpenAI does."""
+    def _guarded(self, handler: Callable[[HttpRequest, str], Awaitable[Response]], *, sessions: bool = False) -> Any:
+        """Lets a request in by its key, passes the session's name on, and words every refusal as OpenAI does.
+
+        Args:
+            handler: Answers it.
+            sessions: Whether a session's own key opens it as well as the run's secret.
+        """
 
         async def endpoint(request: HttpRequest) -> Response:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             secret, _, session = key.partition(".")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(secret.encode(), self._secret):
+            known = hmac.compare_digest(secret.encode(), self._secret) or (
+                sessions and is_session_key(self._secret, secret, session)
+            )
+            if scheme.lower() != "bearer" or not known:
                 return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
             if request.headers.get(LIFE_HEADER, self._life) != self._life:
                 return _error(409, "session_lost_error", "This server is a new one and does not know that session.")
@@ -237,7 +247,7 @@ class InferenceServer:
         return await future
 
     def _record(self, session: str, prompt_text: str, prompt_ids: list[int], samples: list[Sample]) -> None:
-        if not session:
+        if not session or session == JUDGE:
             return
         if is_outside(session):
             for sample in samples:

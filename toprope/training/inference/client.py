@@ -12,12 +12,15 @@ import aiohttp
 import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
+from toprope.training.inference.keys import session_key
 from toprope.training.inference.sessions import LIFE_HEADER, Turn
 from toprope.training.peers import Address, Backoff, resolver
 
 __all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling", "SessionLost"]
 
 _encode = msgspec.json.Encoder().encode
+_LIFE = "~life"
+"""A session of no rollout, under which the server is asked which life it is in."""
 _REFUSALS = 5
 """Server errors in a row after which a request is given up: what the server trips over may be the request."""
 
@@ -73,6 +76,14 @@ class _Choice(msgspec.Struct):
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
     prompt_token_ids: list[int]
+
+
+class _Kept(msgspec.Struct):
+    turns: list[Turn]
+
+
+class _Recorded(msgspec.Struct):
+    sessions: dict[str, _Kept]
 
 
 class _Error(msgspec.Struct):
@@ -150,6 +161,36 @@ class PolicyClient:
             for choice in completion.choices
         ]
 
+    async def url(self) -> str:
+        """The server's present address, waited for while it is away."""
+        backoff = Backoff("Inference")
+        while (url := self._where()) is None:
+            await asyncio.sleep(backoff.after_absence(time.monotonic()))
+        return url
+
+    def key(self, session: str) -> str:
+        """The key under which somebody else may ask the policy in a session; see keys.py."""
+        return session_key(self._secret, session)
+
+    async def recorded(self, session: str, life: str) -> dict[str, list[Turn]]:
+        """The turns of a session and its sub-sessions, by key; empty where nothing was recorded.
+
+        Args:
+            session: The session.
+            life: Of the server that its rollouts were begun with: from `life()`.
+
+        Raises:
+            SessionLost: The server that recorded them is gone.
+            ComponentFailed: See `chat`.
+        """
+        data = await self._call("GET", f"/v1/sessions/{session}", None, "", life, missing=b'{"sessions": {}}')
+        return {name: kept.turns for name, kept in msgspec.json.decode(data, type=_Recorded).sessions.items()}
+
+    async def life(self) -> str:
+        """Names the present life of the server."""
+        await self._call("GET", "/v1/models", None, _LIFE)
+        return self._lives.pop(_LIFE)
+
     async def close_session(self, session: str) -> None:
         """Lets the server forget a session and its sub-sessions."""
         life = self._lives.pop(session, None)
@@ -160,7 +201,16 @@ class PolicyClient:
         except SessionLost:
             pass  # forgotten already, with everything else
 
-    async def _call(self, method: str, path: str, data: bytes | None, session: str, life: str | None = None) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        session: str,
+        life: str | None = None,
+        *,
+        missing: bytes | None = None,
+    ) -> bytes:
         headers = {"Authorization": f"Bearer {self._secret}.{session}" if session else f"Bearer {self._secret}"}
         root = session.partition("/")[0]
         if life := life or self._lives.get(root):
@@ -183,6 +233,8 @@ class PolicyClient:
                 continue
             except TimeoutError:
                 raise ComponentFailed(f"Inference did not answer {path} in time.") from None
+            if response.status == 404 and missing is not None:
+                return missing
             if response.status == 400 and "no room for an answer" in message:
                 raise PromptTooLong(message)
             if response.status == 409:

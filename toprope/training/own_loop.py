@@ -1,0 +1,142 @@
+"""Makes groups with environments that play their rollouts themselves.
+
+The worker's code talks to inference under a key a rollout; what was sampled is read back from there. Trained is the
+chain of turns that the rollout's outcome rests on: an answer that the environment asked for twice (a retry of which the
+client got no answer) counts in its last form, and one that its conversation does not contain (an abandoned branch) not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from toprope.errors import ComponentFailed
+from toprope.records.groups import Outcome
+from toprope.sdk.errors import WorkerError
+from toprope.sdk.link import Link
+from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.inference.keys import JUDGE
+from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts import Made, RolloutMaker, told
+
+__all__ = ["OwnLoopMaker", "chain_of"]
+
+_GRACE_S = 10.0
+"""Seconds beyond a rollout's own time limit after which the worker that plays it counts as hung."""
+
+
+class OwnLoopMaker(RolloutMaker):
+    """A `RolloutMaker` whose rollouts are played by the environment.
+
+    Args (beside those of RolloutMaker):
+        rollout_timeout_s: How long one rollout may take, the policy's time included.
+    """
+
+    rollout_timeout_s: float = 600.0
+    deaths_allowed = 1
+    """Which of the groups beside each other ended a worker nobody can tell: each is tried once more."""
+
+    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
+        began, sampling = time.monotonic(), sampling.at(split, index)
+        policy = self._policy
+        if not isinstance(policy, PolicyClient):
+            raise ComponentFailed(
+                "This environment plays its rollouts itself, against an OpenAI endpoint, and can be tested with the "
+                "draft's own policy only.",
+                hint="Leave models out, or choose an environment whose rollouts are played here.",
+            )
+        group = f"g{next(self._numbers)}"
+        life = await policy.life()
+        url = await policy.url()
+        sessions = [self._session(url, f"{group}/{number}", sampling.at(number)) for number in range(size)]
+        weighed = {} if self.weights is None else {"weights": self.weights}
+        try:
+            answer = await link.call(
+                "run",
+                beside=True,
+                timeout=self.rollout_timeout_s + _GRACE_S,
+                split=split,
+                index=index,
+                sessions=sessions,
+                **weighed,
+            )
+            recorded = await policy.recorded(group, life)
+        finally:
+            with suppress(ComponentFailed):  # it may be going; what went wrong first is what counts
+                await policy.close_session(group)
+        outcomes = [Outcome(**outcome) for outcome in answer["outcomes"]]
+        if len(outcomes) != size:
+            raise WorkerError("raised", "EnvironmentMistake", f"{len(outcomes)} outcomes came for {size} rollouts")
+        turns = [chain_of(recorded.get(f"{group}/{number}", []), talk) for number, talk in enumerate(answer["talks"])]
+        first = answer["messages"]
+        return Made(
+            task_id=answer["task_id"],
+            messages=first,
+            texts=[_last_answer(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
+            outcomes=outcomes,
+            turns=turns,
+            seconds=time.monotonic() - began,
+            talks=[_talk(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
+        )
+
+    def _session(self, url: str, session: str, sampling: Sampling) -> dict[str, Any]:
+        policy = self._policy
+        assert isinstance(policy, PolicyClient)
+        return {
+            "base_url": f"{url}/v1",
+            "api_key": policy.key(session),
+            "judge_key": policy.key(JUDGE),
+            "model": "policy",
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "seed": sampling.seed,
+            "timeout_s": self.rollout_timeout_s,
+        }
+
+
+def chain_of(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> list[Turn]:
+    """The recorded turns that a rollout's outcome rests on, in their order.
+
+    Args:
+        turns: Everything that was sampled under the rollout's key, oldest first.
+        messages: The rollout's conversation; empty where the environment gave none.
+    """
+    kept = [
+        turn
+        for place, turn in enumerate(turns)
+        if not any(later.prompt_ids == turn.prompt_ids for later in turns[place + 1 :])
+    ]
+    said = [message["content"] for message in messages if message.get("role") == "assistant"]
+    if not said:
+        return kept
+    # A prompt that was asked twice may have been answered by either; the conversation tells which.
+    chain: list[Turn] = []
+    left = list(turns)
+    for text in said:
+        found = next((turn for turn in reversed(left) if _says(turn, text)), None)
+        if found is not None:
+            left = [turn for turn in left if turn is not found and turn.prompt_ids != found.prompt_ids]
+            chain.append(found)
+    # An environment may word its conversation otherwise than the policy did (parsed tool calls, say): what cannot be
+    # told apart is kept.
+    return chain if len(chain) == len(said) else kept
+
+
+def _says(turn: Turn, text: str) -> bool:
+    return bool(text.strip()) and text.strip() in turn.completion_text
+
+
+def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
+    said = [message["content"] for message in messages if message.get("role") == "assistant"]
+    return said[-1] if said else (turns[-1].completion_text if turns else "")
+
+
+def _talk(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
+    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    if answers:
+        return told(messages[answers[0] :])
+    return told([{"role": "assistant", "content": turn.completion_text} for turn in turns])

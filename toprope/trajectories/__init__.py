@@ -1,0 +1,1 @@
+"""Data sets of rollouts: capture, filter, synthesise, export, and what they were made of."""
