@@ -76,9 +76,10 @@ def improve_a_run(
         "Read its results in detail and its configuration first, and say in one sentence what holds it back. Fork its "
         "configuration into a draft, then change one thing, with the reason and what you expect of it. Test inference "
         "if the change is one of tasks or rewards. Start, wait with check_status (wait_s, until, and the cursor of its "
-        "last answer), stop early only what findings call critical, and compare with the first run on held-out tasks "
-        "with intervals. Say 'no difference shown' where that is so. At the end: what was tried, what came of it, what "
-        "to keep, and what you would try next."
+        "last answer), stop early only what findings call critical, and hold each against the first run with "
+        "compare_runs, which has the intervals. Say 'no difference shown' where that is so. Keep what was tried and "
+        "expected, and what came of it, with note_experiment. At the end: what was tried, what came of it, what to "
+        "keep, and what you would try next."
     )
 
 

@@ -5,7 +5,7 @@ number between decode batches, which costs nothing, and copies the slot when it 
 read: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
 
 `weights.json` beside the file names the tensors; only what is trained travels, so for LoRA only the adapters do.
-An engine that lives elsewhere (vLLM, a cluster) gets its own publisher.
+An engine that lives elsewhere (vLLM, a cluster) gets its own, with `version` and `publish()` as here.
 """
 
 from __future__ import annotations
@@ -15,27 +15,18 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from toprope.records.folder import write_json
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Publisher", "WeightFile", "WeightReader"]
+__all__ = ["WeightFile", "WeightReader"]
 
 _HEADER = struct.Struct("<qq")
 """The version at which the file began, and the newest one in it: equal until something was published."""
 _ALIGN = 64
-
-
-class Publisher(Protocol):
-    """Where a trainer puts its weights."""
-
-    version: int
-
-    def publish(self) -> int:
-        """Makes the weights as they are now the next version, and returns its number."""
 
 
 class WeightFile:

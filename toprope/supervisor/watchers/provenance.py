@@ -25,6 +25,7 @@ from toprope.records.crew import Checked, Ready, Report
 from toprope.records.folder import RunFolder
 from toprope.records.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.records.specification import Specification
+from toprope.supervisor.ledger import gpu_names
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.hands import Hands
@@ -250,7 +251,7 @@ def _hardware(threads: int) -> Hardware:
         threads=threads,
         cores=os.cpu_count() or 0,
         memory_gb=round(psutil.virtual_memory().total / 2**30, 1),
-        gpus=_gpus(),
+        gpus=gpu_names(),
     )
 
 
@@ -262,13 +263,3 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor()
-
-
-def _gpus() -> list[str]:
-    """Names of the GPUs that the driver shows, without loading anything of CUDA."""
-    found = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith("Model:"):
-                found.append(line.partition(":")[2].strip())
-    return found
