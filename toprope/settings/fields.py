@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from toprope.errors import InvalidValue, LockedField, NotFound
+from toprope.settings.algorithms import NAME, implied
 from toprope.settings.schema import Config
 
 __all__ = ["Change", "Field", "KNOBS", "LockCheck", "all_fields", "apply", "find_field", "get_value", "knob_fields"]
@@ -393,6 +394,11 @@ def apply(
     """
     fields = all_fields(knobs)
     data = config.model_dump()
+    if str(changes.get(NAME, config.algorithm.name)).strip().lower() != config.algorithm.name:
+        changes = {
+            **changes,
+            **implied(changes, lambda name, value: locks is None or locks.refusal(name, value) is None),
+        }
     changed: list[Change] = []
     problems: list[InvalidValue | NotFound] = []
     for name, value in changes.items():
@@ -446,5 +452,6 @@ def _validated(data: dict[str, Any], problems: list[InvalidValue | NotFound]) ->
         return Config.model_validate(data)
     except ValidationError as error:
         for entry in error.errors(include_url=False):
-            problems.append(InvalidValue(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}."))
+            said = entry["msg"].removeprefix("Value error, ").rstrip(".")
+            problems.append(InvalidValue(f"{'.'.join(map(str, entry['loc']))}: {said}."))
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue, NotFound, shown
+from toprope.settings.algorithms import implied
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.fields import KNOBS, all_fields, find_field
 from toprope.settings.schema import SECTIONS, Config
@@ -40,7 +41,7 @@ class Preset:
     def config(self, environment: str) -> Config:
         """The configuration that this preset gives to a draft of an environment, before the owner's locks."""
         data = Config().model_dump()
-        for name, value in self.values.items():
+        for name, value in {**self.values, **implied(self.values)}.items():
             section, _, field = name.partition(".")
             data[section][field] = value
         data["environment"]["name"] = environment

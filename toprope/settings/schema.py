@@ -7,9 +7,12 @@ several fields is checked in `Config.conflicts`, so that an edit of two fields a
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from toprope.settings.algorithms import contradictions
+from toprope.settings.mixing import mismatches, plain_curriculum, plain_mixture, plain_rewards
 
 __all__ = ["EMBEDDED", "Config", "SECTIONS"]
 
@@ -46,6 +49,23 @@ class EnvironmentSection(_Section):
         le=86_400,
         description="Seconds one rollout may take of an environment that plays its rollouts itself.",
     )
+    rewards: Annotated[list[Any], AfterValidator(plain_rewards)] = Field(
+        default_factory=list,
+        description="More reward parts, by functions in the owner's environment folders: {name, weight, fn: "
+        "'file.py:function', low, high}. Success stays the environment's own.",
+    )
+    curriculum: Annotated[dict[str, Any], AfterValidator(plain_curriculum)] = Field(
+        default_factory=dict,
+        description="Moves a knob as validation tasks are solved: {knob, levels, success, min_steps, window, "
+        "earlier_share, measured_level}.",
+    )
+    mixture: Annotated[list[Any], AfterValidator(plain_mixture)] = Field(
+        default_factory=list,
+        description="Environments trained on beside this one: {name, label, weight, min_share, knobs, reward_weights, "
+        "reward_weights_end, max_turns, rewards, curriculum}. Each is evaluated on as many tasks as this one.",
+    )
+    weight: float = Field(1.0, gt=0, le=1e6, description="In a mixture: this environment's share, relative to others'.")
+    min_share: float = Field(0.0, ge=0, lt=1, description="In a mixture: share of groups that it never falls below.")
 
 
 class PolicySection(_Section):
@@ -74,12 +94,19 @@ class PolicySection(_Section):
 class AlgorithmSection(_Section):
     """How rewards become a loss. Names and meanings are TRL's GRPOConfig."""
 
-    name: Literal["grpo", "sft"] = Field(
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "luspo", "sapo", "vespo", "rloo", "ppo", "sft", "custom"
+    ] = Field(
         "grpo",
-        description="grpo: reinforcement learning from the environment's reward. sft: supervised fine-tuning on "
-        "demonstrations, with the settings of the section sft.",
+        description="grpo: reinforcement learning from the environment's reward, its form by the fields below; dr_grpo "
+        "to rloo: forms of it by name, which set those fields. ppo: with a value function, by the section ppo. sft: "
+        "supervised fine-tuning on demonstrations, by the section sft. custom: the class that trainer names.",
     )
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = Field(
+    trainer: str = Field(
+        "", description="For custom: 'file.py:Class' in a folder that the owner named under trainers in settings.yaml."
+    )
+    trainer_settings: dict[str, Any] = Field(default_factory=dict, description="For custom: the class's own settings.")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
         "dapo", description="How token losses are formed and averaged."
     )
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")
@@ -93,12 +120,17 @@ class AlgorithmSection(_Section):
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
     )
+    baseline: Literal["group", "leave_one_out"] = Field(
+        "group", description="What an answer's reward is held against: its group's mean, or the mean of the others'."
+    )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token", description="Importance ratios by token, or by sequence (GSPO)."
     )
     mask_truncated_completions: bool = Field(False, description="Leave answers that were cut off out of the loss.")
     drop_zero_signal: bool = Field(
-        True, description="Pass over groups whose rewards are all equal (DAPO's dynamic sampling); they are counted."
+        True,
+        description="Pass over groups whose rewards are all equal (DAPO's dynamic sampling); they are counted. ppo and "
+        "custom never do: there they teach.",
     )
     shuffle_rewards: bool = Field(
         False, description="A control: rewards are shuffled within each group, so that nothing can be learned."
@@ -128,6 +160,34 @@ class OptimizerSection(_Section):
     )
     gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
     eight_bit: bool = Field(False, description="AdamW's moments in 8 bits (bitsandbytes, an NVIDIA GPU).")
+
+
+class PpoSection(_Section):
+    """Proximal policy optimization (algorithm.name ppo)."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount from one sampled token to the next.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="How far advantages look ahead: 1 to the reward itself, 0 to the next value."
+    )
+    clip_range: float = Field(0.2, gt=0, lt=10, description="Clip range of the importance ratio, both ways.")
+    value_coef: float = Field(0.1, ge=0, le=100, description="Weight of the value loss.")
+    value_clip_range: float = Field(
+        0.2, ge=0, le=1e6, description="How far a value may move on one batch, in units of reward; 0: not limited."
+    )
+    value_learning_rate: float | None = Field(
+        None, gt=0, le=1, description="Peak rate of the value head; null: optimizer.learning_rate."
+    )
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        le=10,
+        description="Weight of the KL penalty against the starting policy, taken off the reward token by token; 0: "
+        "none, and no second model in memory.",
+    )
+    entropy_coef: float = Field(0.0, ge=0, le=10, description="Weight of the entropy bonus.")
+    epochs: int = Field(2, ge=1, le=100, description="Passes over each batch.")
+    minibatches: int = Field(1, ge=1, le=1024, description="Optimizer updates in each pass.")
+    whiten_advantages: bool = Field(True, description="Advantages of a batch get mean 0 and deviation 1.")
 
 
 class SftSection(_Section):
@@ -296,6 +356,7 @@ class Config(BaseModel):
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     sft: SftSection = Field(default_factory=SftSection)
+    ppo: PpoSection = Field(default_factory=PpoSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
@@ -304,7 +365,7 @@ class Config(BaseModel):
 
     def conflicts(self) -> list[str]:
         """Sentences about fields that do not fit each other; empty when the configuration is consistent."""
-        found = []
+        found = mismatches(self.environment)
         rollout, policy = self.rollout, self.policy
         if rollout.max_new_tokens >= policy.max_context:
             found.append(
@@ -326,6 +387,15 @@ class Config(BaseModel):
             found.append(
                 f"algorithm.epsilon_high ({self.algorithm.epsilon_high}) is below algorithm.epsilon "
                 f"({self.algorithm.epsilon})."
+            )
+        algorithm = self.algorithm
+        values = {f"algorithm.{name}": getattr(algorithm, name) for name in AlgorithmSection.model_fields}
+        found += contradictions(algorithm.name, values)
+        if (algorithm.name == "custom") != bool(algorithm.trainer):
+            found.append(
+                "algorithm.name custom needs algorithm.trainer, such as 'reinforce.py:Reinforce'."
+                if algorithm.name == "custom"
+                else f"algorithm.trainer is for algorithm.name custom; the name is {algorithm.name}."
             )
         return found
 
