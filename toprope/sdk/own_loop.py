@@ -14,6 +14,7 @@ for training.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,8 +179,22 @@ def _sayable(messages: Any) -> Messages:
         if isinstance(content, list):  # parts, as vision models have them
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         text = "" if content is None else str(content)
+        calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+        text = "\n".join(filter(None, [text, *map(_called, calls)]))
         size += len(text)
         if size > _LONGEST_TALK:
             break
         kept.append({"role": str(message.get("role", "")), "content": text})
+        if calls:
+            kept[-1]["tool_calls"] = [{"id": str(call.get("id", ""))} for call in calls]
     return kept
+
+
+def _called(call: Mapping[str, Any]) -> str:
+    """A tool call for people to read, and as most open models write it."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return ""
+    name, arguments = json.dumps(str(function.get("name", ""))), function.get("arguments") or {}
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+    return f'<tool_call>{{"name": {name}, "arguments": {written}}}</tool_call>'

@@ -19,6 +19,7 @@ from toprope.sdk.link import Link
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.keys import JUDGE
 from toprope.training.inference.sessions import Turn
+from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts import Made, RolloutMaker, told
 
 __all__ = ["OwnLoopMaker", "chain_of"]
@@ -110,24 +111,28 @@ def chain_of(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> list[
         for place, turn in enumerate(turns)
         if not any(later.prompt_ids == turn.prompt_ids for later in turns[place + 1 :])
     ]
-    said = [message["content"] for message in messages if message.get("role") == "assistant"]
+    said = [message for message in messages if message.get("role") == "assistant"]
     if not said:
         return kept
     # A prompt that was asked twice may have been answered by either; the conversation tells which.
     chain: list[Turn] = []
     left = list(turns)
-    for text in said:
-        found = next((turn for turn in reversed(left) if _says(turn, text)), None)
+    for message in said:
+        found = next((turn for turn in reversed(left) if _says(turn, message)), None)
         if found is not None:
             left = [turn for turn in left if turn is not found and turn.prompt_ids != found.prompt_ids]
             chain.append(found)
-    # An environment may word its conversation otherwise than the policy did (parsed tool calls, say): what cannot be
-    # told apart is kept.
+    # An environment may word its conversation otherwise than the policy did: what cannot be told apart is kept.
     return chain if len(chain) == len(said) else kept
 
 
-def _says(turn: Turn, text: str) -> bool:
-    return bool(text.strip()) and text.strip() in turn.completion_text
+def _says(turn: Turn, message: dict[str, Any]) -> bool:
+    if calls := message.get("tool_calls"):
+        made = answer_id(turn.prompt_ids, turn.completion_ids)
+        if any(call["id"].startswith(made) for call in calls):
+            return True
+    text = message["content"].strip()
+    return bool(text) and text in turn.completion_text
 
 
 def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:

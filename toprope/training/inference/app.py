@@ -33,8 +33,10 @@ from toprope.training.inference.dialect import (
     BadRequest,
     ChatRequest,
     CompletionRequest,
+    callable_tools,
     choice,
     completion_prompts,
+    events,
     response,
     to_request,
 )
@@ -43,6 +45,7 @@ from toprope.training.inference.generate import generate_answer, generate_reques
 from toprope.training.inference.keys import JUDGE, is_session_key
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
 from toprope.training.inference.sessions import LIFE_HEADER, SessionStore, Turn, join_turns
+from toprope.training.inference.tool_calls import Templates, answer_id, with_calls
 
 __all__ = ["InferenceServer"]
 
@@ -63,6 +66,7 @@ class InferenceServer:
         self.samples = SampleIndex(endings=engine.endings)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
         self._tokenized_size = 0
+        self._templates = Templates(tokenizer.chat_template, (tokenizer.decode([end]) for end in engine.endings))
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -140,9 +144,12 @@ class InferenceServer:
 
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
+        tools = callable_tools(body)
+        known = self.sessions.get(session) if session else None
+        messages = self._templates.prepared(body.messages, tools, known.turns if known else ())
         try:
             text = self._tokenizer.apply_chat_template(
-                body.messages, tools=body.tools, add_generation_prompt=True, tokenize=False
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates are programs that come with models: whatever they raise is an answer
             raise BadRequest(f"the policy's chat template does not take these messages: {error}") from None
@@ -161,7 +168,9 @@ class InferenceServer:
             )
             for index, sample in enumerate(samples)
         ]
-        return self._answer("chat.completion", body.return_token_ids, choices, [prompt_ids], [samples])
+        for entry, sample in zip(choices, samples, strict=True) if tools else ():
+            with_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids))
+        return self._answer("chat.completion", body, choices, [prompt_ids], [samples])
 
     async def _completions(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=CompletionRequest)
@@ -188,7 +197,7 @@ class InferenceServer:
             )
             for index, sample in enumerate(flat)
         ]
-        return self._answer("text_completion", body.return_token_ids, choices, all_ids, answers)
+        return self._answer("text_completion", body, choices, all_ids, answers)
 
     async def _generate(self, request: HttpRequest, session: str) -> Response:
         body = parse_generate(await _body(request))
@@ -272,7 +281,7 @@ class InferenceServer:
     def _answer(
         self,
         kind: str,
-        with_ids: bool,
+        asked: ChatRequest | CompletionRequest,
         choices: list[dict[str, Any]],
         prompts: list[list[int]],
         answers: list[list[Sample]],
@@ -286,8 +295,10 @@ class InferenceServer:
             sum(len(ids) for ids in prompts),
             sum(len(sample.token_ids) for sample in flat),
         )
-        if with_ids:
+        if asked.return_token_ids:
             body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+        if asked.stream:
+            return Response(events(body, asked.stream_options), media_type="text/event-stream")
         return _json(body)
 
 

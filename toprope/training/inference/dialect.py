@@ -14,7 +14,19 @@ import msgspec
 
 from toprope.training.inference.engine import Request, Sample
 
-__all__ = ["BadRequest", "ChatRequest", "CompletionRequest", "choice", "completion_prompts", "response", "to_request"]
+__all__ = [
+    "BadRequest",
+    "ChatRequest",
+    "CompletionRequest",
+    "callable_tools",
+    "choice",
+    "completion_prompts",
+    "events",
+    "response",
+    "to_request",
+]
+
+_encode = msgspec.json.Encoder().encode
 
 
 class BadRequest(Exception):
@@ -23,14 +35,15 @@ class BadRequest(Exception):
 
 class _Sampling(msgspec.Struct, kw_only=True):
     model: str = ""
-    n: int = 1
+    n: int | None = 1
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    stream: bool = False
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
 
 
@@ -39,6 +52,8 @@ class ChatRequest(_Sampling, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -56,10 +71,9 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Requ
     Raises:
         BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
     """
-    if body.stream:
-        raise BadRequest("stream is not supported: ask without it, the whole answer comes at once")
-    if not 1 <= body.n <= 1024:
-        raise BadRequest(f"n must be between 1 and 1024, not {body.n}")
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= 1024:
+        raise BadRequest(f"n must be between 1 and 1024, not {n}")
     temperature = 1.0 if body.temperature is None else body.temperature
     if not 0 <= temperature <= 5:
         raise BadRequest(f"temperature must be between 0 and 5, not {temperature}")
@@ -80,13 +94,29 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Requ
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
     return Request(
         prompt_ids=prompt_ids,
-        n=body.n,
+        n=n,
         max_new_tokens=min(wanted, room),
         temperature=temperature,
         top_p=top_p,
         stop=[word for word in stop if word],
         seed=body.seed,
     )
+
+
+def callable_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the policy is told of; None where it is to call none.
+
+    Raises:
+        BadRequest: It is to be held to a form: its tokens are sampled freely, so that nothing could promise that.
+    """
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise BadRequest(f"response_format {kind} is not supported: answers are not constrained; ask for it in words")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice {body.tool_choice!r} is not supported: answers are not constrained; choose auto or none"
+        )
+    return None if body.tool_choice == "none" else body.tools or None
 
 
 def completion_prompts(prompt: Any) -> list[str | list[int]]:
@@ -142,3 +172,30 @@ def response(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
+
+
+def events(body: dict[str, Any], options: dict[str, Any] | None) -> bytes:
+    """An answer as the server-sent events that `stream` asks for: each choice whole in one, since it comes at once.
+
+    Args:
+        body: The answer without streaming.
+        options: `stream_options`; `include_usage` adds an event with the usage.
+    """
+    head = {name: value for name, value in body.items() if name not in ("choices", "usage")}
+    chat = body["object"] == "chat.completion"
+    head["object"] = "chat.completion.chunk" if chat else body["object"]
+    pieces: list[dict[str, Any]] = []
+    for choice in body["choices"]:
+        if not chat:
+            pieces.append(head | {"choices": [choice]})
+            continue
+        delta = dict(choice["message"])
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        rest = {name: value for name, value in choice.items() if name not in ("message", "finish_reason")}
+        pieces.append(head | {"choices": [rest | {"delta": delta, "finish_reason": None}]})
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        pieces.append(head | {"choices": [last]})
+    if (options or {}).get("include_usage"):
+        pieces.append(head | {"choices": [], "usage": body["usage"]})
+    return b"".join(b"data: " + _encode(piece) + b"\n\n" for piece in pieces) + b"data: [DONE]\n\n"

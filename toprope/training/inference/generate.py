@@ -106,6 +106,8 @@ def generate_request(body: GenerateRequest, prompt_ids: list[int], max_context: 
     Raises:
         BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
     """
+    if body.sampling.stream:
+        raise BadRequest("stream is not supported here: ask without it, the whole answer comes at once")
     return to_request(body.sampling, prompt_ids, max_context)
 
 
