@@ -15,7 +15,19 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
-__all__ = ["TRAINING", "AskPlan", "EnvironmentSource", "ModelUnderTest", "SeedGroup", "Specification", "TestPlan"]
+__all__ = [
+    "TRAINING",
+    "AskPlan",
+    "Dimension",
+    "EnvironmentSource",
+    "ModelUnderTest",
+    "RewardSource",
+    "SeedGroup",
+    "Specification",
+    "SweepMember",
+    "SweepPlan",
+    "TestPlan",
+]
 
 SPECIFICATION_VERSION = 1
 """Of spec.json: the newest that is known here."""
@@ -23,6 +35,19 @@ SPECIFICATION_VERSION = 1
 
 TRAINING = frozenset({"train", "sft"})
 """Kinds of runs that have a trainer: by reward, and by demonstrations."""
+
+
+class RewardSource(BaseModel):
+    """A reward function of the owner's that a worker adds to an environment: `attribute` of the file `file`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    weight: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+    file: str
+    attribute: str
 
 
 class EnvironmentSource(BaseModel):
@@ -41,6 +66,8 @@ class EnvironmentSource(BaseModel):
     target: str | None = None
     interpreter: str | None = None
     """Path of the Python that runs the worker; ours when None."""
+    rewards: list[RewardSource] = []
+    """More parts of its reward, by configuration."""
 
 
 class ModelUnderTest(BaseModel):
@@ -65,6 +92,8 @@ class TestPlan(BaseModel):
     seconds_per_model: float = 600.0
     max_new_tokens: int | None = None
     """Longest answer of models that are tested by name; rollout.max_new_tokens where None."""
+    heldout: bool = False
+    """Held-out tasks instead, one answer to each: the final measurement of a sweep's winner, once."""
 
 
 class AskPlan(BaseModel):
@@ -93,6 +122,66 @@ class SeedGroup(BaseModel):
     size: int = Field(ge=1)
 
 
+class Dimension(BaseModel):
+    """One field that a sweep varies: between `low` and `high`, or one of `choices`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """Steps are factors rather than differences."""
+    integer: bool = False
+    choices: list[Any] | None = None
+
+
+class SweepPlan(BaseModel):
+    """What a run of kind `sweep` does: a population over `space`, for some epochs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    space: dict[str, Dimension]
+    """By dotted field."""
+    strategy: str
+    """A name of `toprope.sdk.evolution.STRATEGIES`, or `optuna`; of a user's own the name of its class."""
+    file: str | None = None
+    """The file with a user's own class."""
+    options: dict[str, Any] = {}
+    """More arguments of the strategy."""
+    evaluate: Literal["train", "test"] = "train"
+    """How a candidate is measured, on the validation split: after training, or as it is."""
+    population: int = Field(ge=1)
+    epochs: int = Field(ge=1)
+    selection_ratio: float = Field(gt=0, le=1)
+    mutation_rate: float = Field(ge=0, le=1)
+    steps: int = Field(ge=1)
+    """Optimizer steps of a candidate's run in the first epoch."""
+    seed: int = 0
+    runs: int = Field(ge=1)
+    """The most runs that it may start, the winner's last measurement among them."""
+    total_steps: int = Field(ge=0)
+    """The most optimizer steps of all of them together."""
+    knobs: list[dict[str, Any]] = []
+    """The knobs on the environment's card when this was planned."""
+
+
+class SweepMember(BaseModel):
+    """Which candidate of a sweep a run measures."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sweep: str
+    """The sweep's run."""
+    candidate: str
+    epoch: int
+    parent: str | None = None
+    """The candidate that it was made from."""
+    continues: str | None = None
+    """The run whose weights and optimizer it begins with."""
+    final: bool = False
+    """Whether this is the winner's measurement on held-out tasks."""
+
+
 class Specification(BaseModel):
     """spec.json of a run."""
 
@@ -100,13 +189,15 @@ class Specification(BaseModel):
 
     version: int = SPECIFICATION_VERSION
     run_id: str
-    kind: Literal["train", "sft", "test", "ask"]
+    kind: Literal["train", "sft", "test", "ask", "sweep"]
     created_at: float
     toprope_version: str
     draft_id: str | None = None
     draft_revision: int | None = None
     preset: str | None = None
     environment: EnvironmentSource
+    mixture: list[EnvironmentSource] = []
+    """The others beside it, in the order of config.environment.mixture."""
     config: Config
     locks: dict[str, Any] = {}
     """The owner's locks that held when this was frozen, as read."""
@@ -123,6 +214,8 @@ class Specification(BaseModel):
     """The owner's limits that held when this was started, to which its keeper holds it."""
     test: TestPlan | None = None
     ask: AskPlan | None = None
+    sweep: SweepPlan | None = None
+    member: SweepMember | None = None
     policy_cache: str
     """Folder under which embedded policies are made and kept."""
 
