@@ -7,19 +7,23 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
+from openai_stand_in import OpenAiStandIn
 
-from toprope.errors import ComponentFailed
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.link import Link
+from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import LauncherSection
+from toprope.training.endpoints import EndpointClient, ModelFailed, Unanswered
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.engine import Engine
 from toprope.training.inference.sessions import Turn
 from toprope.training.own_loop import OwnLoopMaker, chain_of
 from toprope.training.policy import load_tokenizer
+from toprope.training.relay import Relay
 from toprope.training.serving import serve
 from toprope.training.workers import Worker
 
@@ -183,10 +187,71 @@ def test_a_fixed_answer_is_scored_by_letting_the_environment_play(tmp_path: Path
     asyncio.run(work())
 
 
-def test_a_model_at_an_endpoint_is_refused_in_words(tmp_path: Path) -> None:
-    maker = OwnLoopMaker(object(), object(), multi_turn=True, call_timeout_s=1)  # type: ignore[arg-type]
-    with pytest.raises(ComponentFailed, match="plays its rollouts itself"):
-        asyncio.run(maker._play(None, "train", 0, 1, SAMPLING))  # type: ignore[arg-type]
+def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(TALK)
+    stand_in = OpenAiStandIn(lambda question: f"heard {question[:6]}")
+    key = "sk-very-secret-0123456789"
+
+    async def opened() -> Link:
+        link = await Link.start(timeout=60)
+        await link.call("open", timeout=60, source={"file": str(tmp_path / "talk.py"), "attribute": "Talk"})
+        return link
+
+    async def work() -> None:
+        async with await Worker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
+
+            def maker(model: str) -> tuple[OwnLoopMaker, EndpointClient]:
+                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, pause_s=0.01, tries=2)
+                return OwnLoopMaker(worker, client, multi_turn=True, call_timeout_s=30), client
+
+            good, client = maker("priced")
+            places = await numbers(good)
+            fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
+            made = await good.make("train", fine, 2, SAMPLING)
+            assert [(outcome.error, outcome.reward) for outcome in made.outcomes] == [(None, 1.0)] * 2
+            assert made.texts == ["heard go on"] * 2 and all("heard task" in talk for talk in made.talks)
+            assert [len(turns) for turns in made.turns] == [2, 2], "neither the retry nor the judge"
+            assert client.usage.requests == 8 and client.usage.cost_usd == 2.0
+            sent = [body for _, told, body in stand_in.seen if told == f"Bearer {key}"]
+            assert len(sent) == 8 and {body["max_tokens"] for body in sent} == {6}
+            await client.close()
+            for model, error in (("forbidden", ModelFailed), ("broken", Unanswered)):
+                bad, client = maker(model)
+                with pytest.raises(error) as failure:
+                    await bad.make("train", fine, 2, SAMPLING)
+                assert key not in str(failure.value)
+                await client.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        stand_in.close()
+
+
+def test_the_relay_opens_to_its_rollouts_only_and_speaks_the_dialect() -> None:
+    stand_in = OpenAiStandIn(lambda question: "hm")
+
+    async def work() -> None:
+        client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None)
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 99, "stream": True}
+        async with Relay(client, 1, SAMPLING) as relay, aiohttp.ClientSession() as http:
+            for bad in ("", "Bearer x", f"Basic {relay.keys[0]}"):
+                headers = {"Authorization": bad}
+                async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                    assert answer.status == 401
+            headers = {"Authorization": f"Bearer {relay.keys[0]}"}
+            async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                assert (await answer.text()).count('"content":"hm"') == 2
+            assert [turn.completion_text for turn in relay.turns[0]] == ["hm", "hm"]
+            for wrong in (b"{", b'{"n": "x"}'):
+                async with http.post(f"{relay.url}/v1/chat/completions", data=wrong, headers=headers) as answer:
+                    assert answer.status == 400
+        await client.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        stand_in.close()
 
 
 def turn(prompt: str, answer: str) -> Turn:

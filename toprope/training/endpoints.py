@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -156,10 +157,20 @@ class EndpointClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Passes a chat request on, for the endpoint's own model, and its one answer back as it came.
+
+        Raises:
+            ModelFailed, Unanswered: See `chat`.
+        """
+        answer: dict[str, Any] = await self._one(_encode(body | {"model": self._endpoint.model}), self._whole)
+        return answer
+
     async def close_session(self, session: str) -> None:
         """Nothing: an endpoint keeps no sessions."""
 
-    async def _one(self, data: bytes) -> Answer:
+    async def _one(self, data: bytes, read: Callable[[bytes], tuple[Any, str]] | None = None) -> Any:
+        read = read or self._read
         why, nonsense = "", 0
         async with self._limit:
             for attempt in range(self._tries):
@@ -176,7 +187,7 @@ class EndpointClient:
                     why = f"{self._endpoint.base_url} cannot be reached: {self._clean(error)}"
                     continue
                 if status == 200:
-                    answer, why = self._read(body)
+                    answer, why = read(body)
                     if answer is not None:
                         return answer
                     nonsense += 1
@@ -219,6 +230,11 @@ class EndpointClient:
         choice = completion.choices[0]
         reason = choice.finish_reason or "stop"
         return Answer(_text(choice.message.content), reason == "length", Turn([], [], [], [], reason)), ""
+
+    def _whole(self, body: bytes) -> tuple[dict[str, Any] | None, str]:
+        """The whole of a body that `_read` finds an answer in."""
+        answer, why = self._read(body)
+        return (None if answer is None else msgspec.json.decode(body)), why
 
     def _clean(self, text: object) -> str:
         """What somebody else's server said, on one line, without the key, which some repeat."""

@@ -3,6 +3,8 @@
 The worker's code talks to inference under a key a rollout; what was sampled is read back from there. Trained is the
 chain of turns that the rollout's outcome rests on: an answer that the environment asked for twice (a retry of which the
 client got no answer) counts in its last form, and one that its conversation does not contain (an abandoned branch) not.
+
+A model at an endpoint plays through a relay in this process, since the worker's code is not to see its key.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
 from toprope.errors import ComponentFailed
 from toprope.records.groups import Outcome
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.link import Link
+from toprope.training.endpoints import EndpointClient
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.keys import JUDGE
 from toprope.training.inference.sessions import Turn
 from toprope.training.inference.tool_calls import answer_id
+from toprope.training.relay import Relay
 from toprope.training.rollouts import Made, RolloutMaker, told
 
 __all__ = ["OwnLoopMaker", "chain_of"]
@@ -41,40 +47,19 @@ class OwnLoopMaker(RolloutMaker):
 
     async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
-        policy = self._policy
-        if not isinstance(policy, PolicyClient):
-            raise ComponentFailed(
-                "This environment plays its rollouts itself, against an OpenAI endpoint, and can be tested with the "
-                "draft's own policy only.",
-                hint="Leave models out, or choose an environment whose rollouts are played here.",
-            )
-        group = f"g{next(self._numbers)}"
-        life = await policy.life()
-        url = await policy.url()
-        sessions = [self._session(url, f"{group}/{number}", sampling.at(number)) for number in range(size)]
-        weighed = {} if self.weights is None else {"weights": self.weights}
-        try:
-            answer = await link.call(
-                "run",
-                beside=True,
-                timeout=self.rollout_timeout_s + _GRACE_S,
-                split=split,
-                index=index,
-                sessions=sessions,
-                **weighed,
-            )
-            recorded = await policy.recorded(group, life)
-        finally:
-            with suppress(ComponentFailed):  # it may be going; what went wrong first is what counts
-                await policy.close_session(group)
+        if isinstance(self._policy, EndpointClient):
+            answer, recorded = await self._relayed(self._policy, link, split, index, size, sampling)
+        else:
+            answer, recorded = await self._recorded(self._policy, link, split, index, size, sampling)
         outcomes = [Outcome(**outcome) for outcome in answer["outcomes"]]
         if len(outcomes) != size:
             raise WorkerError("raised", "EnvironmentMistake", f"{len(outcomes)} outcomes came for {size} rollouts")
-        turns = [chain_of(recorded.get(f"{group}/{number}", []), talk) for number, talk in enumerate(answer["talks"])]
-        first = answer["messages"]
+        turns = [chain_of(one, talk) for one, talk in zip(recorded, answer["talks"], strict=True)]
+        if isinstance(self._policy, EndpointClient):  # whose tokens nobody knows
+            turns = [[replace(turn, prompt_ids=[]) for turn in one] for one in turns]
         return Made(
             task_id=answer["task_id"],
-            messages=first,
+            messages=answer["messages"],
             texts=[_last_answer(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
             outcomes=outcomes,
             turns=turns,
@@ -82,13 +67,56 @@ class OwnLoopMaker(RolloutMaker):
             talks=[_talk(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
         )
 
-    def _session(self, url: str, session: str, sampling: Sampling) -> dict[str, Any]:
-        policy = self._policy
-        assert isinstance(policy, PolicyClient)
+    async def _recorded(
+        self, policy: PolicyClient, link: Link, split: str, index: int, size: int, sampling: Sampling
+    ) -> tuple[dict[str, Any], list[list[Turn]]]:
+        """What the environment made of a task with the policy, and what inference recorded of each rollout."""
+        group = f"g{next(self._numbers)}"
+        life = await policy.life()
+        url, judge = await policy.url(), policy.key(JUDGE)
+        names = [f"{group}/{number}" for number in range(size)]
+        sessions = [
+            self._session(url, policy.key(name), judge, sampling.at(number)) for number, name in enumerate(names)
+        ]
+        try:
+            answer = await self._run(link, split, index, sessions)
+            recorded = await policy.recorded(group, life)
+        finally:
+            with suppress(ComponentFailed):  # it may be going; what went wrong first is what counts
+                await policy.close_session(group)
+        return answer, [recorded.get(name, []) for name in names]
+
+    async def _relayed(
+        self, client: EndpointClient, link: Link, split: str, index: int, size: int, sampling: Sampling
+    ) -> tuple[dict[str, Any], list[list[Turn]]]:
+        """The same with a model at an endpoint, whose key stays here."""
+        async with Relay(client, size, sampling) as relay:
+            sessions = [
+                self._session(relay.url, key, relay.judge_key, sampling.at(number))
+                for number, key in enumerate(relay.keys)
+            ]
+            answer = await self._run(link, split, index, sessions)
+            relay.raise_failure()
+        return answer, relay.turns
+
+    async def _run(self, link: Link, split: str, index: int, sessions: list[dict[str, Any]]) -> dict[str, Any]:
+        weighed = {} if self.weights is None else {"weights": self.weights}
+        answer: dict[str, Any] = await link.call(
+            "run",
+            beside=True,
+            timeout=self.rollout_timeout_s + _GRACE_S,
+            split=split,
+            index=index,
+            sessions=sessions,
+            **weighed,
+        )
+        return answer
+
+    def _session(self, url: str, key: str, judge_key: str, sampling: Sampling) -> dict[str, Any]:
         return {
             "base_url": f"{url}/v1",
-            "api_key": policy.key(session),
-            "judge_key": policy.key(JUDGE),
+            "api_key": key,
+            "judge_key": judge_key,
             "model": "policy",
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
