@@ -94,7 +94,7 @@ def test_what_is_broken_is_listed_with_the_reason(folder: Path) -> None:
 def test_an_ecosystem_that_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toprope.sdk.adapters.reasoning_gym.PACKAGE", "reasoning_gym_of_no_machine")
     entry = Catalog().find("reasoning_gym")
-    assert entry.status == "needs install" and "-m pip install reasoning-gym" in entry.problem
+    assert entry.status == "needs install" and "toprope env add reasoning_gym" in entry.problem
     with pytest.raises(EnvironmentFailed, match="not installed"):
         asyncio.run(Catalog().describe(entry))
 

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue
+from toprope.records.specification import EnvironmentSource
 from toprope.sdk.adapters import dataset
 from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.workbench.entries import Entry, Names
 
-__all__ = ["NamedDataset", "named_datasets", "plain_dataset"]
+__all__ = ["DatasetSource", "NamedDataset", "dataset_target", "named_datasets", "plain_dataset"]
 
 PLAIN = "dataset"
 
@@ -40,6 +42,45 @@ class NamedDataset:
     origin: str
     """Where it is declared, for people."""
     problem: str = ""
+
+
+class DatasetSource:
+    """The environment `dataset`, and the owner's data sets.
+
+    Args:
+        places: The owner's folders with environments.
+        folders: Those whose data files may be read.
+    """
+
+    kind = "dataset"
+
+    def __init__(self, places: Sequence[Path], folders: Sequence[Path]) -> None:
+        self._places, self._folders = places, folders
+
+    def entries(self, names: Names) -> list[Entry]:
+        """`dataset` first, then the owner's by folder and file."""
+        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders)]
+        return [self._entry(dataset, names) for dataset in found]
+
+    def _entry(self, dataset: NamedDataset, names: Names) -> Entry:
+        problem = dataset.problem
+        if not problem and (holder := names.claim(dataset.name, dataset.origin)):
+            problem = f"The name {dataset.name!r} is taken by {holder}. Rename {dataset.origin}."
+        return Entry(
+            name=dataset.name,
+            description=dataset.description,
+            source=self.kind,
+            status="broken" if problem else "ready",
+            problem=problem,
+            turns=1,
+            environment=EnvironmentSource(name=dataset.name, adapter="dataset", target=dataset.target),
+            tags=("dataset", "no-code"),
+        )
+
+
+def dataset_target(name: str, description: str, knobs: dict[str, Any]) -> str:
+    """What the adapter is given for data that lies in no folder of the owner's: knobs alone."""
+    return _target(name, description, (), (), knobs)
 
 
 def plain_dataset(folders: Sequence[Path]) -> NamedDataset:

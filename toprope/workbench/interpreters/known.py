@@ -1,0 +1,43 @@
+"""Every interpreter that environments may be found in: ours, and those that the owner added."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toprope.workbench.interpreters.registry import Added
+
+__all__ = ["Known", "known_interpreters"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """An interpreter as listing sees it."""
+
+    name: str
+    """What the owner calls it; empty: ours."""
+    python: str | None
+    """Its path, None for ours."""
+    site_packages: Path
+    adapter: str | None = None
+    """The ecosystem that it was made for, where one was named."""
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can run in it; empty where nothing is known against it."""
+        if self.python is not None and not Path(self.python).exists():
+            return f"Its interpreter {self.python} is gone."
+        return "" if self.site_packages.is_dir() else f"Its packages in {self.site_packages} are gone."
+
+
+def known_interpreters(added: Mapping[str, Added]) -> list[Known]:
+    """Ours first, then the others by name; those that were made for an ecosystem before the rest."""
+    found = [Known("", None, Path(sysconfig.get_path("purelib")))]
+    theirs = [
+        Known(one.name, one.python, Path(one.site_packages), one.adapter)
+        for one in added.values()
+        if one.python and one.site_packages
+    ]
+    return found + sorted(theirs, key=lambda one: (one.name != one.adapter, one.adapter is None, one.name))

@@ -1,0 +1,152 @@
+"""Python files in folders: environments written against our SDK, and those that follow an ecosystem's conventions.
+
+Files are read again when they changed, and one that cannot be read is an entry that says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, parse
+from toprope.workbench.entries import Entry, Names, broken
+from toprope.workbench.interpreters.known import Known
+from toprope.workbench.sources.adapters import Adapter
+from toprope.workbench.sources.listing import entry_of, home_of, install_command
+
+__all__ = ["FileReader", "FolderSource"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What one file declares: ours, theirs by adapter, and what an adapter could not read of it."""
+
+    ours: tuple[Found, ...]
+    theirs: tuple[tuple[Adapter, Listed], ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class FileReader:
+    """Reads files once for each state that they are in.
+
+    Args:
+        adapters: Those that are asked what a file declares.
+    """
+
+    def __init__(self, adapters: Callable[[], Sequence[Adapter]]) -> None:
+        self._adapters = adapters
+        self._read: dict[Path, tuple[tuple[int, ...], _Read]] = {}
+
+    def read(self, file: Path) -> _Read | None:
+        """What a file declares; None where it is gone."""
+        try:
+            stat = file.stat()
+        except OSError:
+            return None
+        stamp = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
+        known = self._read.get(file)
+        if known is None or known[0] != stamp:
+            known = self._read[file] = (stamp, self._fresh(file))
+        return known[1]
+
+    def _fresh(self, file: Path) -> _Read:
+        found = tuple(discover_file(file))
+        if found:  # what is written against our SDK is ours, whatever else it looks like
+            return _Read(found)
+        try:
+            tree = parse(file)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return _Read(())
+        theirs, failures = [], []
+        for adapter in self._adapters():
+            if not adapter.reads_files:
+                continue
+            try:
+                theirs += [(adapter, one) for one in adapter.declared(file, tree)]
+            except Exception as error:  # an adapter's mistake hides no other environment
+                failures.append(f"The adapter {adapter.name} cannot read {file}: {type(error).__name__}: {error}")
+        return _Read((), tuple(theirs), tuple(failures))
+
+
+class FolderSource:
+    """The environments in one folder, or one file.
+
+    Args:
+        place: The folder or file; one that does not exist is empty.
+        kind: What the entries call their source.
+        reader: Reads files.
+        interpreters: Gives every interpreter that is known.
+        python: The one that this folder's environments run in; None: ours, or their ecosystem's.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        kind: str,
+        reader: FileReader,
+        interpreters: Callable[[], Sequence[Known]],
+        python: str | None = None,
+    ) -> None:
+        self._place, self.kind = place, kind
+        self._reader, self._interpreters, self._python = reader, interpreters, python
+
+    def entries(self, names: Names) -> list[Entry]:
+        """By file, and within a file by line."""
+        entries = []
+        for file in [self._place] if self._place.is_file() else environment_files(self._place):
+            read = self._reader.read(file)
+            if read is None:
+                continue  # removed since it was listed
+            entries += [self._ours(found, names) for found in read.ours]
+            entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
+            entries += [broken(file.stem, failure, self.kind) for failure in read.failures]
+        return entries
+
+    def _ours(self, found: Found, names: Names) -> Entry:
+        problem = found.problem
+        if not problem and (holder := names.claim(found.name, f"{found.file}:{found.line}")):
+            problem = (
+                f"The name {found.name!r} is taken by {holder}. Set another `name` in {found.attribute} "
+                f"({found.file}:{found.line})."
+            )
+        return Entry(
+            name=found.name,
+            description=found.description,
+            source=self.kind,
+            status="broken" if problem else "ready",
+            problem=problem,
+            turns=found.max_turns,
+            environment=EnvironmentSource(
+                name=found.name,
+                file=str(found.file),
+                attribute=found.attribute or None,
+                interpreter=self._python,
+            ),
+            tags=found.tags,
+        )
+
+    def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
+        if NAME.fullmatch(listed.name) is None:
+            problem = f"{listed.name!r} is no valid name: lower-case letters, digits, '_' and '-'. Rename it in {file}."
+            return broken(listed.name, problem, self.kind, ecosystem=adapter.name, description=listed.description)
+        python = self._python
+        if python is None:
+            known = home_of(adapter, self._interpreters())
+            if known is None and not listed.problem:
+                problem = f"It needs {adapter.package}. The owner installs it: {install_command(adapter.name)}"
+                listed = dataclasses.replace(listed, problem=problem, needs="install")
+            python = known.python if known is not None else None
+        entry = entry_of(listed, listed.name, self.kind, adapter, python)
+        if holder := names.claim(listed.name, f"{file}:{listed.target}"):
+            problem = f"The name {listed.name!r} is taken by {holder}. Rename the one in {file}."
+            return dataclasses.replace(entry, status="broken", problem=problem)
+        return entry
+
+
+def own_folders(folders: Iterable[Path], shipped: Path) -> list[Path]:
+    """The owner's folders, each once, without ours."""
+    own = (Path(folder).expanduser().absolute() for folder in folders)
+    return [folder for folder in dict.fromkeys(own) if folder != shipped]

@@ -1,0 +1,106 @@
+"""Environments in installed packages: what each adapter finds in each interpreter, read from its files.
+
+An ecosystem that no interpreter has is one entry that says how its owner installs it. Where two interpreters have the
+same environment, the second one's is called `name@interpreter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters._listing import Listed
+from toprope.workbench.entries import Entry, Names, broken
+from toprope.workbench.interpreters.known import Known
+from toprope.workbench.sources.adapters import Adapter
+from toprope.workbench.sources.listing import entry_of, home_of, install_command
+
+__all__ = ["InstalledSource"]
+
+_WITH_SOURCES_OF_THEIR_OWN = ("dataset", "orchestrator", "reasoning_gym")
+
+
+class InstalledSource:
+    """See the module.
+
+    Args:
+        adapters: Gives every adapter.
+        interpreters: Gives every interpreter that is known.
+    """
+
+    kind = "installed"
+
+    def __init__(self, adapters: Callable[[], Sequence[Adapter]], interpreters: Callable[[], Sequence[Known]]) -> None:
+        self._adapters, self._interpreters = adapters, interpreters
+        self._read: dict[tuple[str, Path], tuple[object, list[Listed]]] = {}
+
+    def entries(self, names: Names) -> list[Entry]:
+        """By adapter, and within one by interpreter."""
+        interpreters, entries = self._interpreters(), []
+        gone = [one for one in interpreters if one.problem]
+        for one in gone:
+            hint = f"Remove it (toprope env remove {one.name}) or add it again."
+            entries.append(broken(one.name, f"{one.problem} {hint}", self.kind))
+        for adapter in self._adapters():
+            if adapter.problem:
+                problem = f"Its adapter cannot be used: {adapter.problem}"
+                entries.append(broken(adapter.name, problem, self.kind, ecosystem=adapter.name))
+            elif adapter.name not in _WITH_SOURCES_OF_THEIR_OWN and adapter.package:
+                entries += self._of(adapter, [one for one in interpreters if not one.problem], names)
+        return entries
+
+    def _of(self, adapter: Adapter, interpreters: Sequence[Known], names: Names) -> list[Entry]:
+        if home_of(adapter, interpreters) is None:
+            return [_missing(adapter)] if adapter.requirements else []
+        if not adapter.lists_packages:
+            return []
+        entries = []
+        for one in interpreters:
+            if not adapter.is_in(one.site_packages):
+                continue
+            try:
+                found = self._listed(adapter, one.site_packages)
+            except Exception as error:  # a package may hold anything; the others are listed all the same
+                problem = f"{one.site_packages} cannot be listed: {type(error).__name__}: {error}"
+                name = f"{adapter.name}@{one.name}" if one.name else adapter.name
+                entries.append(broken(name, problem, self.kind, ecosystem=adapter.name))
+                continue
+            for listed in found:
+                name = f"{adapter.name}/{listed.name}"
+                holder = f"{one.name}:{listed.target}"
+                if names.claim(name, holder):
+                    name = f"{name}@{one.name or 'toprope'}"
+                    if names.claim(name, holder):
+                        continue  # the adapter lists it twice
+                entries.append(entry_of(listed, name, self.kind, adapter, one.python))
+        return entries
+
+    def _listed(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
+        """What an adapter finds there, from before where nothing was installed or removed since."""
+        stamp = _stamp(site_packages)
+        known = self._read.get((adapter.name, site_packages))
+        if known is None or known[0] != stamp:
+            known = self._read[adapter.name, site_packages] = (stamp, adapter.installed(site_packages))
+        return known[1]
+
+
+def _stamp(site_packages: Path) -> object:
+    """Changes when something is installed, removed or exchanged."""
+    return (
+        site_packages.stat().st_mtime_ns,
+        tuple(sorted((path.name, path.stat().st_mtime_ns) for path in site_packages.glob("*.dist-info"))),
+    )
+
+
+def _missing(adapter: Adapter) -> Entry:
+    return Entry(
+        name=adapter.name,
+        description=adapter.description,
+        source=InstalledSource.kind,
+        status="needs install",
+        problem=f"The owner installs it: {install_command(adapter.name)}",
+        turns=None,
+        environment=EnvironmentSource(name=adapter.name),
+        ecosystem=adapter.name,
+    )

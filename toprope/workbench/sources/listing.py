@@ -1,0 +1,51 @@
+"""From what an adapter says of an environment to an entry of the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters._listing import Listed
+from toprope.workbench.entries import Entry, State
+from toprope.workbench.interpreters.known import Known
+from toprope.workbench.sources.adapters import Adapter
+
+__all__ = ["entry_of", "home_of", "install_command"]
+
+_NEEDS: dict[str, State] = {"install": "needs install", "network": "needs network", "key": "needs key"}
+
+
+def install_command(what: str) -> str:
+    """How the owner makes an interpreter for it."""
+    return f"toprope env add {what}"
+
+
+def home_of(adapter: Adapter, interpreters: Sequence[Known]) -> Known | None:
+    """The first interpreter that has what the adapter needs; None where none has."""
+    return next((one for one in interpreters if not one.problem and adapter.is_in(one.site_packages)), None)
+
+
+def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: str | None) -> Entry:
+    """The entry of an environment that an adapter lists.
+
+    Args:
+        listed: What the adapter says.
+        name: In the catalog.
+        source: Where it was found.
+        adapter: Whose it is.
+        python: The interpreter that it runs in; None: ours.
+    """
+    status: State = _NEEDS.get(listed.needs, "broken") if listed.problem or listed.needs else "ready"
+    return Entry(
+        name=name,
+        description=listed.description,
+        source=source,
+        status=status,
+        problem=listed.problem or (f"It {status}." if status != "ready" else ""),
+        turns=listed.turns,
+        environment=EnvironmentSource(name=name, adapter=adapter.name, target=listed.target, interpreter=python),
+        tags=listed.tags,
+        ecosystem=adapter.name,
+        tools=listed.tools,
+        tasks=listed.tasks,
+    )

@@ -1,0 +1,48 @@
+"""The environment `orchestrator`, with the owner's folders and tools: what it may use travels in its target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters import orchestrator
+from toprope.workbench.entries import Entry, Names
+
+__all__ = ["OrchestratorSource"]
+
+_HOLDER = "Toprope itself"
+
+
+class OrchestratorSource:
+    """See the module.
+
+    Args:
+        folders: Folders whose data files it may read.
+        tools: The owner's tools by name, as `LentTool.declaration` says them.
+    """
+
+    kind = "shipped"
+
+    def __init__(self, folders: Sequence[Path], tools: Mapping[str, Any]) -> None:
+        self._target = json.dumps({"folders": [str(folder) for folder in folders], "tools": tools}, sort_keys=True)
+
+    def entries(self, names: Names) -> list[Entry]:
+        """The one entry."""
+        name = orchestrator.Orchestrator.name
+        holder = names.claim(name, _HOLDER)
+        return [
+            Entry(
+                name=name,
+                description=orchestrator.DESCRIPTION,
+                source=self.kind,
+                status="broken" if holder else "ready",
+                problem=f"The name {name!r} is taken by {holder}. Rename that one." if holder else "",
+                turns=orchestrator.Orchestrator.max_turns,
+                environment=EnvironmentSource(name=name, adapter="orchestrator", target=self._target),
+                tags=orchestrator.Orchestrator.tags,
+                tools=True,
+            )
+        ]

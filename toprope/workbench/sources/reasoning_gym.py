@@ -1,0 +1,72 @@
+"""The tasks of reasoning-gym, of the first interpreter that has it: ours as a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.adapters import reasoning_gym
+from toprope.workbench.entries import Entry, Names
+from toprope.workbench.interpreters.known import Known
+from toprope.workbench.sources.listing import install_command
+
+__all__ = ["ReasoningGymSource"]
+
+_ADAPTER = "reasoning_gym"
+
+
+class ReasoningGymSource:
+    """See the module.
+
+    Args:
+        interpreters: Gives every interpreter that is known.
+    """
+
+    kind = _ADAPTER
+
+    def __init__(self, interpreters: Callable[[], Sequence[Known]]) -> None:
+        self._interpreters = interpreters
+        self._listing = reasoning_gym.Listing()
+
+    def entries(self, names: Names) -> list[Entry]:
+        """By name; one that says how to install it where no interpreter has it."""
+        folder, python = self._place()
+        tasks = self._listing.tasks(folder) if folder is not None else []
+        return [
+            Entry(
+                name=f"{_ADAPTER}/{task.name}",
+                description=task.description,
+                source=self.kind,
+                status="ready",
+                problem="",
+                turns=1,
+                environment=EnvironmentSource(
+                    name=f"{_ADAPTER}/{task.name}", adapter=_ADAPTER, target=task.name, interpreter=python
+                ),
+                tags=(task.category,),
+                ecosystem=_ADAPTER,
+            )
+            for task in tasks
+        ] or [
+            Entry(
+                name=_ADAPTER,
+                description="More than a hundred generated reasoning tasks",
+                source=self.kind,
+                status="needs install",
+                problem=f"The owner installs it: {install_command('reasoning_gym')}",
+                turns=1,
+                environment=EnvironmentSource(name=_ADAPTER),
+                ecosystem=_ADAPTER,
+            )
+        ]
+
+    def _place(self) -> tuple[Path | None, str | None]:
+        """The package's folder, and the interpreter that has it."""
+        if (own := self._listing.folder()) is not None:
+            return own, None
+        for one in self._interpreters():
+            folder = one.site_packages / reasoning_gym.PACKAGE
+            if one.python is not None and not one.problem and folder.is_dir():
+                return folder, one.python
+        return None, None

@@ -1,0 +1,135 @@
+"""What the owner added by name: folders, checkouts, servers at a URL, data sets of the Hub.
+
+Virtual environments that were added are interpreters; their packages are listed by `installed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from toprope.errors import TopropeError
+from toprope.records.specification import EnvironmentSource
+from toprope.workbench.entries import Entry, Names, broken
+from toprope.workbench.interpreters.known import Known
+from toprope.workbench.interpreters.registry import Added
+from toprope.workbench.sources.adapters import Adapter
+from toprope.workbench.sources.datasets import dataset_target
+from toprope.workbench.sources.folders import FileReader, FolderSource
+from toprope.workbench.sources.listing import home_of, install_command
+
+__all__ = ["RegisteredSource"]
+
+
+class RegisteredSource:
+    """See the module.
+
+    Args:
+        added: Gives what the owner added; may raise TopropeError.
+        adapters: Gives every adapter.
+        interpreters: Gives every interpreter that is known.
+        reader: Reads files.
+    """
+
+    kind = "registered"
+
+    def __init__(
+        self,
+        added: Callable[[], Mapping[str, Added]],
+        adapters: Callable[[], Sequence[Adapter]],
+        interpreters: Callable[[], Sequence[Known]],
+        reader: FileReader,
+    ) -> None:
+        self._added, self._adapters, self._interpreters, self._reader = added, adapters, interpreters, reader
+
+    def entries(self, names: Names) -> list[Entry]:
+        """In the order of their names."""
+        try:
+            added = self._added()
+        except TopropeError as error:
+            return [broken("environments.json", str(error), self.kind)]
+        entries = []
+        for one in added.values():
+            try:
+                entries += self._of(one, names)
+            except Exception as error:  # a folder may hold anything; the others are listed all the same
+                entries.append(broken(one.name, f"{type(error).__name__}: {error}", self.kind))
+        return entries
+
+    def _of(self, one: Added, names: Names) -> list[Entry]:
+        if one.kind in ("folder", "git"):
+            place = Path(one.path or "")
+            if not place.exists():
+                problem = f"{place} does not exist. Remove it: toprope env remove {one.name}"
+                return [broken(one.name, problem, one.kind)]
+            return FolderSource(place, one.kind, self._reader, self._interpreters, one.python).entries(names)
+        if one.kind == "server":
+            return [self._server(one, names)]
+        if one.kind == "dataset":
+            return [_dataset(one, names)]
+        return []
+
+    def _server(self, one: Added, names: Names) -> Entry:
+        adapter = next((each for each in self._adapters() if each.name == one.adapter), None)
+        if adapter is None or adapter.problem:
+            problem = adapter.problem if adapter is not None else f"There is no adapter {one.adapter!r}."
+            return broken(one.name, problem, one.kind)
+        known = None if one.python else home_of(adapter, self._interpreters())
+        lacks = not one.python and known is None
+        entry = Entry(
+            name=one.name,
+            description=f"The {adapter.name} server at {one.url}",
+            source=one.kind,
+            status="needs install" if lacks else "ready",
+            problem=f"The owner installs what asks it: {install_command(adapter.name)}" if lacks else "",
+            turns=None,
+            environment=EnvironmentSource(
+                name=one.name,
+                adapter=adapter.name,
+                target=one.url,
+                interpreter=one.python or (known.python if known is not None else None),
+            ),
+            tags=("server",),
+            ecosystem=adapter.name,
+        )
+        return _named(entry, names, f"added:{one.name}")
+
+
+def _dataset(one: Added, names: Names) -> Entry:
+    """A data set of the Hub: which columns are asked and which is the answer are its knobs."""
+    hub_id = one.given.removeprefix("hf:")
+    description = f"The data set {hub_id} of the Hugging Face Hub"
+    here = _in_cache(hub_id)
+    entry = Entry(
+        name=one.name,
+        description=description,
+        source="hub",
+        status="ready" if here else "needs network",
+        problem="" if here else "It is downloaded when it is first used.",
+        turns=1,
+        environment=EnvironmentSource(
+            name=one.name, adapter="dataset", target=dataset_target(one.name, description, {"path": one.given})
+        ),
+        tags=("dataset", "no-code"),
+    )
+    return _named(entry, names, f"added:{one.name}")
+
+
+def _named(entry: Entry, names: Names, holder: str) -> Entry:
+    other = names.claim(entry.name, holder)
+    if not other:
+        return entry
+    problem = f"The name {entry.name!r} is taken by {other}. Remove this one and add it with another --name."
+    return dataclasses.replace(entry, status="broken", problem=problem)
+
+
+def _in_cache(hub_id: str) -> bool:
+    """Whether the Hub's own cache has something of it."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+    return (hub / f"datasets--{hub_id.replace('/', '--')}").is_dir() or (
+        prepared / hub_id.replace("/", "___").lower()
+    ).is_dir()
