@@ -1,0 +1,155 @@
+"""What a trajectory is here: one rollout as state, action, reward and what is known about it.
+
+State is what the policy was asked, action what it answered: chat messages, as TRL has prompt and completion, or plain
+texts, which stand for one message of the user and one of the assistant. An action of several turns holds what the
+environment said in between as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from toprope.errors import InvalidValue, shown
+
+__all__ = ["SEALED", "Message", "TrajectoryItem", "as_messages", "item_from", "text_of"]
+
+Message = dict[str, Any]
+"""A chat message: `role` and `content`, and whatever else its dialect has (tool calls)."""
+
+SEALED = "heldout"
+"""The split that no data set holds."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_CHARACTERS = 2_000_000
+
+
+class TrajectoryItem(msgspec.Struct):
+    """One rollout.
+
+    `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (how often weights had
+    been published when its oldest token was sampled), `split`, `success`, `turns`, `truncated`, `error`, `parts`,
+    `tokens` (sampled), and `text`, which says where the words come from (`toprope.trajectories.texts`).
+    """
+
+    state: str | list[Message]
+    action: str | list[Message]
+    reward: float
+    metadata: dict[str, Any] = {}
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        return [*as_messages(self.state, "user"), *as_messages(self.action, "assistant")]
+
+    @property
+    def success(self) -> bool:
+        """Whether it counts as solved: as the environment said, else whether its reward is at least 1."""
+        said = self.metadata.get("success")
+        return self.reward >= 1.0 if said is None else bool(said)
+
+    @property
+    def id(self) -> str:
+        """16 hexadecimal digits that hang on what was asked and answered, and on nothing else."""
+        said = json.dumps([_plain(self.state, "user"), _plain(self.action, "assistant")], ensure_ascii=False)
+        return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def as_messages(said: str | list[Message], role: str) -> list[Message]:
+    """Messages of a state (role `user`) or an action (`assistant`); a text is one message, an empty one none."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}] if said else []
+    return said
+
+
+def text_of(said: str | list[Message]) -> str:
+    """The words of a state or an action."""
+    if isinstance(said, str):
+        return said
+    return "\n".join(_words(message.get("content")) for message in said)
+
+
+def _words(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _plain(said: str | list[Message], role: str) -> list[list[str]]:
+    return [[str(one.get("role", "")), _words(one.get("content"))] for one in as_messages(said, role)]
+
+
+def item_from(given: Any, where: str) -> TrajectoryItem:
+    """An item from outside: one of our own shape (`state`, `action`), TRL's (`prompt`, `completion`), or OpenAI's
+    (`messages`, of which all from the first answer on are the action). `reward` and `metadata` may be left out.
+
+    Args:
+        given: A JSON object.
+        where: Names it in the refusal: `line 3`.
+
+    Raises:
+        InvalidValue: It is none of these; the message says what is missing.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidValue(f"{where} is no JSON object.", hint=_SHAPES)
+    metadata = given.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise InvalidValue(f"{where}: metadata must be an object.", hint=_SHAPES)
+    metadata = {str(key): value for key, value in metadata.items()}
+    if SEALED in (metadata.get("split"), given.get("split")):
+        raise InvalidValue(f"{where} is of the held-out split, which is sealed.", hint="Leave such items out.")
+    if "messages" in given:
+        said = _messages(given["messages"], f"{where}, messages")
+        first = next((place for place, one in enumerate(said) if one["role"] == "assistant"), None)
+        if not first:
+            raise InvalidValue(f"{where}: messages need a question and an answer of the assistant.", hint=_SHAPES)
+        state: Any = said[:first]
+        action: Any = said[first:]
+    else:
+        names = ("state", "action") if "state" in given or "action" in given else ("prompt", "completion")
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise InvalidValue(f"{where} has no {' and no '.join(missing)}.", hint=_SHAPES)
+        state, action = (_said(given[name], f"{where}, {name}") for name in names)
+    reward = given.get("reward", given.get("score"))
+    if reward is None:
+        reward = 0.0
+        metadata.setdefault("unscored", True)
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise InvalidValue(f"{where}: reward must be a number, not {shown(reward)}.", hint=_SHAPES)
+    return TrajectoryItem(state, action, float(reward), metadata)
+
+
+_SHAPES = (
+    'An item is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], '
+    '"reward": 1.0}, or has state and action, or prompt and completion, as texts or messages.'
+)
+
+
+def _said(given: Any, where: str) -> str | list[Message]:
+    if isinstance(given, str):
+        if len(given) > _MOST_CHARACTERS:
+            raise InvalidValue(f"{where} has {len(given)} characters, more than {_MOST_CHARACTERS}.", hint=_SHAPES)
+        return given
+    return _messages(given, where)
+
+
+def _messages(given: Any, where: str) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise InvalidValue(f"{where} must be a text or a list of messages.", hint=_SHAPES)
+    said = []
+    for number, one in enumerate(given):
+        if not isinstance(one, Mapping) or one.get("role") not in _ROLES:
+            raise InvalidValue(f"{where}[{number}] needs a role of {', '.join(_ROLES)}.", hint=_SHAPES)
+        content = one.get("content")
+        if not isinstance(content, str | list | None) or (content is None and one["role"] != "assistant"):
+            raise InvalidValue(f"{where}[{number}] needs a content that is a text.", hint=_SHAPES)
+        said.append({**one, "content": "" if content is None else content})
+    return said

@@ -1,0 +1,141 @@
+"""Which items are wanted: filters that people and agents write, checked name by name."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from toprope.errors import InvalidValue, shown
+from toprope.trajectories.items import SEALED, TrajectoryItem
+
+__all__ = ["Query", "best_of_tasks"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """Filters; what is None filters nothing.
+
+    `run`, `environment`, `split`: exactly. `task`: its id contains this. `min_reward`, `max_reward`: inclusive.
+    `min_version`, `max_version`: policy versions of its oldest sampled token, which are steps. `whole`: words are whole
+    (neither cut nor missing). `per_task`: of each task only so many, the best by reward, of equal ones the newest.
+    `limit`: no more than so many, from the beginning.
+    """
+
+    run: str | None = None
+    environment: str | None = None
+    task: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    success: bool | None = None
+    min_version: int | None = None
+    max_version: int | None = None
+    split: str | None = None
+    whole: bool | None = None
+    per_task: int | None = None
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Query:
+        """The query of a JSON object.
+
+        Raises:
+            InvalidValue: A filter is unknown or has the wrong type; the held-out split is asked for.
+        """
+        known = {one.name: str(one.type).split(" ")[0] for one in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"Did you mean {near[0]}? " if near else ""
+                raise InvalidValue(f"There is no filter {shown(name)}.", hint=f"{hint}Filters: {', '.join(known)}.")
+            if value is not None:
+                values[name] = _typed(name, known[name], value)
+        if values.get("split") == SEALED:
+            raise InvalidValue(
+                "The held-out split is sealed: its rollouts are kept nowhere and exported by nobody.",
+                hint="Omit split, or ask for train.",
+            )
+        for name in ("per_task", "limit"):
+            if values.get(name, 1) < 1:
+                raise InvalidValue(f"{name} must be at least 1.", hint="Omit it for all.")
+        return cls(**values)
+
+    def matches(self, item: TrajectoryItem) -> bool:
+        """Whether an item passes; `per_task` and `limit` look at more than one."""
+        told = item.metadata
+        if told.get("split") == SEALED:
+            return False
+        version = told.get("version")
+        return not (
+            (self.run is not None and told.get("run") != self.run)
+            or (self.environment is not None and told.get("environment") != self.environment)
+            or (self.task is not None and self.task not in str(told.get("task", "")))
+            or (self.min_reward is not None and not item.reward >= self.min_reward)
+            or (self.max_reward is not None and not item.reward <= self.max_reward)
+            or (self.success is not None and item.success is not self.success)
+            or (self.min_version is not None and (version is None or version < self.min_version))
+            or (self.max_version is not None and (version is None or version > self.max_version))
+            or (self.split is not None and told.get("split", "train") != self.split)
+            or (self.whole is True and told.get("text") in ("cut", "none"))
+            or (self.whole is False and told.get("text") not in ("cut", "none"))
+        )
+
+    def select(self, items: Callable[[], Iterable[TrajectoryItem]]) -> Iterator[TrajectoryItem]:
+        """The items that pass, in their order.
+
+        Args:
+            items: Gives all items, the same at every call: `per_task` looks twice.
+        """
+        best = None if self.per_task is None else best_of_tasks(filter(self.matches, items()), self.per_task)
+        count = 0
+        for item in filter(self.matches, items()):
+            if best is not None and _place(item) not in best:
+                continue
+            if self.limit is not None and count >= self.limit:
+                return
+            count += 1
+            yield item
+
+    def asked(self) -> dict[str, Any]:
+        """What filters, for a record."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any, ...]]:
+    """Places of the `count` best items of each task. What is remembered grows with the tasks, not with the items."""
+    heaps: dict[tuple[Any, Any], list[tuple[float, int, tuple[Any, ...]]]] = {}
+    for number, item in enumerate(items):
+        heap = heaps.setdefault((item.metadata.get("environment"), item.metadata.get("task")), [])
+        entry = (item.reward, number, _place(item))
+        if len(heap) < count:
+            heapq.heappush(heap, entry)
+        else:
+            heapq.heappushpop(heap, entry)
+    return {place for heap in heaps.values() for _, _, place in heap}
+
+
+def _place(item: TrajectoryItem) -> tuple[Any, ...]:
+    told = item.metadata
+    if "group" in told:
+        return told.get("run"), told.get("group"), told.get("rollout")
+    return (item.id,)
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+    elif kind == "str":
+        if isinstance(value, str):
+            return value
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if kind == "float":
+            return float(value)
+        if float(value).is_integer():
+            return int(value)
+    words = {"bool": "true or false", "str": "a text", "float": "a number", "int": "a whole number"}
+    raise InvalidValue(f"The filter {name} must be {words[kind]}, not {shown(value)}.", hint="Nothing was changed.")
