@@ -182,7 +182,7 @@ def contradictions(name: str, values: Mapping[str, Any]) -> list[str]:
     """
     chosen = ALGORITHMS[name]
     return [
-        f"{field_name} is {values[field_name]}, and {NAME} {name} means {wanted}; set {NAME} to grpo to choose it freely."
+        f"{field_name} is {values[field_name]}, and {NAME} {name} means {wanted}; with {NAME} grpo it is free."
         for field_name, wanted in chosen.means.items()
         if values[field_name] != wanted
     ]

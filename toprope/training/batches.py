@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from toprope.records.groups import MASKED, Batch, Group
+from toprope.settings.algorithms import ALGORITHMS
 from toprope.settings.schema import Config
 
 __all__ = ["PARSED", "BatchSource", "Ending", "GroupBatch", "GroupReader", "Row", "advantages", "rows_of"]
@@ -61,6 +62,10 @@ class Row:
     """The oldest policy version that sampled a token of it; None where unknown."""
     token_advantages: list[float] | None = None
     """An advantage for each token of the completion, where the environment gave them: then `advantage` is not used."""
+    rollout: int = 0
+    """Which rollout of the batch it is of: rows that are segments of one share the number, in their order."""
+    reward: float = 0.0
+    """That rollout's."""
 
 
 @dataclass
@@ -81,12 +86,18 @@ def rewards_of(group: Group) -> list[float]:
     return list(group.scores)
 
 
-def advantages(rewards: list[float], scale: Literal["group", "batch", "none"], batch_std: float) -> list[float]:
+def advantages(
+    rewards: list[float],
+    scale: Literal["group", "batch", "none"],
+    batch_std: float,
+    baseline: Literal["group", "leave_one_out"] = "group",
+) -> list[float]:
     """Group-relative advantages: reward minus the group's mean, divided by a standard deviation (Shao et al. 2024).
 
     Args:
         rewards: One per rollout of a group.
         scale: Divide by the group's own deviation, by `batch_std`, or not (Liu et al. 2025, Dr. GRPO).
+        baseline: What is subtracted: the mean of all, or of all others (Ahmadian et al. 2024, RLOO).
     """
     mean = statistics.fmean(rewards)
     if scale == "group":
@@ -94,6 +105,8 @@ def advantages(rewards: list[float], scale: Literal["group", "batch", "none"], b
     else:
         deviation = batch_std
     divisor = 1.0 if scale == "none" else deviation + 1e-4
+    if baseline == "leave_one_out" and len(rewards) > 1:
+        divisor *= (len(rewards) - 1) / len(rewards)  # reward minus the others' mean is so much more than that
     return [(reward - mean) / divisor for reward in rewards]
 
 
@@ -107,9 +120,10 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
     rewards = [_shuffled(group, algorithm.seed) if algorithm.shuffle_rewards else rewards_of(group) for group in groups]
     flat = [reward for own in rewards for reward in own]
     batch_std = statistics.stdev(flat) if len(flat) > 1 else 0.0
-    rows = []
+    rows: list[Row] = []
+    before = 0
     for group, own in zip(groups, rewards, strict=True):
-        scaled = advantages(own, algorithm.scale_rewards, batch_std)
+        scaled = advantages(own, algorithm.scale_rewards, batch_std, algorithm.baseline)
         for index, (tokens, masks) in enumerate(zip(group.tokens, group.masks, strict=True)):
             start = next((place for place, mask in enumerate(masks) if mask != MASKED), None)
             if start is None:
@@ -130,8 +144,11 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
                     version=min((version for version, _ in group.versions[index]), default=None)
                     if group.versions
                     else None,
+                    rollout=before + rollout,
+                    reward=own[rollout],
                 )
             )
+        before += len(own)
     return rows
 
 
@@ -163,6 +180,8 @@ class BatchSource:
         self.rollouts = rollouts
         """Rollouts delivered so far, trained on or not."""
         self.dropped: Counter[str] = Counter(dropped or {})
+        # A value function learns from groups without spread as well.
+        self._passes_over = config.algorithm.drop_zero_signal and ALGORITHMS[config.algorithm.name].spread
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         self._waiting = 0
 
@@ -219,7 +238,7 @@ class BatchSource:
             return "stale"
         if not any(mask != MASKED for masks in group.masks for mask in masks):
             return "empty"
-        if self._config.algorithm.drop_zero_signal and self._is_silent(group):
+        if self._passes_over and self._is_silent(group):
             return "zero_signal"
         return None
 

@@ -2,6 +2,7 @@
 
     checkpoints/step-000120/
       model/               what `from_pretrained` loads: weights (or adapters), configuration, tokenizer
+      NAME.safetensors     a module that is trained beside the model (PPO's value_head)
       optimizer.safetensors   moments by parameter name
       random.safetensors      states of torch's generators
       state.json              step, cursor, policy version, counts, optimizer's and scheduler's numbers,
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,16 @@ def save(
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     keep: int,
+    beside: Mapping[str, torch.nn.Module] | None = None,
 ) -> Path:
     """Writes checkpoint `step-N` into `folder` and removes all but the newest `keep`.
+
+    Args:
+        folder: Where checkpoints lie.
+        state: What it knows besides tensors.
+        model, tokenizer, optimizer, scheduler: What is kept.
+        keep: Checkpoints that stay.
+        beside: Modules that are trained beside the model, by the name of their file.
 
     Returns:
         Its path. If it was there already and is sound it is left as it is; a damaged one gets another name.
@@ -78,7 +88,7 @@ def save(
     aside = folder / f".writing-{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        _write(aside, state, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler)
+        _write(aside, state, model, tokenizer, optimizer, scheduler, beside or {})
         seal(aside)
         os.rename(aside, final)
     except Exception as error:
@@ -93,13 +103,24 @@ def save(
     return final
 
 
-def _write(aside: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any) -> None:
+def _write(
+    aside: Path,
+    state: CheckpointState,
+    model: Any,
+    tokenizer: Any,
+    optimizer: Any,
+    scheduler: Any,
+    beside: Mapping[str, torch.nn.Module],
+) -> None:
     (aside / "model").mkdir(parents=True, mode=0o700)
     # TRL keeps a copy of the starting adapters beside those that it trains; the policy is the trained ones.
     adapters = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
     model.save_pretrained(aside / "model", safe_serialization=True, **adapters)
     tokenizer.save_pretrained(aside / "model")
-    names = _names(model, optimizer)
+    for name, module in beside.items():
+        tensors = {key: value.detach().cpu().contiguous() for key, value in module.state_dict().items()}
+        save_file(tensors, aside / f"{name}.safetensors")
+    names = _names(model, optimizer, beside)
     moments, numbers = {}, {}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
@@ -161,9 +182,16 @@ def load_weights(path: Path, model: Any) -> None:
         raise _unusable(path, error) from error
 
 
-def load(path: Path, *, model: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> CheckpointState:
-    """Puts optimizer, scheduler and random states back; the weights come before, by `load_weights` or from
-    `path / "model"`.
+def load(
+    path: Path,
+    *,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    beside: Mapping[str, torch.nn.Module] | None = None,
+) -> CheckpointState:
+    """Puts optimizer, scheduler and random states back, and what was trained beside the model; the model's weights come
+    before, by `load_weights` or from `path / "model"`.
 
     Raises:
         Corrupt: Something is missing, damaged, or does not fit the model.
@@ -173,7 +201,9 @@ def load(path: Path, *, model: Any, optimizer: torch.optim.Optimizer, scheduler:
         document = json.loads((path / "state.json").read_text())
         moments = load_file(path / "optimizer.safetensors")
         generators = load_file(path / "random.safetensors")
-        names = _names(model, optimizer)
+        for name, module in (beside or {}).items():
+            module.load_state_dict(load_file(path / f"{name}.safetensors"))
+        names = _names(model, optimizer, beside or {})
         state: dict[int, dict[str, Any]] = {}
         for index, name in names.items():
             entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
@@ -212,9 +242,11 @@ def _unusable(path: Path, error: Exception | str) -> Corrupt:
     )
 
 
-def _names(model: Any, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def _names(model: Any, optimizer: torch.optim.Optimizer, beside: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     """Names of the optimizer's parameters by the index that its state_dict gives them."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    for above, module in beside.items():
+        by_id |= {id(parameter): f"{above}.{name}" for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: by_id[id(parameter)] for index, parameter in enumerate(ordered)}
 

@@ -23,62 +23,9 @@ from toprope.settings.schema import Config
 from toprope.training.batches import GroupBatch, Row, rows_of
 from toprope.training.eight_bit import quantized
 from toprope.training.measures import AGES, Movement, StepClock, ages
+from toprope.training.tensors import BATCH_KEYS, collate
 
-__all__ = ["GroupTrainer", "arguments", "collate"]
-
-BATCH_KEYS = (
-    "prompt_ids",
-    "prompt_mask",
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "advantages",
-    "num_items_in_batch",
-    "old_per_token_logps",
-    "sampling_per_token_logps",
-)
-"""What `collate` gives, and all that `_compute_loss` may read of a text batch (with ref_per_token_logps for beta)."""
-
-
-def collate(rows: list[Row], pad: int, *, mask_truncated: bool, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """Tensors of a batch of R rows, longest prompt P and longest completion C.
-
-    Returns:
-        prompt_ids, prompt_mask: R x P, padded on the left. completion_ids, completion_mask, tool_mask (0 where the
-        environment wrote), old_per_token_logps, sampling_per_token_logps: R x C, padded on the right.
-        advantages: R, or R x C where an environment gave some for each token.
-        num_items_in_batch: scalar, tokens that are trained on.
-    """
-    prompts = max(max(len(row.prompt) for row in rows), 1)
-    completions = max(len(row.completion) for row in rows)
-
-    def right(values: list[Any], fill: Any) -> list[Any]:
-        return values + [fill] * (completions - len(values))
-
-    def left(values: list[Any], fill: Any) -> list[Any]:
-        return [fill] * (prompts - len(values)) + values
-
-    shown = [not (mask_truncated and row.truncated) for row in rows]
-    completion_mask = torch.tensor(
-        [right([int(show)] * len(row.completion), 0) for row, show in zip(rows, shown, strict=True)]
-    )
-    tool_mask = torch.tensor([right([int(kept) for kept in row.trained], 0) for row in rows])
-    logprobs = torch.tensor([right(row.logprobs, 0.0) for row in rows])
-    advantages: list[Any] = [row.advantage for row in rows]
-    if any(row.token_advantages is not None for row in rows):
-        advantages = [right(row.token_advantages or [row.advantage] * len(row.completion), 0.0) for row in rows]
-    batch = {
-        "prompt_ids": torch.tensor([left(row.prompt, pad) for row in rows]),
-        "prompt_mask": torch.tensor([left([1] * len(row.prompt), 0) for row in rows]),
-        "completion_ids": torch.tensor([right(row.completion, pad) for row in rows]),
-        "completion_mask": completion_mask,
-        "tool_mask": tool_mask,
-        "advantages": torch.tensor(advantages),
-        "num_items_in_batch": (completion_mask * tool_mask).sum().float(),
-        "old_per_token_logps": logprobs,
-        "sampling_per_token_logps": logprobs,
-    }
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+__all__ = ["BATCH_KEYS", "GroupTrainer", "arguments", "collate"]
 
 
 def arguments(config: Config, output: str, device: str, report_to: list[str]) -> GRPOConfig:
@@ -195,10 +142,10 @@ class GroupTrainer(GRPOTrainer):
     def _share(self, part: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> float:
         """What a part's loss is multiplied with, so that the parts' mean is the whole's: parts differ in size.
 
-        TRL normalises dapo and cispo by the whole batch's tokens; its other losses are means over a part's rows, or
-        for bnpo over its tokens.
+        TRL normalises dapo, cispo and vespo by the whole batch's tokens; its other losses are means over a part's
+        rows, or for bnpo over its tokens.
         """
-        if self.loss_type in ("dapo", "cispo"):
+        if self.loss_type in ("dapo", "cispo", "vespo"):
             return 1.0
         if self.loss_type == "bnpo":
             size, total = ((batch["completion_mask"] * batch["tool_mask"]).sum().item() for batch in (part, whole))

@@ -1,7 +1,8 @@
-"""The trainer's program: batches or demonstrations in, weights and checkpoints out, by the kind of the run."""
+"""The trainer's program: batches or demonstrations in, weights and checkpoints out, by the run's algorithm."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from toprope.errors import TopropeError
 from toprope.records.crew import ENV_CHECKPOINT, Failed
 from toprope.records.lines import NO_ROOM
+from toprope.settings.algorithms import ALGORITHMS
 from toprope.training.crew import Member
 from toprope.training.peers import PeerAway
 from toprope.training.training_run import TrainingRun
@@ -17,11 +19,9 @@ __all__ = ["main"]
 
 
 def _training_of(member: Member) -> TrainingRun:
-    if member.spec.kind == "sft":
-        from toprope.training.sft import FineTuning
-
-        return FineTuning(member)
-    return TrainingRun(member)
+    name = "sft" if member.spec.kind == "sft" else member.spec.config.algorithm.name
+    module, _, program = ALGORITHMS[name].program.partition(":")
+    return getattr(importlib.import_module(module), program)(member)
 
 
 def main() -> int:

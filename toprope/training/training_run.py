@@ -11,11 +11,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toprope.errors import DiskFull, TopropeError
 from toprope.records.checkpoints import newest_sound, nothing_sound, set_aside
@@ -55,6 +55,16 @@ def rate_factor(config: Config, step: int, elapsed_s: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+class Learner(Protocol):
+    """What turns batches into steps: it asks for a batch, steps, tells of the step's numbers, until it is done."""
+
+    first_step: int
+    """Steps that were done before, by an earlier attempt of the run."""
+
+    def train(self) -> Any:
+        """Trains until the budget is used or a stop is asked for. Raises Ending where no further batch will come."""
+
+
 class TrainingRun:
     """One attempt of one run's training."""
 
@@ -85,10 +95,10 @@ class TrainingRun:
         from toprope.training.api.sync_client import SyncApiClient
         from toprope.training.batches import BatchSource, Ending
         from toprope.training.checkpoints import CheckpointState
-        from toprope.training.grpo import GroupTrainer, arguments
         from toprope.training.policy import describe_device, fix_kernels, load_model, load_tokenizer
         from toprope.training.weights import WeightFile
 
+        make_learner = self._learns_by()
         member, config = self._member, self._config
         fix_kernels(config)
         folder = Path(member.address("policy"))
@@ -97,7 +107,7 @@ class TrainingRun:
         trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
         # Inference may hold what an earlier life of this trainer published, which is no more: it takes even version 0.
         self._publisher = WeightFile(member.folder.crew, trained, -1 if member.life else 0)
-        self._optimizer = make_optimizer(config, trained)
+        self._optimizer = self._optimizer_of(trained)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: rate_factor(config, step, self._elapsed())
         )
@@ -105,17 +115,7 @@ class TrainingRun:
         self._api = SyncApiClient(self._where_api_is, member.secret)
         self._api.waits = lambda: not member.ending.is_set()
         report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
-        args = arguments(config, str(member.folder.crew / "trainer"), describe_device(config), report_to)
-        trainer = GroupTrainer(
-            config,
-            self._model,
-            self._tokenizer,
-            args,
-            next_batch=self._next_batch,
-            on_row=self._on_row,
-            optimizers=(self._optimizer, self._scheduler),
-            callbacks=[after_step_of(self)],
-        )
+        trainer = make_learner(folder, describe_device(config), report_to)
         state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(self._sound(checkpoint))
         if member.life or state.policy_version:
             self._publisher.version = state.policy_version - 1
@@ -134,6 +134,33 @@ class TrainingRun:
 
             wandb.finish()
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
+
+    def _learns_by(self) -> Callable[[Path, str, list[str]], Learner]:
+        """Imports what this kind of training needs, and returns what makes its learner of (the policy's folder, the
+        device, where to report), once the model and its optimizer are there."""
+        from toprope.training.grpo import GroupTrainer, arguments
+
+        def make(folder: Path, device: str, report_to: list[str]) -> Learner:
+            return GroupTrainer(
+                self._config,
+                self._model,
+                self._tokenizer,
+                arguments(self._config, str(self._member.folder.crew / "trainer"), device, report_to),
+                next_batch=self._next_batch,
+                on_row=self._on_row,
+                optimizers=(self._optimizer, self._scheduler),
+                callbacks=[after_step_of(self)],
+            )
+
+        return make
+
+    def _optimizer_of(self, trained: dict[str, Any]) -> Any:
+        """The optimizer of the policy's trained parameters, and of what is trained beside them."""
+        return make_optimizer(self._config, trained)
+
+    def _beside(self) -> dict[str, Any]:
+        """Modules that are trained beside the policy, and are no part of it, by the name of their file."""
+        return {}
 
     def _sound(self, checkpoint: Path) -> Path:
         """The checkpoint, or where it is damaged the one before it that is not.
@@ -159,7 +186,13 @@ class TrainingRun:
         from toprope.training.checkpoints import load, load_weights
 
         load_weights(checkpoint, self._model)
-        state = load(checkpoint, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
+        state = load(
+            checkpoint,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            beside=self._beside(),
+        )
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
         # A trainer that was killed may have written the checkpoint and not have said so.
@@ -259,6 +292,7 @@ class TrainingRun:
         if loss is None or not math.isfinite(loss):
             return "The loss"
         trained = [value for value in self._model.parameters() if value.requires_grad]
+        trained += [value for module in self._beside().values() for value in module.parameters()]
         return None if all_finite(trained) else "A weight"
 
     def _eta(self, step: int) -> float:
@@ -307,6 +341,7 @@ class TrainingRun:
                 optimizer=self._optimizer,
                 scheduler=self._scheduler,
                 keep=self._config.logging.save_total_limit,
+                beside=self._beside(),
             )
         except OSError as error:
             if error.errno not in NO_ROOM:
