@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from anyio import to_thread
 
@@ -20,17 +20,14 @@ from tools.workshop import machine_of
 from toprope.errors import ComponentFailed, NotFound, NotPossibleNow
 from toprope.records import start_keys
 from toprope.records.index import StartRow
-from toprope.records.specification import AskPlan, Specification, TestPlan
+from toprope.records.specification import AskPlan, Specification, SweepPlan, TestPlan
 from toprope.records.start_keys import StartKey
 from toprope.records.status import LIVE
 from toprope.supervisor.ledger import pencilled_in, the_books
 from toprope.workbench.budgets import demand, reserve
 from toprope.workbench.drafts import Draft
-from toprope.workbench.endpoints import resolve_teacher
-from toprope.workbench.freeze import freeze
-from toprope.workbench.lineage import base_of
+from toprope.workbench.launch import Kind, frozen
 from toprope.workbench.preview import Preview, needs_confirmation, preview
-from toprope.workbench.requirements import require_wandb
 from toprope.workbench.seeds import as_group, check_seeds, seeded
 
 if TYPE_CHECKING:
@@ -40,8 +37,6 @@ __all__ = ["NOT_THERE_YET_S", "Taken", "consent_wanted", "just_noted", "launch",
 
 NOT_THERE_YET_S = 10.0
 """A run that was noted so recently may not have its folder yet; it counts as live."""
-
-Kind = Literal["train", "test", "ask"]
 
 
 class Taken(Exception):
@@ -62,6 +57,7 @@ class _Order:
     seeds: int = 1
     test: TestPlan | None = None
     ask: AskPlan | None = None
+    sweep: SweepPlan | None = None
 
 
 async def launch(
@@ -132,33 +128,14 @@ def consent_wanted(
 
 def _frozen(workshop: Workshop, order: _Order) -> tuple[Draft, list[Specification]]:
     """The specifications with the limits that they are held to. The caller holds the books."""
-    draft, locks = workshop.drafts.get(order.draft_id), workshop.home.locks()
-    cache = str(workshop.home.policies)
+    home, draft = workshop.home, workshop.drafts.get(order.draft_id)
+    locks = home.locks()
     drafts = seeded(draft, order.seeds, locks) if order.seeds > 1 else [draft]
-    kind: Literal["train", "sft", "test", "ask"] = order.kind
-    teacher = None
-    if kind == "train" and draft.config.algorithm.name == "sft":
-        kind, home = "sft", workshop.home
-        section = draft.config.sft
-        teacher = resolve_teacher(section.teacher, workshop.settings(), home.preset_folders, home.settings_file)
-    frozen = [
-        freeze(
-            one,
-            locks,
-            kind=kind,
-            policy_cache=cache,
-            name=order.name,
-            test=order.test,
-            ask=order.ask,
-            teacher=teacher,
-            base=base_of(one.config.policy.model, workshop.home.runs),
-        )
-        for one in drafts
-    ]
-    if order.kind == "train":
-        require_wandb(frozen[0].config, workshop.settings(), workshop.home.settings_file)
+    found = frozen(
+        home, drafts, order.kind, name=order.name, test=order.test, ask=order.ask, sweep=order.sweep, locks=locks
+    )
     machine = machine_of(workshop.settings())
-    return draft, reserve(as_group(frozen), workshop.home.limits(), machine, workshop.home.runs)
+    return draft, reserve(as_group(found), home.limits(), machine, home.runs)
 
 
 def _preview(workshop: Workshop, specifications: Sequence[Specification]) -> Preview:

@@ -6,51 +6,24 @@ settings, which name folders with environments.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.errors import Corrupt, NotFound
 from toprope.records.index import Index
 from toprope.records.specification import Specification
 from toprope.records.status import Status
 from toprope.settings.owner import Home, OwnerSettings
-from toprope.settings.presets import load_preset
-from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.ledger import pencilled_in, the_books
-from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
-from toprope.workbench.budgets import may_go_on, reserve
+from toprope.workbench import launch
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
-from toprope.workbench.endpoints import variables_for
-from toprope.workbench.history import beside_preset
+from toprope.workbench.launch import machine_of
 
 __all__ = ["Workshop", "machine_of"]
 
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0
 """Seconds beyond the grace until a crew that ignores every request is gone."""
-
-
-def machine_of(settings: OwnerSettings) -> Machine:
-    """What runs may have of this machine: the owner's limits, else what there is."""
-    everyone = settings.variables.get("*", {})
-    visible = everyone.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    floor = settings.machine.disk_floor_mb
-    disk_floor = None if floor is None else int(floor * 1_000_000)
-    return Machine.detect(settings.machine.threads, settings.machine.gpus, visible, disk_floor)
-
-
-def _to_go_on(home: Home, specification: Specification) -> Mapping[str, Mapping[str, str]]:
-    """The owner's variables for a lost run that is to go on by itself, if the owner's limits leave it anything.
-
-    Raises:
-        TopropeError: They do not, or a file of the owner cannot be read; the next look asks again.
-    """
-    may_go_on(specification, home.limits(), home.runs)
-    return variables_for(specification, home.settings(), home.preset_folders)
 
 
 @dataclass(frozen=True)
@@ -82,12 +55,7 @@ class Workshop:
                 tools=home.lent_tools(settings),
             ),
             drafts=Drafts(index),
-            runs=Runs(
-                home.runs,
-                LocalLauncher(contained=lambda: home.settings().containment),
-                lambda: machine_of(home.settings()),
-                lambda specification: _to_go_on(home, specification),
-            ),
+            runs=launch.runs_of(home),
             index=index,
         )
 
@@ -100,27 +68,7 @@ class Workshop:
 
         Raises: see `Runs.start`, and `workbench.budgets.reserve`.
         """
-        if specification.limits is None:
-            with ExitStack() as pencil:
-                with the_books(self.runs.path):
-                    limits, machine = self.home.limits(), machine_of(self.settings())
-                    [specification] = reserve([specification], limits, machine, self.runs.path)
-                    pencil.enter_context(pencilled_in(self.runs.path, [specification]))
-                self.start(specification)
-            return
-        specification = self._beside_preset(specification)
-        self.runs.start(specification, variables_for(specification, self.settings(), self.home.preset_folders))
-
-    def _beside_preset(self, specification: Specification) -> Specification:
-        """The specification with what is not as its preset has it now, for the run's manifest."""
-        if specification.beside_preset or not specification.preset:
-            return specification
-        try:
-            preset = load_preset(specification.preset, self.home.preset_folders)
-        except (NotFound, InvalidValue):
-            return specification
-        beside = beside_preset(specification.config, preset, specification.environment.name)
-        return specification.model_copy(update={"beside_preset": beside})
+        launch.start(self.home, self.runs, specification)
 
     def resume(self, run_id: str) -> tuple[Status, Specification]:
         """Gives a run that has ended its next attempt, with the owner's variables as they are now.
@@ -129,8 +77,7 @@ class Workshop:
             The status it begins with, and what it is. Raises: see `Runs.resume`.
         """
         specification = Specification.read(self.runs.folder(run_id))
-        variables = variables_for(specification, self.settings(), self.home.preset_folders)
-        return self.runs.resume(run_id, variables), specification
+        return self.runs.resume(run_id, launch.variables_of(specification, self.home)), specification
 
     async def stop(self, run_id: str) -> Status:
         """Orders a run to stop and waits until it has ended, or 40 s.

@@ -20,7 +20,7 @@ import msgspec
 
 from toprope.records.crew import ENV_REPORT_FD, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
-from toprope.supervisor.containment import enter, level_of
+from toprope.supervisor.containment import GUARD, enter, level_of
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.logs import tail
 
@@ -73,6 +73,7 @@ class Component:
         lock: The run's lock, of which the guard holds a copy.
         folder: Its working directory.
         inherits: Descriptors that it gets under their numbers here.
+        lets_go: What it detaches is not held, as keepers of runs that it starts.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Component:
         lock: RunLock | None = None,
         folder: Path | None = None,
         inherits: Sequence[int] = (),
+        lets_go: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self._lets_go = name, lets_go
         self.pid: int | None = None
         """The program's process id; None until its guard said it."""
         self.exit: Exit | None = None
@@ -121,8 +123,9 @@ class Component:
             passed.append(lock.fileno())
             command += ["--hold", str(lock.fileno())]
         command += ["--log", str(log), "--log-bytes", str(LOG_BYTES), "--log-keep", str(LOG_KEEP)]
+        command += ["--detached", "free"] if self._lets_go else []
         command += ["--grace", str(grace_s), "--", *argv]
-        entry = enter(command, level_of(os.environ))
+        entry = enter(command, GUARD if self._lets_go else level_of(os.environ))
         self._namespace = bool(entry.descriptors)
         try:
             self._guard = subprocess.Popen(

@@ -31,7 +31,7 @@ from toprope.supervisor.life import Life
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.orders import StopOrder, take_orders
 from toprope.supervisor.pausing import Pausing
-from toprope.supervisor.plan import PLOT, Programs, members_of
+from toprope.supervisor.plan import LETS_GO, PLOT, Programs, members_of
 from toprope.supervisor.pulse import Pulse
 from toprope.supervisor.reservations import Granted, Reservations, Waits
 from toprope.supervisor.restarts import Restarts
@@ -46,7 +46,7 @@ _WATCH_EVERY_S = 1.0
 _AFTER_CONFESSION_S = 1.0
 """A member that said why it fails has so long to exit before the run goes on without its exit code."""
 _PLOT_TIMEOUT_S = 120.0
-_BLAME = ("policy", "inference", "environment", "api", "trainer")
+_BLAME = ("policy", "inference", "environment", "api", "trainer", "conductor")
 """Who is named first when several are not ready: each waits for those before it."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -140,7 +140,8 @@ class Course:
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._callback_failed)
-        guard.become_subreaper()
+        if not LETS_GO & set(members_of(self._spec)):  # else keepers of runs that a member starts would come here
+            guard.become_subreaper()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, StopOrder(reason=f"the keeper got {number.name}"))
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
@@ -288,6 +289,7 @@ class Course:
             (name == "policy" and name in hearing.ready)
             or (name == "trainer" and name in hearing.finished)
             or (name == "environment" and "after" in hearing.evaluated)
+            or (name == "conductor" and name in hearing.finished)
         )
         # One that had said its work was done, and was ended on its way out, is finished none the less.
         done = name in hearing.finished or (name == "policy" and name in hearing.ready)
@@ -348,7 +350,7 @@ class Course:
         self._life.write_at_last()
 
     async def _conclude(self) -> None:
-        if self._spec.trains:
+        if self._spec.trains or self._spec.kind == "sweep":
             how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
             if how != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)

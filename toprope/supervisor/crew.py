@@ -19,7 +19,8 @@ from toprope.records.specification import Specification
 from toprope.supervisor import guard
 from toprope.supervisor.component import Component, Exit, sweep_orphans
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.plan import Programs, command_of
+from toprope.supervisor.plan import LETS_GO, Programs, command_of
+from toprope.supervisor.sweep import sweep
 from toprope.supervisor.variables import decode_owners, for_component, secret_values
 
 __all__ = ["Crew"]
@@ -29,7 +30,7 @@ _SECOND_GRACE_S = 0.5
 _NOTHING_TO_SAVE_S = 2.0
 """The most that a member gets to end in order, unless there is something to save."""
 _BACKLOG = 1024
-_CLOSED_FIRST = ("environment", "trainer", "policy")
+_CLOSED_FIRST = ("environment", "trainer", "policy", "conductor")
 
 
 class Crew:
@@ -95,7 +96,7 @@ class Crew:
                 secret=self._secret,
                 owners=self._owners,
                 surroundings=self._surroundings,
-                gpus=self.gpus,
+                gpus=None if name in LETS_GO else self.gpus,  # what it starts sees what it reserves itself
                 checkpoint=self.checkpoint,
             ),
             log=self._folder.log(name),
@@ -103,6 +104,7 @@ class Crew:
             lock=self._lock,
             folder=self._folder.path,
             inherits=[] if kept is None else [kept.fileno()],
+            lets_go=name in LETS_GO,
         )
         self._components[name] = component
         self._lives[name] += 1
@@ -200,11 +202,21 @@ class Crew:
             self._listener = None
 
     async def sweep_after(self, component: Component) -> None:
-        """Ends what a component left whose guard was killed."""
-        if component.exit == Exit():
+        """Ends what a component left whose guard was killed, or that nothing held."""
+        if component.name in LETS_GO:
+            await self._sweep_marked()
+        elif component.exit == Exit():
             await sweep_orphans(list(self._components.values()))
 
+    async def _sweep_marked(self) -> None:
+        """Ends what carries the mark of this run. Keepers that a member started do not: they outlive it."""
+        await asyncio.to_thread(sweep, {str(self._folder.path.resolve()): self._attempt})
+
     async def _sweep_unguarded(self) -> None:
+        if LETS_GO & self._components.keys():
+            if all(component.gone.is_set() for component in self._components.values()):
+                await self._sweep_marked()
+            return
         if any(component.exit == Exit() for component in self._components.values()):
             await sweep_orphans(list(self._components.values()))
 

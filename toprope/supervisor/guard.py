@@ -8,7 +8,7 @@ says that it has no children.
 Standard library only and runnable by path, because every component pays for its memory and its start:
 
     python -I -S guard.py --control FD [--report FD] [--hold FD] [--proc FD] [--log PATH --log-bytes N --log-keep K]
-                          --grace SECONDS -- argv...
+                          [--detached FREE] --grace SECONDS -- argv...
 
 --control  Read end of a pipe. A line `stop SECONDS` (or any byte: --grace seconds) asks for a graceful stop; a later
            line may shorten it. End of file: the keeper died, stop within --grace seconds.
@@ -18,6 +18,7 @@ Standard library only and runnable by path, because every component pays for its
            its guards are gone.
 --proc     The guard is the first process of a pid namespace (see `containment`); the descriptor is the /proc of the
            keeper, by which the component's process id is told as the keeper knows it.
+--detached `free`: what the component detaches (keepers of runs that it starts) is not held, so that it outlives it.
 --log      File that gets the component's standard output and error, rotated at N bytes to PATH.1 ... PATH.K, mode 0600.
            Without it they are inherited.
 
@@ -46,7 +47,7 @@ SWEEP_LIMIT_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RESET = (*_CAUGHT, signal.SIGPIPE, signal.SIGXFSZ)
-_OPTIONS = ("--control", "--report", "--hold", "--proc", "--log", "--log-bytes", "--log-keep", "--grace")
+_OPTIONS = ("--control", "--report", "--hold", "--proc", "--log", "--log-bytes", "--log-keep", "--grace", "--detached")
 _CHUNK = 1 << 16
 _DRAIN_BYTES = 1 << 20
 
@@ -164,7 +165,9 @@ class Guard:
         grace: float = 5.0,
         log: Log | None = None,
         proc: int = -1,
+        lets_go: bool = False,
     ) -> None:
+        self._lets_go = lets_go
         self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
         self._proc = proc
         for descriptor in (control, hold, proc):
@@ -186,7 +189,8 @@ class Guard:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         for number in _CAUGHT:
             signal.signal(number, self._signalled)
-        become_subreaper()
+        if not self._lets_go:
+            become_subreaper()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         self._selector.register(self._control, selectors.EVENT_READ, self._ordered)
         self._start()
@@ -415,6 +419,7 @@ def main(arguments: list[str]) -> int:
         grace=float(options.get("--grace", 5.0)),
         log=log,
         proc=int(options.get("--proc", -1)),
+        lets_go=options.get("--detached") == "free",
     ).run()
 
 

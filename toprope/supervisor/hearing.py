@@ -72,6 +72,8 @@ class Hearing:
     @property
     def done(self) -> bool:
         """Whether all was said that a complete run needs. The trainer's exit counts as well: see `Course`."""
+        if self._spec.kind == "sweep":
+            return "conductor" in self.finished
         if not self._spec.trains:
             return self._spec.kind in self.evaluated and "environment" in self.finished
         return "after" in self.evaluated and "trainer" in self.finished

@@ -1,6 +1,6 @@
 """Which programs a run of each kind consists of, in the order in which they are started: all at once.
 
-The supervisor knows the programs of `toprope.training` by their module names only.
+The supervisor knows the programs of `toprope.training` and `toprope.sweeps` by their module names only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from toprope.records.specification import Specification
 
-__all__ = ["PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "spare_of"]
+__all__ = ["LETS_GO", "PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "spare_of"]
 
 PLOT = "plot"
 """Not a member of the crew: the program that draws at the end."""
@@ -21,6 +21,7 @@ PROGRAMS: Mapping[str, str] = {
     "inference": "toprope.training.inference",
     "trainer": "toprope.training.trainer",
     "environment": "toprope.training.driver",
+    "conductor": "toprope.sweeps.conductor",
     PLOT: "toprope.analysis.plots",
 }
 
@@ -29,8 +30,13 @@ _MEMBERS: Mapping[str, tuple[str, ...]] = {
     "sft": ("policy", "trainer", "inference", "environment"),
     "test": ("policy", "inference", "environment"),
     "ask": ("policy", "inference", "environment"),
+    "sweep": ("conductor",),
 }
 """The slowest to start come first: it matters by milliseconds on a busy machine."""
+
+LETS_GO = frozenset({"conductor"})
+"""Members that start runs: the keepers of those are to outlive them, so nothing holds what they detach. They start no
+code of users except in a worker, which has a guard of its own."""
 
 Programs = Mapping[str, Sequence[str]]
 """Component -> argv, in place of the programs above."""

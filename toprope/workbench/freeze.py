@@ -13,7 +13,7 @@ from typing import Literal
 
 import toprope
 from toprope.errors import InvalidValue
-from toprope.records.specification import AskPlan, ModelUnderTest, Specification, TestPlan
+from toprope.records.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan
 from toprope.settings.fields import KNOBS, all_fields, apply, get_value
 from toprope.settings.locks import Locks
 from toprope.workbench.drafts import Draft
@@ -39,11 +39,12 @@ def freeze(
     draft: Draft,
     locks: Locks,
     *,
-    kind: Literal["train", "sft", "test", "ask"],
+    kind: Literal["train", "sft", "test", "ask", "sweep"],
     policy_cache: str,
     name: str | None = None,
     test: TestPlan | None = None,
     ask: AskPlan | None = None,
+    sweep: SweepPlan | None = None,
     teacher: ModelUnderTest | None = None,
     base: tuple[str, str] | None = None,
     now: float | None = None,
@@ -53,11 +54,12 @@ def freeze(
     Args:
         draft: What to run; its configuration is copied.
         locks: The owner's, as they are now.
-        kind: `train`, `sft`, `test` or `ask`, the last two with their plans.
+        kind: `train`, `sft`, `test`, `ask` or `sweep`, the last three with their plans.
         policy_cache: Folder under which embedded policies are kept.
         name: Begins the run's id instead of the environment's name.
         test: The plan of a run of kind `test`.
         ask: The plan of a run of kind `ask`.
+        sweep: The plan of a run of kind `sweep`.
         teacher: Who demonstrates in a run of kind `sft`; None: the environment's own solver.
         base: Where `policy.model` names a run: its id, and the folder of the weights that it left.
         now: Seconds since the epoch; the clock where it is None.
@@ -82,8 +84,8 @@ def freeze(
         raise InvalidValue(
             f"{draft.id} cannot start: {' '.join(problems)}", hint="edit_config changes several fields at once."
         )
-    if (kind == "test") != (test is not None) or (kind == "ask") != (ask is not None):
-        raise ValueError("runs of kinds test and ask have their plan, and no other has")
+    if any((kind == name) != (plan is not None) for name, plan in (("test", test), ("ask", ask), ("sweep", sweep))):
+        raise ValueError("runs of kinds test, ask and sweep have their plan, and no other has")
     config = draft.config.model_copy(deep=True)
     if base is not None:
         config.policy = config.policy.model_copy(update={"model": base[1], "revision": None})
@@ -100,6 +102,7 @@ def freeze(
         locks=locks.record(),
         test=test,
         ask=ask,
+        sweep=sweep,
         teacher=teacher,
         base_run=base[0] if base else None,
         policy_cache=policy_cache,

@@ -7,6 +7,7 @@ from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
 from toprope.supervisor.watchers.disk import DiskWatch
 from toprope.supervisor.watchers.hands import Hands, Watcher
 from toprope.supervisor.watchers.heartbeat import Heartbeat
+from toprope.supervisor.watchers.members import MembersWatch
 from toprope.supervisor.watchers.provenance import Provenance
 from toprope.supervisor.watchers.stall import StallWatch
 
@@ -22,4 +23,5 @@ def watchers_for(hands: Hands) -> list[Watcher]:
         DiagnosisWatcher(hands),
         Budget(hands),
         StallWatch(hands),
+        *([MembersWatch(hands)] if hands.specification.kind == "sweep" else []),
     ]

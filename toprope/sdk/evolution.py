@@ -1,0 +1,288 @@
+"""Strategies of a sweep: which settings to try, whom to keep, how to change them.
+
+A sweep has a population of candidates. In each epoch every candidate that has no score yet is measured by a run, then
+`evaluate` makes a score of what the run came to, `select` keeps some, and `mutate` makes new ones of those. A strategy
+of your own is a class with any of these three methods; what it lacks is that of `Evolution`:
+
+    class Careful(Evolution):
+        def evaluate(self, candidate, measured):
+            return measured["accuracy"] - 0.01 * candidate["values"]["optimizer.learning_rate"]
+
+A candidate is a mapping: `id`, `values` (by field), `steps` (optimizer steps of its own run), `parent` (id of the one
+it was made from) and `continues` (id of the one whose weights and optimizer it goes on with; None: from the start).
+What a run came to is a mapping as well: `accuracy`, `tasks`, `successes`, `reward_mean` on validation tasks, `steps`,
+`state`.
+
+A strategy keeps nothing between calls: a conductor that was killed makes it anew and goes on. Chance comes from
+`self.chance(...)`, which gives the same numbers for the same words. Standard library only: it runs in a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["Evolution", "Halving", "PopulationBased", "RandomSearch", "STRATEGIES", "Space"]
+
+Candidate = dict[str, Any]
+
+
+class Space:
+    """The fields that a sweep varies, and what each may be.
+
+    Args:
+        dimensions: By field: `choices`, or `low` and `high` with `log` (steps are factors) and `integer`.
+    """
+
+    def __init__(self, dimensions: Mapping[str, Mapping[str, Any]]) -> None:
+        self.dimensions = {name: dict(one) for name, one in dimensions.items()}
+
+    def draw(self, chance: random.Random) -> dict[str, Any]:
+        """Values for all fields, each as likely as any other (as likely in its logarithm where it is `log`)."""
+        return {name: self._drawn(one, chance) for name, one in self.dimensions.items()}
+
+    def spread(self, count: int, chance: random.Random) -> list[dict[str, Any]]:
+        """`count` sets of values that cover each field evenly: every range is cut into `count` parts, of which each is
+        drawn from once (Latin hypercube sampling: McKay, Beckman and Conover 1979)."""
+        columns: dict[str, list[Any]] = {}
+        for name, one in self.dimensions.items():
+            if one.get("choices"):
+                choices = list(one["choices"])
+                chance.shuffle(choices)
+                column = [choices[number % len(choices)] for number in range(count)]
+            else:
+                column = [self._at(one, (number + chance.random()) / count) for number in range(count)]
+            chance.shuffle(column)
+            columns[name] = column
+        return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+
+    def move(self, values: Mapping[str, Any], rate: float, chance: random.Random) -> dict[str, Any]:
+        """Values near others: each field moves with probability `rate`, and at least one does where rate is above 0.
+
+        A number moves by a fifth of its range on average, within its bounds; of choices another one is drawn.
+        """
+        names = list(self.dimensions)
+        moved = {name for name in names if chance.random() < rate}
+        if not moved and names and rate > 0:
+            moved = {chance.choice(names)}
+        return {name: self._moved(one, values[name], chance) if name in moved else values[name]
+                for name, one in self.dimensions.items()}  # fmt: skip
+
+    def perturb(self, values: Mapping[str, Any], rate: float, chance: random.Random) -> dict[str, Any]:
+        """Values as population-based training explores them: each number times 0.8 or 1.2 (Jaderberg et al. 2017), or
+        drawn anew with probability `rate`; of choices the next one up or down."""
+        found: dict[str, Any] = {}
+        for name, one in self.dimensions.items():
+            value = values[name]
+            if chance.random() < rate:
+                found[name] = self._drawn(one, chance)
+            elif one.get("choices"):
+                choices = one["choices"]
+                place = choices.index(value) if value in choices else 0
+                found[name] = choices[min(max(place + chance.choice((-1, 0, 1)), 0), len(choices) - 1)]
+            else:
+                found[name] = self._within(one, value * chance.choice((0.8, 1.2)))
+        return found
+
+    def _drawn(self, one: Mapping[str, Any], chance: random.Random) -> Any:
+        if one.get("choices"):
+            return chance.choice(one["choices"])
+        return self._at(one, chance.random())
+
+    def _at(self, one: Mapping[str, Any], share: float) -> int | float:
+        low, high = one["low"], one["high"]
+        if one.get("log"):
+            return self._within(one, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
+        return self._within(one, low + share * (high - low))
+
+    def _moved(self, one: Mapping[str, Any], value: Any, chance: random.Random) -> Any:
+        if one.get("choices"):
+            others = [choice for choice in one["choices"] if choice != value]
+            return chance.choice(others) if others else value
+        low, high, by = one["low"], one["high"], chance.gauss(0.0, 0.25)
+        if one.get("log"):
+            return self._within(one, math.exp(math.log(value) + by * (math.log(high) - math.log(low))))
+        return self._within(one, value + by * (high - low))
+
+    @staticmethod
+    def _within(one: Mapping[str, Any], value: float) -> int | float:
+        value = min(max(value, one["low"]), one["high"])
+        if not one.get("integer"):
+            return float(f"{value:.6g}") if one["low"] <= float(f"{value:.6g}") <= one["high"] else value
+        return min(max(round(value), math.ceil(one["low"])), math.floor(one["high"]))
+
+
+class Evolution:
+    """Plain evolution: the best stay with the score that they have, and the rest are mutations of them.
+
+    Args:
+        space: See `Space`.
+        population: Candidates of an epoch.
+        epochs: How many.
+        selection_ratio: Share of the population that survives an epoch, at least one.
+        mutation_rate: Probability that a field of a new candidate differs from its parent's.
+        steps: Optimizer steps of a candidate's run.
+        seed: Of all chance.
+    """
+
+    def __init__(
+        self,
+        space: Mapping[str, Mapping[str, Any]],
+        population: int,
+        epochs: int,
+        selection_ratio: float,
+        mutation_rate: float,
+        steps: int,
+        seed: int,
+    ) -> None:
+        self.space, self.population, self.epochs = Space(space), population, epochs
+        self.selection_ratio, self.mutation_rate = selection_ratio, mutation_rate
+        self.steps, self.seed = steps, seed
+
+    def chance(self, *words: Any) -> random.Random:
+        """Chance that is the same for the same words, whoever asks and when."""
+        return random.Random(":".join(map(str, (self.seed, *words))))
+
+    def start(self) -> list[Candidate]:
+        """The first population, spread over the space."""
+        drawn = self.space.spread(self.population, self.chance("start"))
+        return [{"values": values, "steps": self.steps, "parent": None, "continues": None} for values in drawn]
+
+    def evaluate(self, candidate: Candidate, measured: Mapping[str, Any]) -> float | None:
+        """The score of what a candidate's run came to, the higher the better; None: it has none and ranks last."""
+        return measured.get("accuracy")
+
+    def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
+        """Whom an epoch leaves, the best first. `scores` stand in the order of `population`."""
+        ranked = sorted(
+            (one for one in zip(population, scores, strict=True) if one[1] is not None),
+            key=lambda one: one[1],  # type: ignore[arg-type,return-value]
+            reverse=True,
+        )
+        return [candidate for candidate, _ in ranked[: self.survivors]]
+
+    def mutate(self, candidate: Candidate, epoch: int = 0, number: int = 0) -> Candidate:
+        """A new candidate made of one that survived.
+
+        Args:
+            candidate: Which.
+            epoch: The one that it is for, from 2.
+            number: Its number in the population.
+        """
+        values = self.space.move(candidate["values"], self.mutation_rate, self.chance("mutate", epoch, number))
+        return {"values": values, "steps": self.steps, "parent": candidate["id"], "continues": None}
+
+    def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The population of an epoch from 2 on: the survivors, and mutations of each in turn.
+
+        Args:
+            epoch: Which.
+            survivors: The best first. Where all failed there are none, and new ones are drawn.
+            history: Every candidate that was measured so far, with `score` and `epoch`.
+        """
+        if not survivors:
+            many, steps = self.plan()[epoch - 1]
+            drawn = self.space.spread(max(many, 1), self.chance("again", epoch))
+            return [{"values": values, "steps": steps, "parent": None, "continues": None} for values in drawn]
+        new = range(self.population - len(survivors))
+        return [*survivors, *(self.mutate(survivors[number % len(survivors)], epoch, number) for number in new)]
+
+    @property
+    def survivors(self) -> int:
+        """How many an epoch leaves."""
+        return max(1, round(self.selection_ratio * self.population))
+
+    def plan(self) -> list[tuple[int, int]]:
+        """For each epoch how many runs it needs at most, and the optimizer steps of each."""
+        new = self.population - min(self.survivors, self.population)
+        return [(self.population, self.steps)] + [(new, self.steps)] * (self.epochs - 1)
+
+
+class RandomSearch(Evolution):
+    """A new population at every epoch, drawn without regard to the last: what any cleverer search has to beat."""
+
+    def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """See `Evolution.advance`."""
+        drawn = self.space.spread(self.population, self.chance("draw", epoch))
+        return [{"values": values, "steps": self.steps, "parent": None, "continues": None} for values in drawn]
+
+    def plan(self) -> list[tuple[int, int]]:
+        """See `Evolution.plan`."""
+        return [(self.population, self.steps)] * self.epochs
+
+
+class PopulationBased(Evolution):
+    """Population-based training (Jaderberg et al. 2017): everybody trains on; at the end of an epoch those that did not
+    survive take over the weights of one that did, and settings near its own."""
+
+    def mutate(self, candidate: Candidate, epoch: int = 0, number: int = 0) -> Candidate:
+        """See `Evolution.mutate`: its weights, and settings explored around its own."""
+        values = self.space.perturb(candidate["values"], self.mutation_rate, self.chance("explore", epoch, number))
+        return {"values": values, "steps": self.steps, "parent": candidate["id"], "continues": candidate["id"]}
+
+    def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """See `Evolution.advance`: the survivors train on with the settings that they have."""
+        if not survivors:
+            return super().advance(epoch, survivors, history)
+        on = [
+            {"values": one["values"], "steps": self.steps, "parent": one["id"], "continues": one["id"]}
+            for one in survivors
+        ]
+        chance = self.chance("exploit", epoch)
+        new = range(self.population - len(on))
+        return on + [self.mutate(chance.choice(survivors), epoch, number) for number in new]
+
+    def plan(self) -> list[tuple[int, int]]:
+        """See `Evolution.plan`."""
+        return [(self.population, self.steps)] * self.epochs
+
+
+class Halving(Evolution):
+    """Successive halving (Jamieson and Talwalkar 2016): all train a little, and at the end of each epoch the best train
+    on, with as many more steps as there are fewer of them. `selection_ratio` is the share that goes on (1 / eta)."""
+
+    def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
+        """See `Evolution.select`: the share counts from those that are still in."""
+        ranked = super().select(population, scores)
+        return ranked[: max(1, int(len(population) * self.selection_ratio + 1e-9))]
+
+    @property
+    def survivors(self) -> int:
+        """See `Evolution`: `select` says how many."""
+        return self.population
+
+    def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """See `Evolution.advance`."""
+        if not survivors:
+            return super().advance(epoch, survivors, history)
+        steps = self._new_steps(epoch)
+        return [
+            {"values": one["values"], "steps": steps, "parent": one["id"], "continues": one["id"]} for one in survivors
+        ]
+
+    def plan(self) -> list[tuple[int, int]]:
+        """See `Evolution.plan`."""
+        left, found = self.population, [(self.population, self.steps)]
+        for epoch in range(2, self.epochs + 1):
+            left = max(1, int(left * self.selection_ratio + 1e-9))
+            found.append((left, self._new_steps(epoch)))
+        return found
+
+    def _new_steps(self, epoch: int) -> int:
+        """Steps of an epoch beyond those of the ones before: in all it is steps / ratio ^ (epoch - 1)."""
+
+        def whole(at: int) -> int:
+            return round(self.steps / self.selection_ratio ** (at - 1))
+
+        return max(1, whole(epoch) - whole(epoch - 1))
+
+
+STRATEGIES: Mapping[str, type[Evolution]] = {
+    "evolution": Evolution,
+    "pbt": PopulationBased,
+    "random": RandomSearch,
+    "halving": Halving,
+}
+"""By the names that a sweep takes."""
