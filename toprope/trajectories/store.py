@@ -158,7 +158,7 @@ class DatasetStore:
         versions = self.versions(base)
         if not versions:
             known = [one for one in self.names() if self.versions(one)]
-            hint = nearest(base, known, "Data sets") if known else "build_dataset makes one."
+            hint = nearest(base, known) if known else "build_dataset makes one."
             raise NotFound(f"There is no data set {shown(base)}.", hint=hint)
         version = versions[-1] if not asked else asked if asked.startswith("v") else f"v{asked}"
         if version not in versions:

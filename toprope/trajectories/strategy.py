@@ -127,7 +127,7 @@ class WorkerObject:
         except WorkerFailure as error:
             raise EnvironmentFailed(
                 f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",
-                hint="Mend the file; nothing was kept.",
+                hint="Mend it; nothing was kept.",
             ) from None
 
 

@@ -1,9 +1,9 @@
 """Reads messages back out of rendered text: a policy's chat template is rendered with marks, and what stands around the
 marks says where messages begin and end.
 
-Why: a journal holds tokens, the truth about what a policy saw and said, and no messages. With the mask, which says which
-tokens the policy sampled, only what lies between answers has to be taken apart. A template that cannot be understood so
-(it rewrites what it is given, or the words of a message look like its own marks) is said to be none of ours: None.
+Why: a journal holds tokens, the truth about what a policy saw and said, and no messages. The mask says which tokens
+the policy sampled, so only what lies between answers has to be taken apart. Where that cannot be done (the template
+rewrites what it is given, or the words of a message look like its own marks) the answer is None.
 
 The template comes with a model and is run in Jinja's sandbox.
 """

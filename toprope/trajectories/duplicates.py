@@ -1,0 +1,236 @@
+"""Near duplicates: texts that share most of their words in the same places, found without comparing every pair.
+
+A text is the set of its runs of one, two and three words (casefolded, NFKC). MinHash signatures and bands (the library
+`rensa`) propose pairs; each proposed pair is then compared exactly, by the Jaccard index of the two sets, so whatever
+is called a near duplicate is one. How many rows a band has hangs on the threshold, so that a pair at the threshold is
+proposed with a probability of 0.999 at least.
+
+Broder, On the resemblance and containment of documents (1997); Leskovec et al., Mining of Massive Datasets, chapter 3.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from toprope.errors import InvalidValue
+from toprope.trajectories.items import TrajectoryItem, text_of
+
+__all__ = ["Deduplicator", "clusters", "deduplicate", "shingles", "similarity", "split_dataset", "whole_text"]
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_PERMUTATIONS = 128
+_SEED = 42
+_RECALL = 0.999
+_BATCH = 2000
+
+
+def shingles(text: str) -> frozenset[int]:
+    """The runs of one to three words of a text, as hashes that are the same in every process."""
+    plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    # Texts are hashed differently in every process, numbers are not.
+    words = [crc32(word.encode("utf-8", "surrogatepass")) for word in _WORD.findall(plain.casefold())]
+    found = set(words)
+    found.update(map(hash, zip(words, words[1:], strict=False)))
+    found.update(map(hash, zip(words, words[1:], words[2:], strict=False)))
+    return frozenset(found)
+
+
+def similarity(a: frozenset[int], b: frozenset[int]) -> float:
+    """The Jaccard index, between 0 and 1; two texts without a word are equal."""
+    if not a and not b:
+        return 1.0
+    both = len(a & b)
+    return both / (len(a) + len(b) - both)
+
+
+def bands_for(threshold: float) -> int:
+    """Bands of 128 permutations by which pairs at the threshold are proposed with a probability of 0.999."""
+    best = _PERMUTATIONS
+    for rows in (1, 2, 4, 8, 16, 32):
+        bands = _PERMUTATIONS // rows
+        if 1 - (1 - threshold**rows) ** bands >= _RECALL:
+            best = bands
+    return best
+
+
+def whole_text(item: TrajectoryItem) -> str:
+    """What is asked and answered."""
+    return f"{text_of(item.state)}\n{text_of(item.action)}"
+
+
+class _Index:
+    """Sets of shingles by number, and which of them are near one another."""
+
+    def __init__(self, threshold: float) -> None:
+        if not 0 < threshold <= 1:
+            raise InvalidValue(f"dedup_threshold must be above 0 and at most 1, not {threshold}.", hint="Usual: 0.85.")
+        from rensa import RMinHash, RMinHashLSH
+
+        self._threshold, self._minhash = threshold, RMinHash
+        self._lsh = RMinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(threshold))
+        self.sets: list[frozenset[int]] = []
+        self.same: dict[frozenset[int], int] = {}
+
+    def prepared(self, texts: Sequence[str]) -> Iterator[tuple[frozenset[int], Any]]:
+        """Each text's set and signature."""
+        for start in range(0, len(texts), _BATCH):
+            sets = [shingles(text) for text in texts[start : start + _BATCH]]
+            tokens = [[str(one) for one in words] for words in sets]
+            signatures = self._minhash.from_token_sets(tokens, num_perm=_PERMUTATIONS, seed=_SEED)
+            yield from zip(sets, signatures, strict=True)
+
+    def near(self, words: frozenset[int], signature: Any) -> Iterator[int]:
+        """The numbers of near duplicates, the earliest first."""
+        for one in sorted(self._lsh.query(signature)):
+            if similarity(words, self.sets[one]) >= self._threshold:
+                yield one
+
+    def insert(self, words: frozenset[int], signature: Any) -> int:
+        """Takes a set in and returns its number."""
+        number = len(self.sets)
+        self.same[words] = number
+        self._lsh.insert(number, signature)
+        self.sets.append(words)
+        return number
+
+
+class Deduplicator:
+    """Takes texts in and says which came before.
+
+    Args:
+        threshold: From which Jaccard index on two texts are near duplicates, above 0, at most 1.
+
+    Raises:
+        InvalidValue: The threshold is none.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._index = _Index(threshold)
+
+    def __len__(self) -> int:
+        return len(self._index.sets)
+
+    def add(self, texts: Sequence[str]) -> list[int | None]:
+        """Takes texts in, in order.
+
+        Returns:
+            For each the number of the earlier text (counted over those that were new) that it is a near duplicate of,
+            None where it is new.
+        """
+        answers: list[int | None] = []
+        for words, signature in self._index.prepared(texts):
+            found = self._index.same.get(words)
+            if found is None:
+                found = next(self._index.near(words, signature), None)
+            if found is None:
+                self._index.insert(words, signature)
+            answers.append(found)
+        return answers
+
+
+def deduplicate(
+    items: Iterable[TrajectoryItem],
+    threshold: float = 0.85,
+    text: Callable[[TrajectoryItem], str] = whole_text,
+) -> tuple[list[TrajectoryItem], int]:
+    """The items without near duplicates of earlier ones, and how many were left out.
+
+    Args:
+        items: In order of preference: the first of several stays.
+        threshold: See `Deduplicator`.
+        text: What of an item is compared; by default what is asked and answered.
+    """
+    items = list(items)
+    found = Deduplicator(threshold).add([text(item) for item in items])
+    kept = [item for item, near in zip(items, found, strict=True) if near is None]
+    return kept, len(items) - len(kept)
+
+
+class _Joined:
+    """Numbers that are joined into clusters (union-find)."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def root(self, one: int) -> int:
+        parents = self._parents
+        while parents.setdefault(one, one) != one:
+            parents[one] = parents[parents[one]]
+            one = parents[one]
+        return one
+
+    def join(self, one: int, other: int) -> None:
+        self._parents[self.root(one)] = self.root(other)
+
+
+def clusters(texts: Sequence[str], threshold: float) -> list[int]:
+    """For each text the number of its cluster: texts are in one where a chain of near duplicates joins them."""
+    index, joined, owners = _Index(threshold), _Joined(), []
+    for words, signature in index.prepared(texts):
+        number = index.same.get(words)
+        if number is None:
+            near = list(index.near(words, signature))
+            number = index.insert(words, signature)
+            for one in near:
+                joined.join(number, one)
+        owners.append(number)
+    return [joined.root(owner) for owner in owners]
+
+
+def split_dataset(
+    items: Sequence[TrajectoryItem],
+    ratios: Mapping[str, float],
+    *,
+    seed: int = 0,
+    dedup_threshold: float = 0.85,
+    text: Callable[[TrajectoryItem], str] = lambda item: text_of(item.state),
+) -> dict[str, list[TrajectoryItem]]:
+    """Splits items by ratios, none of whose questions is a near duplicate of one in another split.
+
+    Near duplicates, and items of one task, go together; whole clusters are dealt out by size, in an order that the seed
+    shuffles, each to the split that lacks most. So a split can miss its ratio by the size of a cluster.
+
+    Args:
+        items: What to split.
+        ratios: By name of the split (`{"train": 0.9, "validation": 0.1}`); they need not add up to 1.
+        seed: Of the order.
+        dedup_threshold: See `Deduplicator`.
+        text: What is compared; by default what is asked.
+
+    Raises:
+        InvalidValue: The ratios are none.
+    """
+    for name, ratio in ratios.items():
+        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < float("inf"):
+            raise InvalidValue(f"The ratio of {name} must be a number above 0, not {ratio!r}.", hint="train: 0.9")
+    if not ratios:
+        raise InvalidValue("No split is named.", hint='For example {"train": 0.9, "validation": 0.1}.')
+    whole = sum(ratios.values())
+    groups: dict[int, list[int]] = {}
+    for place, cluster in enumerate(_with_tasks(items, clusters([text(item) for item in items], dedup_threshold))):
+        groups.setdefault(cluster, []).append(place)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    order.sort(key=len, reverse=True)  # the sort is stable: equal ones stay shuffled
+    lacking = {name: len(items) * ratio / whole for name, ratio in ratios.items()}
+    dealt: dict[str, list[int]] = {name: [] for name in ratios}
+    for group in order:
+        name = max(lacking, key=lambda one: lacking[one])
+        dealt[name] += group
+        lacking[name] -= len(group)
+    return {name: [items[place] for place in sorted(places)] for name, places in dealt.items()}
+
+
+def _with_tasks(items: Sequence[TrajectoryItem], found: list[int]) -> list[int]:
+    """Clusters that have items of one task in common become one."""
+    joined = _Joined()
+    first: dict[tuple[Any, Any], int] = {}
+    for item, cluster in zip(items, found, strict=True):
+        if task := item.metadata.get("task"):
+            joined.join(cluster, first.setdefault((item.metadata.get("environment"), task), cluster))
+    return [joined.root(cluster) for cluster in found]
