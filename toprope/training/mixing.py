@@ -1,7 +1,7 @@
 """Which environment's group is made next, so that shares hold from the first groups on.
 
-The choice is smooth weighted round-robin: everybody gains credit by its share at every turn, the one with most plays and
-pays one. After any number of groups each has been chosen within one of its share (Tijdeman, The chairman assignment
+The choice is smooth weighted round-robin: everybody gains credit by its share at every turn, the one with most plays
+and pays one. After any number of groups each has been chosen within one of its share (Tijdeman, The chairman assignment
 problem, 1980, on how evenly such sequences can be spread). Nothing is drawn by chance; the seed decides ties.
 
 Two things bend the shares. Who falls below its `min_share` of what was trained (its groups carry no signal, or are too
