@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,10 @@ def _content(task: Task) -> bytes:
     if not content:
         raise EnvironmentMistake("A task has an empty prompt.")
     return content
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 class _Stream:
@@ -87,6 +92,9 @@ class Splits:
         self._seed = seed
         self._found: dict[str, list[Task]] = {split: [] for split in SPLITS}
         self._seen: set[bytes] = set()
+        self._owner: dict[bytes, str] = {}
+        """Of an environment's own splits: which of them a content belongs to."""
+        self._leaked: Counter[str] = Counter()
         self._orders: dict[int, list[int]] = {}
         self._repeats = 0
         self._own = bool(inspect.signature(environment.tasks).parameters)
@@ -136,6 +144,11 @@ class Splits:
         """Whether `known` is all there is."""
         return self._streams[split].ended or (not self._own and self._repeats >= PATIENCE)
 
+    def leaked(self, split: str) -> int:
+        """How often the environment itself gave this split a task that belongs to another one, as far as it was read;
+        such tasks are left out."""
+        return self._leaked[split]
+
     def survey(self, limit: int, seconds: float) -> None:
         """Scans on until every split has `limit` tasks or ended, or time is up."""
         deadline = time.monotonic() + seconds
@@ -176,10 +189,12 @@ class Splits:
                 task = stream.next()
                 if task is None:
                     break
-                new = self._is_new(_content(task))
+                content = _content(task)
+                new = self._is_new(content)
                 repeats = 0 if new else repeats + 1
                 if new:
                     found.append(task)
+                self._leaked[name] += self._owner.setdefault(_digest(content), name) != name
                 stream.ended = repeats >= PATIENCE
             if name != "train":
                 stream.ended = True  # what lies beyond the limit belongs to no split
@@ -187,7 +202,7 @@ class Splits:
                 return
 
     def _is_new(self, content: bytes) -> bool:
-        digest = hashlib.blake2b(content, digest_size=16).digest()
+        digest = _digest(content)
         if digest in self._seen:
             self._repeats += 1
             return False

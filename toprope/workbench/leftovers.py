@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-__all__ = ["MARK", "new_mark", "sweep"]
+__all__ = ["MARK", "marked", "new_mark", "sweep"]
 
 MARK = "TOPROPE_WORKER"
 """The variable."""
@@ -17,6 +17,20 @@ MARK = "TOPROPE_WORKER"
 def new_mark() -> str:
     """A value of it that no other worker has."""
     return secrets.token_hex(16)
+
+
+def marked(mark: str) -> set[int]:
+    """Ids of the processes of this user that carry a mark. One that cleared its environment is not seen."""
+    import psutil
+
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
 
 
 def sweep(mark: str) -> None:

@@ -1,0 +1,98 @@
+"""The answers that are tried on a scorer, and what each of them is to show.
+
+Wrong answers come in kinds because scorers fail in kinds: on text that is no number, on very long text, on characters
+that look like digits, on what repeats the prompt. The best wrong answer is another task's right one: it has the form
+that is wanted and is wrong for its content alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["JUNK", "WORTHLESS", "Probe", "near_miss", "probes"]
+
+JUNK = "qx zv 17 ?!"
+"""An answer that no sensible scorer rewards."""
+WORTHLESS = ("empty", "junk", "letters", "unicode", "nan", "structure", "long", "echo")
+"""Kinds that should earn nothing, or next to nothing."""
+
+_LETTERS = "wkfh pqlz mrvd tjgx bncs"
+_UNICODE = "\u00b2\u0664\u2167 \u202e\ufffd\U0001f9ea\u0000 \u00e9e\u0301"
+"""Signs that str.isdigit or float take for numbers and int does not, a change of direction, NUL, two spellings of e."""
+_LONG = "the answer may be 12 or 13 or " * 700
+"""Some 20,000 characters: more than a policy says in most runs, and little for a scorer that is linear in it."""
+_LONGEST_ECHO = 20_000
+_INTEGER = re.compile(r"[+-]?\d{1,18}")
+_LETTER = re.compile(r"[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One answer to try."""
+
+    kind: str
+    text: str
+
+
+def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, full: bool = False) -> list[Probe]:
+    """The answers to try on a task, the most telling first.
+
+    Args:
+        prompt: What is asked, as one text.
+        reference: The right answer, where one is known.
+        others: Right answers to other tasks; the first that differs is tried.
+        full: Try rarer kinds, too.
+    """
+    found = [] if reference is None else [Probe("reference", reference)]
+    found += [Probe("empty", ""), Probe("junk", JUNK)]
+    if reference is not None:
+        plain = _plain(reference)
+        other = next((text for text in others if _plain(text) != plain), None)
+        if other is not None:
+            found.append(Probe("other", other))
+        if (near := near_miss(reference)) is not None:
+            found.append(Probe("near_miss", near))
+    found += [
+        Probe("letters", _LETTERS),
+        Probe("unicode", _UNICODE),
+        Probe("nan", "nan"),
+        Probe("long", _LONG),
+        Probe("echo", prompt[:_LONGEST_ECHO]),
+    ]
+    if reference is not None:
+        words = reference.split()
+        if len(words) > 1:
+            found.append(Probe("first_word", words[0]))
+        if reference.strip():
+            found.append(Probe("appended", f"{reference}zzz"))
+    if full:
+        found.append(Probe("structure", '{"a": [null, {}], "b": [[1, "x"]]}'))
+    return found
+
+
+def near_miss(reference: str) -> str | None:
+    """An answer that is wrong by as little as possible; None where there is nothing to change."""
+    text = reference.strip()
+    if _INTEGER.fullmatch(text):
+        return str(int(text) + 1)
+    for pattern, changed in ((r"\d", _next_digit), (_LETTER, _next_letter)):
+        places = [match.start() for match in re.finditer(pattern, text)]
+        if places:
+            at = places[-1]
+            return text[:at] + changed(text[at]) + text[at + 1 :]
+    return text[:-1] if len(text) > 1 else None
+
+
+def _next_digit(digit: str) -> str:
+    return str((int(digit) + 1) % 10)
+
+
+def _next_letter(letter: str) -> str:
+    first = ord("a" if letter.islower() else "A")
+    return chr(first + (ord(letter) - first + 7) % 26)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,0 +1,120 @@
+"""Rules about how an environment behaves as a program: time, memory, processes, what it prints."""
+
+from __future__ import annotations
+
+import statistics
+
+from toprope.sdk.checks.finding import Finding, Level, cut
+from toprope.sdk.checks.observed import Observed
+
+__all__ = ["CONDUCT"]
+
+_SLOW_TASK_S, _SLOW_SCORE_S, _VERY_SLOW_S = 0.25, 0.5, 5.0
+_SLOW_LOAD_S = 30.0
+_GROWN_MB, _GROWN_MB_A_CALL = 16.0, 0.02
+_CHATTY_BYTES = 2000
+
+
+def hangs(seen: Observed) -> Finding | None:
+    """A call had no end in time, or ended the worker."""
+    if not seen.ended:
+        return None
+    hung, died = [one for one in seen.ended if one.hung], [one for one in seen.ended if not one.hung]
+    told = []
+    if hung:
+        told.append(f"no answer came in time to: {', '.join(sorted({one.doing for one in hung}))}")
+    if died:
+        told.append(f"the process ended over: {', '.join(sorted({one.doing for one in died}))} ({cut(died[0].said)})")
+    vital = any(one.doing in ("tasks", "score reference", "open") for one in seen.ended)
+    return Finding(
+        "hangs",
+        "critical" if vital else "warning",
+        f"Calls into the environment failed: {'; '.join(told)}.",
+        "every call ends within environment.call_timeout_s, and none ends the process",
+        "bound loops and requests; a group whose worker ends is lost, and its neighbours are played again",
+        {"hung": len(hung), "died": len(died)},
+    )
+
+
+def slow(seen: Observed) -> Finding | None:
+    """Tasks, scoring or loading take long."""
+    told, observed = [], {}
+    level: Level = "note"
+    if seen.tasks_s is not None and seen.tasks_s >= _SLOW_TASK_S:
+        told.append(f"making a task takes {seen.tasks_s:.2g} s")
+        observed["task_s"] = round(seen.tasks_s, 3)
+        level = "warning"
+    taken = sorted(score.seconds for score in seen.scores if score.kind != "solver")
+    if taken:
+        middle, longest = statistics.median(taken), max(seen.scores, key=lambda score: score.seconds)
+        if middle >= _SLOW_SCORE_S or longest.seconds >= _VERY_SLOW_S:
+            told.append(
+                f"scoring takes {middle:.2g} s, at most {longest.seconds:.2g} s (an answer of kind {longest.kind})"
+            )
+            observed |= {"score_s": round(middle, 3), "longest_score_s": round(longest.seconds, 3)}
+            level = "warning"
+    if seen.load_s >= _SLOW_LOAD_S:
+        told.append(f"loading takes {seen.load_s:.0f} s")
+        observed["load_s"] = round(seen.load_s, 1)
+    if not told:
+        return None
+    return Finding(
+        "slow",
+        level,
+        f"It is slow: {'; '.join(told)}.",
+        f"a task is made within {_SLOW_TASK_S} s, an answer scored within {_SLOW_SCORE_S} s and always within "
+        f"{_VERY_SLOW_S:g} s, loading takes less than {_SLOW_LOAD_S:.0f} s",
+        "make tasks beforehand into a file, keep in setup() what several tasks need, raise environment.call_timeout_s",
+        observed,
+    )
+
+
+def prints(seen: Observed) -> Finding | None:
+    """It writes to the log."""
+    if not seen.printed_bytes:
+        return None
+    each = seen.printed_bytes / max(len(seen.scores), 1)
+    return Finding(
+        "prints",
+        "warning" if each >= _CHATTY_BYTES else "note",
+        f"It prints: {seen.printed_bytes} bytes while {len(seen.scores)} answers were scored. That goes to the log.",
+        f"harmless; warning from {_CHATTY_BYTES} bytes an answer, which is slow and hides what matters",
+        "take print() out of tasks(), step() and score()",
+        {"bytes": seen.printed_bytes},
+    )
+
+
+def processes(seen: Observed) -> Finding | None:
+    """It leaves processes."""
+    if not seen.left_processes and not seen.children:
+        return None
+    return Finding(
+        "leaves_processes",
+        "warning",
+        f"It leaves processes: {seen.children} more ran after the answers than before, {seen.left_processes} outlived "
+        "the worker (they were ended).",
+        "what a rollout starts ends with it, and nothing outlives the worker",
+        "wait for what you start, and end it in score(); start what all rollouts share in setup()",
+        {"running": seen.children, "left": seen.left_processes},
+    )
+
+
+def memory(seen: Observed) -> Finding | None:
+    """Its memory grows with every answer."""
+    if not seen.grown_calls:
+        return None
+    each = seen.grown_mb / seen.grown_calls
+    if seen.grown_mb < _GROWN_MB or each < _GROWN_MB_A_CALL:
+        return None
+    return Finding(
+        "memory_grows",
+        "warning",
+        f"Its memory grew by {seen.grown_mb:.0f} MB over {seen.grown_calls} answers "
+        f"({each * 1000:.0f} MB per thousand).",
+        f"less than {_GROWN_MB:.0f} MB over the trial, and {_GROWN_MB_A_CALL * 1000:.0f} MB per thousand answers",
+        "keep nothing of a rollout in globals or on what setup() made; environment.memory_mb starts the worker anew",
+        {"grown_mb": round(seen.grown_mb, 1), "answers": seen.grown_calls, "memory_mb": round(seen.memory_mb)},
+    )
+
+
+CONDUCT = (hangs, slow, processes, memory, prints)

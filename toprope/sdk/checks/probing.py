@@ -1,0 +1,219 @@
+"""Tries an environment through its worker and writes down what was seen.
+
+Every call has a time limit, everything together has one, and an answer over which the worker ends costs that answer:
+another worker takes its place, a few times. What there was no time for is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from toprope.sdk.checks.answers import Probe, probes
+from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.link import Link
+
+__all__ = ["Trial", "tasks_of", "text_of"]
+
+_SPLITS = ("train", "validation", "heldout")
+_MOST_ENDS = 3
+_MOST_TURNS = 50
+_TWICE = ("reference", "junk", "empty", "near_miss")
+"""Kinds that are scored a second time."""
+_LONGEST_SAID = 300
+
+
+def text_of(messages: Sequence[dict[str, Any]]) -> str:
+    """A prompt's messages as one text."""
+    return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+def tasks_of(found: Sequence[dict[str, Any]]) -> tuple[TaskSeen, ...]:
+    """What `tasks` of a worker answered, as values."""
+    return tuple(
+        TaskSeen(
+            str(one["id"]),
+            text_of(one["messages"]),
+            None if one["reference"] is None else str(one["reference"]),
+        )
+        for one in found
+    )
+
+
+class Trial:
+    """The trial of one environment.
+
+    Args:
+        opened: Starts a worker and opens the environment in it.
+        call_timeout_s: How long one call into the environment may take.
+        until: When to come to an end, of time.monotonic().
+    """
+
+    def __init__(self, opened: Callable[[], Awaitable[Link]], *, call_timeout_s: float, until: float) -> None:
+        self._opened, self._timeout, self._until = opened, call_timeout_s, until
+        self.link: Link | None = None
+        self.seen = Observed()
+        self._spoiled: set[str] = set()
+        """Kinds of answers over which a worker ended."""
+
+    async def open(self) -> None:
+        """Starts the first worker.
+
+        Raises:
+            WorkerFailure: The environment does not load.
+        """
+        self.link = await self._opened()
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self._until
+
+    async def look(self, *, limit: int, seconds: float, listed: dict[str, int]) -> None:
+        """Makes tasks of every split.
+
+        Args:
+            limit: Tasks of a split after which it is enough.
+            seconds: Time for that.
+            listed: How many of each split are read.
+        """
+        seen = self.seen
+        first = await self._ask("tasks", "tasks", split="train", start=0, count=1)
+        if first is not None:
+            seen.splits["train"] = SplitSeen(tasks_of(first["tasks"]), first["known"], first["exhausted"])
+        began = time.monotonic()
+        sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds) or {}
+        taken, made = time.monotonic() - began, sum(size["known"] for size in sizes.values())
+        if made > 1:
+            seen.tasks_s, seen.tasks_made = taken / made, made
+        for split in _SPLITS:
+            size = sizes.get(split) or {"known": listed[split] if not sizes else 0, "exhausted": False}
+            count = min(size["known"], listed[split])
+            if not count:
+                seen.splits[split] = SplitSeen((), 0, bool(size["exhausted"]))
+                continue
+            found = await self._ask("tasks", "tasks", split=split, start=0, count=count if sizes else 1)
+            if found is None:
+                continue
+            seen.splits[split] = SplitSeen(
+                tasks_of(found["tasks"]),
+                max(size["known"] if sizes else 0, len(found["tasks"])),
+                bool(size["exhausted"]),
+                int(size.get("leaked", 0)),
+            )
+
+    async def try_answers(self, tasks: int, *, full: bool = False) -> None:
+        """Scores answers of every kind to the first training tasks."""
+        train = self.seen.splits.get("train")
+        found = train.tasks[:tasks] if train is not None else ()
+        references = [task.reference for task in (train.tasks if train else ()) if task.reference is not None]
+        plans = [
+            probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]], full=full)
+            for number, task in enumerate(found)
+        ]
+        for number, plan in enumerate(plans):
+            for place, probe in enumerate(plan):
+                if self.late and number:
+                    self.seen.skipped.append(f"answers to {len(plans) - number} of {len(plans)} tasks")
+                    return
+                if self.late and place > 3:
+                    self.seen.skipped.append("most answers: scoring is slow")
+                    return
+                await self._try(number, probe)
+            await self._solve(number)
+            self.seen.tried = number + 1
+
+    async def score(self, split: str, index: int, answer: str, doing: str) -> dict[str, Any] | None:
+        """One answer's outcome; None where it has none. What the environment raises before it scores is an error."""
+        try:
+            return await self._ask(doing, "score", raises=True, split=split, index=index, answer=answer)
+        except WorkerError as error:
+            return {"reward": 0.0, "success": False, "error": f"{error}"[:_LONGEST_SAID]}
+
+    async def again(self, tasks: int, kinds: Sequence[str]) -> dict[tuple[int, str], float | None]:
+        """Rewards of answers of `kinds` to the first tasks, None for an error: for another process to meet."""
+        train = self.seen.splits.get("train")
+        found: dict[tuple[int, str], float | None] = {}
+        if train is None:
+            return found
+        references = [task.reference for task in train.tasks if task.reference is not None]
+        for number, task in enumerate(train.tasks[:tasks]):
+            for probe in probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]]):
+                if probe.kind not in kinds or self.late:
+                    continue
+                outcome = await self.score("train", number, probe.text, f"score {probe.kind}")
+                if outcome is not None:
+                    found[number, probe.kind] = None if outcome["error"] else outcome["reward"]
+        return found
+
+    async def _try(self, number: int, probe: Probe) -> None:
+        if probe.kind in self._spoiled:
+            return
+        began = time.monotonic()
+        outcome = await self.score("train", number, probe.text, f"score {probe.kind}")
+        seconds = time.monotonic() - began
+        if outcome is None:
+            self._spoiled.add(probe.kind)
+            return
+        scored = Scored(
+            number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds
+        )
+        if probe.kind in _TWICE and not outcome["error"] and not self.late:
+            second = await self.score("train", number, probe.text, f"score {probe.kind}")
+            if second is not None and not second["error"]:
+                scored = replace(scored, again=float(second["reward"]))
+        self.seen.scores.append(scored)
+
+    async def _solve(self, number: int) -> None:
+        """Has the environment's own solver play a task, where one answer may not be all of it."""
+        if self.seen.own_loop or self.seen.max_turns < 2 or "solver" in self._spoiled:
+            return
+        try:
+            begun = await self._ask("solve", "begin", raises=True, split="train", index=number, count=1)
+            if begun is None:
+                self._spoiled.add("solver")
+                return
+            [handle] = begun["rollouts"]
+            for _ in range(_MOST_TURNS):
+                said = await self._ask("solve", "solve", raises=True, asked=[[handle, 0]])
+                if said is None or said[0] is None:
+                    await self._ask("solve", "discard", rollouts=[handle])
+                    self._spoiled.add("solver")
+                    return
+                moved = await self._ask("solve", "advance", raises=True, moves=[[handle, said[0]]])
+                if moved is None:
+                    return
+                if moved[0]["done"]:
+                    outcome = moved[0]["outcome"]
+                    self.seen.scores.append(
+                        Scored(number, "solver", float(outcome["reward"]), bool(outcome["success"]), outcome["error"])
+                    )
+                    return
+        except WorkerError as error:
+            self.seen.scores.append(Scored(number, "solver", 0.0, error=f"{error}"[:_LONGEST_SAID]))
+
+    async def _ask(
+        self, doing: str, op: str, *, beyond: float = 0.0, raises: bool = False, **arguments: Any
+    ) -> Any | None:
+        """A call's result; None where the worker ended over it, or where the environment raised and not `raises`."""
+        if self.link is None or not self.link.alive:
+            if len(self.seen.ended) > _MOST_ENDS:
+                return None
+            try:
+                self.link = await self._opened()
+            except WorkerFailure as failure:
+                self.seen.ended.append(Ended("open", isinstance(failure, WorkerTimeout), f"{failure}"[:_LONGEST_SAID]))
+                return None
+        try:
+            return await self.link.call(op, timeout=self._timeout + beyond, **arguments)
+        except (WorkerTimeout, WorkerDied) as failure:
+            self.seen.ended.append(Ended(doing, isinstance(failure, WorkerTimeout), f"{failure}"[:_LONGEST_SAID]))
+            await self.link.close(grace=0)
+            return None
+        except WorkerError as error:
+            if raises:
+                raise
+            self.seen.tasks_raised = f"{error}"[:_LONGEST_SAID]
+            return None

@@ -1,0 +1,262 @@
+"""Rules about what the scorer makes of answers."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from toprope.sdk.checks.answers import WORTHLESS
+from toprope.sdk.checks.finding import Finding, Level, cut
+from toprope.sdk.checks.observed import Observed, Scored
+
+__all__ = ["SCORING"]
+
+_FULL = 0.95
+"""A share of the highest reward that counts as all of it."""
+_MUCH, _SOME = 0.2, 0.05
+_OFTEN = 0.25
+"""A share of tasks beyond which a wrong answer's success is no chance hit."""
+_TOLERANCE = 1e-6
+
+
+def never_varies(seen: Observed) -> Finding | None:
+    """All answers to a task get the same reward: nothing can be learned."""
+    by_task: dict[int, list[Scored]] = {}
+    for score in seen.scores:
+        by_task.setdefault(score.task, []).append(score)
+    rewards = [[score.reward for score in scores] for scores in by_task.values() if len(scores) > 1]
+    if not rewards or any(max(one) - min(one) > _TOLERANCE for one in rewards):
+        return None
+    right = [score for score in seen.scores if score.kind in ("reference", "solver")]
+    all_raised = all(score.error for score in seen.scores)
+    value = rewards[0][0]
+    observed = {"reward": value, "answers": len(seen.scores), "tasks": len(rewards)}
+    threshold = "some answer to a task earns more than another"
+    said = f"{len(seen.scores)} answers to {len(rewards)} tasks"
+    if all_raised:
+        return Finding(
+            "never_varies",
+            "critical",
+            f"Scoring raises on every one of {said}: {cut(seen.scores[0].error)}",
+            threshold,
+            "mend score()",
+            observed,
+            refuses=True,
+        )
+    tried = any(score.kind == "solver" for score in right) or seen.max_turns == 1
+    if (right and tried) or seen.share(value) >= _FULL:
+        among = ", the right ones among them," if right else ""
+        return Finding(
+            "never_varies",
+            "critical",
+            f"{said}{among} all get the reward {value:g}: nothing can be learned from it.",
+            threshold,
+            "mend score(): it must tell right answers from wrong ones",
+            observed,
+            refuses=True,
+        )
+    return Finding(
+        "never_varies",
+        "note",
+        f"{said} all get the reward {value:g}; no right answer is known that could be played, so this may be well.",
+        threshold,
+        "give tasks a reference, write solve(), or see with test_inference whether rewards vary",
+        observed,
+    )
+
+
+def reference_fails(seen: Observed) -> Finding | None:
+    """The right answer does not get the highest reward."""
+    best: dict[int, Scored] = {}
+    for score in seen.of("reference", "solver"):
+        known = best.get(score.task)
+        if known is None or (score.success, score.reward) > (known.success, known.reward):
+            best[score.task] = score
+    if not best:
+        return None
+    failing = [score for score in best.values() if not (score.success or seen.share(score.reward) >= 1 - _TOLERANCE)]
+    if not failing:
+        return None
+    share = len(failing) / len(best)
+    raised = next((score.error for score in failing if score.error), None)
+    highest = max(score.reward for score in failing)
+    played = seen.max_turns > 1 and not any(score.kind == "solver" for score in best.values())
+    level: Level = "critical" if share >= 0.5 else "warning"
+    if played and not raised:
+        level = "note"  # the reference of a game is seldom one answer
+    how = f"scoring it raises: {cut(raised)}" if raised else f"it gets at most {highest:g} of {seen.max_reward:g}"
+    return Finding(
+        "reference_fails",
+        level,
+        f"The right answer to {len(failing)} of {len(best)} tasks does not succeed: {how}.",
+        "the reference, or what solve() plays, succeeds or gets the highest reward",
+        "mend score() or the references; where the reference is no answer, write solve()"
+        if not played
+        else "write solve() so that it can be seen whether the task can be done",
+        {"failing": len(failing), "tasks": len(best), "highest": highest},
+    )
+
+
+def no_reference(seen: Observed) -> Finding | None:
+    """No right answer is known."""
+    if not seen.scores or seen.of("reference", "solver"):
+        return None
+    return Finding(
+        "no_reference",
+        "note",
+        "No right answer is known, so nobody can say whether the highest reward can be reached.",
+        "tasks have a reference, or the environment a solve()",
+        "give Task(..., reference=...) or write solve()",
+    )
+
+
+def junk_rewarded(seen: Observed) -> Finding | None:
+    """Answers without worth earn something."""
+    by_kind: dict[str, list[Scored]] = {}
+    for score in seen.of(*WORTHLESS):
+        by_kind.setdefault(score.kind, []).append(score)
+    if not by_kind:
+        return None
+    means = {kind: statistics.fmean(seen.share(one.reward) for one in scores) for kind, scores in by_kind.items()}
+    wins = {
+        kind: sum(one.success or seen.share(one.reward) >= _FULL for one in scores) / len(scores)
+        for kind, scores in by_kind.items()
+    }
+    worst = max(means, key=lambda kind: (wins[kind], means[kind]))
+    paid = sorted((kind for kind in means if means[kind] > _SOME or wins[kind]), key=lambda kind: -means[kind])
+    if not paid:
+        return None
+    often = wins[worst] >= _OFTEN or means[worst] >= _MUCH
+    level: Level = "critical" if wins[worst] >= 0.5 else "warning" if often else "note"
+    return Finding(
+        "junk_rewarded",
+        level,
+        f"Answers without worth are rewarded: {', '.join(f'{kind} {means[kind]:.0%}' for kind in paid[:4])} of the "
+        "highest reward.",
+        f"empty, random, very long text and the prompt itself earn at most {_SOME:.0%} (warning from {_MUCH:.0%})",
+        "score what is right about an answer and nothing that junk has, too; a penalty part can take away the rest",
+        {kind: round(means[kind], 3) for kind in paid},
+    )
+
+
+def wrong_rewarded(seen: Observed) -> Finding | None:
+    """Answers that are wrong count as right."""
+    told = []
+    observed: dict[str, float | int | str] = {}
+    level: Level = "note"
+    for kind, named in (("other", "another task's right answer"), ("near_miss", "an answer that is wrong by one sign")):
+        scores = seen.of(kind)
+        wins = [one for one in scores if one.success or seen.share(one.reward) >= 1 - _TOLERANCE]
+        if not wins:
+            continue
+        share = len(wins) / len(scores)
+        told.append(f"{named} to {len(wins)} of {len(scores)} tasks")
+        observed[kind] = round(share, 3)
+        if share >= 0.5:
+            level = "critical" if kind == "other" else "warning"
+    if not told:
+        return None
+    if any(seen.of(kind) and float(observed.get(kind, 0)) >= 0.25 for kind in observed) and level == "note":
+        level = "warning"
+    return Finding(
+        "wrong_rewarded",
+        level,
+        f"Wrong answers count as right: {', and '.join(told)}.",
+        "another task's answer, and one with a digit or letter changed, do not succeed (warning from 25 % of tasks)",
+        "compare the whole answer; where several answers are right, this may be one of them",
+        observed,
+    )
+
+
+def lenient(seen: Observed) -> Finding | None:
+    """The beginning of the right answer, or it with something behind it, is enough."""
+    found: dict[str, float | int | str] = {}
+    for kind in ("first_word", "appended"):
+        scores = seen.of(kind)
+        if scores:
+            share = sum(one.success or seen.share(one.reward) >= 1 - _TOLERANCE for one in scores) / len(scores)
+            if share >= 0.5:
+                found[kind] = round(share, 3)
+    if not found:
+        return None
+    said = {"first_word": "the first word of the right answer", "appended": "the right answer with 'zzz' behind it"}
+    return Finding(
+        "lenient",
+        "warning" if "first_word" in found else "note",
+        f"The scorer takes {' and '.join(said[kind] for kind in found)} for right.",
+        "a first word alone does not succeed; text behind the answer may",
+        "fine where answers are looked for within text; else compare the whole answer",
+        found,
+    )
+
+
+def scoring_raises(seen: Observed) -> Finding | None:
+    """Scoring ends in an error on some answer."""
+    errors = [
+        score for score in seen.scores if score.error and not _of_range(score.error) and score.kind != "reference"
+    ]
+    if not errors or all(score.error for score in seen.scores):
+        return None
+    kinds = Counter(score.kind for score in errors)
+    return Finding(
+        "scoring_raises",
+        "warning",
+        f"Scoring raises on answers of kind {', '.join(kinds)}: {cut(errors[0].error)}",
+        "no answer makes score() raise: such a rollout gets reward 0 and counts as an error",
+        "catch in score() what parsing an answer can raise, and give it the reward of a wrong answer",
+        dict(kinds),
+    )
+
+
+def bad_score(seen: Observed) -> Finding | None:
+    """score() gives what is no number within the declared range."""
+    errors = [score for score in seen.scores if score.error and _of_range(score.error)]
+    if not errors:
+        return None
+    kinds = Counter(score.kind for score in errors)
+    right = "reference" in kinds or "solver" in kinds
+    return Finding(
+        "bad_score",
+        "critical" if right else "warning",
+        f"score() gives something other than a number within its range for {', '.join(kinds)}: {cut(errors[0].error)}",
+        "every value is a finite number between its part's low and high",
+        "mend score(), or declare the range: Part(low=..., high=...)",
+        dict(kinds),
+    )
+
+
+def score_changes(seen: Observed) -> Finding | None:
+    """The same answer scored twice gets two rewards."""
+    twice = [score for score in seen.scores if score.again is not None]
+    other = [score for score in twice if score.again is not None and abs(score.again - score.reward) > _TOLERANCE]
+    if not other:
+        return None
+    largest = max(abs(seen.share(score.reward) - seen.share(score.again or 0.0)) for score in other)
+    return Finding(
+        "score_changes",
+        "critical" if len(other) >= 0.5 * len(twice) and largest >= 0.5 else "warning",
+        f"{len(other)} of {len(twice)} answers got another reward when they were scored again, up to {largest:.0%} of "
+        "the highest apart.",
+        "the same answer to the same task gets the same reward",
+        "draw nothing at random in score(); where it needs chance, use self.random, which the task seeds",
+        {"changed": len(other), "twice": len(twice), "largest_share": round(largest, 3)},
+    )
+
+
+def _of_range(error: str) -> bool:
+    """Whether an outcome's error says that score() gave no number within its range (toprope.sdk.environment)."""
+    return error.startswith("EnvironmentMistake") and "score() " in error
+
+
+SCORING = (
+    never_varies,
+    reference_fails,
+    bad_score,
+    junk_rewarded,
+    wrong_rewarded,
+    score_changes,
+    scoring_raises,
+    lenient,
+    no_reference,
+)
+"""Causes stand before what follows from them."""

@@ -1,0 +1,171 @@
+"""Rules about tasks: that there are enough, that splits share none, that every process makes the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from toprope.sdk.checks.finding import Finding, Level, cut
+from toprope.sdk.checks.observed import Observed, SplitSeen
+from toprope.sdk.checks.texts import overlap
+
+__all__ = ["TASKS"]
+
+_FEW_TRAIN, _FEW_MEASURED = 100, 20
+
+
+def no_tasks(seen: Observed) -> Finding | None:
+    """A split has no tasks, or they cannot be made."""
+    if seen.tasks_raised:
+        return Finding(
+            "tasks_raise",
+            "critical",
+            f"Making tasks raises: {cut(seen.tasks_raised)}",
+            "tasks() raises on no task: nothing comes after one that did",
+            "mend tasks(); leave out what cannot be made",
+            {"found": sum(split.known for split in seen.splits.values())},
+        )
+    empty = [name for name, split in seen.splits.items() if not split.known]
+    if not empty or not seen.splits:
+        return None
+    slow = not all(seen.splits[name].exhausted for name in empty)
+    level: Level = "critical" if "train" in empty else "note" if slow else "warning"
+    return Finding(
+        "no_tasks",
+        level,
+        f"No tasks were found in {', '.join(empty)}{' within the time' if slow else ''}.",
+        "every split has tasks; 10 of 100 distinct ones are for validation, 10 held out",
+        "give more distinct tasks, or a key where the prompt does not tell tasks apart",
+        {name: split.known for name, split in seen.splits.items()},
+    )
+
+
+def few_tasks(seen: Observed) -> Finding | None:
+    """Too little to train on, or to measure with."""
+    few = []
+    for name, split in seen.splits.items():
+        least = _FEW_TRAIN if name == "train" else _FEW_MEASURED
+        if split.exhausted and 0 < split.known < least:
+            few.append(f"{name} {split.known}")
+    if not few:
+        return None
+    return Finding(
+        "few_tasks",
+        "warning",
+        f"There are few distinct tasks: {', '.join(few)}.",
+        f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
+        "widen the settings, or add tasks: a policy learns a few by heart",
+        {name: split.known for name, split in seen.splits.items()},
+    )
+
+
+def splits_leak(seen: Observed) -> Finding | None:
+    """Held-out or validation tasks are among those that are trained on."""
+    observed: dict[str, float | int | str] = {}
+    worst = 0.0
+    own = sum(split.leaked for split in seen.splits.values())
+    for one, other in (("heldout", "train"), ("validation", "train"), ("heldout", "validation")):
+        unseen, known = seen.splits.get(one), seen.splits.get(other)
+        if unseen is None or known is None or not unseen.tasks or not known.tasks:
+            continue
+        found = overlap(_pairs(unseen), _pairs(known))
+        if found.copies or found.near:
+            observed[f"{one}_in_{other}"] = found.copies + found.near
+            worst = max(worst, (found.copies + found.near) / found.tasks)
+    if own:
+        observed["left_out"] = own
+    if not observed:
+        return None
+    told = [f"{value} of {name.replace('_in_', ' in ')}" for name, value in observed.items() if "_in_" in name]
+    if own:
+        told.append(f"{own} tasks that the environment itself gives to two splits (they are left out of one)")
+    return Finding(
+        "splits_leak",
+        "critical" if worst >= 0.1 else "warning",
+        f"Splits share content: {'; '.join(told)}.",
+        "no task of one split is in another, whatever its case, spacing, spelling, or the number in front of it",
+        "make the splits disjoint by content, or give each task a key that is the same for its copies",
+        observed,
+    )
+
+
+def one_answer(seen: Observed) -> Finding | None:
+    """One answer is right for nearly all tasks."""
+    train = seen.splits.get("train")
+    references = [task.reference.strip() for task in train.tasks if task.reference is not None] if train else []
+    if len(references) < 12:
+        return None
+    answer, count = Counter(references).most_common(1)[0]
+    share = count / len(references)
+    if share < 0.8:
+        return None
+    return Finding(
+        "one_answer",
+        "critical" if share == 1.0 else "warning",
+        f"The same answer is right for {share:.0%} of {len(references)} tasks: the policy learns to say it.",
+        "no answer is right for 80 % of the tasks",
+        "draw tasks so that answers vary",
+        {"share": round(share, 3), "tasks": len(references), "length": len(answer)},
+    )
+
+
+def answer_given(seen: Observed) -> Finding | None:
+    """The prompt says the answer."""
+    train = seen.splits.get("train")
+    pairs = [
+        (task.prompt, task.reference.strip())
+        for task in (train.tasks if train else ())
+        if task.reference is not None and len(task.reference.strip()) >= 6
+    ]
+    if len(pairs) < 8:
+        return None
+    given = sum(reference in prompt for prompt, reference in pairs) / len(pairs)
+    if given < 0.9:
+        return None
+    return Finding(
+        "answer_given",
+        "note",
+        f"The right answer stands word for word in {given:.0%} of the prompts.",
+        "the prompt of a task does not hold its answer",
+        "fine where the task is to choose or to find; else take the answer out of the prompt",
+        {"share": round(given, 3)},
+    )
+
+
+def not_repeatable(seen: Observed) -> Finding | None:
+    """Another process makes other tasks or gives other scores."""
+    wrong = [again for again in seen.again if again.other_tasks or again.other_scores]
+    if not wrong:
+        return None
+    same_seed = [again for again in seen.again if again.hash_seed == "0"]
+    by_hash = bool(same_seed) and not any(again in wrong for again in same_seed)
+    first = wrong[0]
+    what = []
+    if first.other_tasks:
+        what.append(f"{first.other_tasks} of {first.tasks} tasks")
+    if first.other_scores:
+        what.append(f"{first.other_scores} of {first.scores} scores")
+    observed = {"other_tasks": first.other_tasks, "other_scores": first.other_scores, "hash_seed": first.hash_seed}
+    if by_hash:
+        return Finding(
+            "hash_seed",
+            "warning",
+            f"{' and '.join(what)} are others under another PYTHONHASHSEED. {first.first}".strip(),
+            "tasks and scores are equal in every process, whatever PYTHONHASHSEED",
+            "sort sets before their order matters; workers run with PYTHONHASHSEED=0, so runs here agree",
+            observed,
+        )
+    return Finding(
+        "not_repeatable",
+        "critical",
+        f"{' and '.join(what)} are others in another process. {first.first}".strip(),
+        "tasks and scores are equal in every process",
+        "draw tasks from self.random or a generator of your own with a fixed seed; no time, ids, global random",
+        observed,
+    )
+
+
+def _pairs(split: SplitSeen) -> list[tuple[str, str | None]]:
+    return [(task.prompt, task.reference) for task in split.tasks]
+
+
+TASKS = (no_tasks, not_repeatable, splits_leak, one_answer, few_tasks, answer_given)
