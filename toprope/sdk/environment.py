@@ -24,7 +24,7 @@ import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -156,6 +156,10 @@ class Environment:
     tags: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     """Distributions whose versions matter to the tasks; they are recorded with every run."""
+    files: tuple[str, ...] = ()
+    """Paths of files of the author's beside its own; what they hold is recorded with every run, as a hash."""
+    wants_tokens: bool = False
+    """Whether `tokens` is filled in. It costs a little at every answer."""
 
     @dataclass
     class Knobs:
@@ -175,6 +179,11 @@ class Environment:
     """In a rollout: the newest answer."""
     turns: int = 0
     """In a rollout: answers so far."""
+    truncated: bool = False
+    """In a rollout: whether the newest answer was cut off at its longest."""
+    tokens: Sequence[int] = ()
+    """In a rollout, with `wants_tokens`: ids of all tokens that the policy sampled in it. Empty where nobody sampled,
+    as when a fixed answer is tried."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -203,6 +212,18 @@ class Environment:
     def score(self) -> dict[str, float]:
         """The value of each of `parts`, once the rollout is done. A plain number will do where there is one part."""
         raise NotImplementedError(f"{type(self).__name__} does not score: write score(self).")
+
+    def score_group(self, rollouts: Sequence[Environment]) -> Sequence[Any]:
+        """What `score` would return for each of several rollouts of one task, in their order. Overridden where they are
+        scored by each other or in one batch: it is then called once for all of a group, when the last of them is done.
+
+        An exception in a rollout's place is the error of that one; one that is raised is the error of all.
+        """
+        return [rollout.score() for rollout in rollouts]
+
+    def measured(self) -> dict[str, float]:
+        """Values of parts that need no judgement, such as what was spent; `score` then leaves these out."""
+        return {}
 
     def solve(self, variant: int = 0) -> str | None:
         """The next answer of someone who can do the task, for demonstrations; None where nobody is there to give it.
@@ -261,18 +282,24 @@ class Scoring:
             )
         return scoring
 
-    def read(self, returned: Any) -> dict[str, float]:
+    def read(self, returned: Any, measured: Mapping[str, float] | None = None) -> dict[str, float]:
         """Checks what `score` returned.
+
+        Args:
+            returned: A number for each part, or one where there is one part.
+            measured: What `measured` returned: parts that `score` may leave out.
 
         Raises:
             EnvironmentMistake: Parts are missing or unknown, or a value is no finite number within its range.
         """
+        judged = [name for name in self.parts if name not in (measured or ())]
         if not isinstance(returned, Mapping):
-            if len(self.parts) > 1 or not _is_number(returned):
+            if len(judged) > 1 or not _is_number(returned):
                 raise EnvironmentMistake(
-                    f"score() returned {returned!r:.40}, which is not a number for each of {', '.join(self.parts)}."
+                    f"score() returned {returned!r:.40}, which is not a number for each of {', '.join(judged)}."
                 )
-            returned = dict.fromkeys(self.parts, returned)
+            returned = dict.fromkeys(judged, returned)
+        returned = {**(measured or {}), **returned}
         if returned.keys() != self.parts.keys():
             raise EnvironmentMistake(
                 f"score() returned the parts {', '.join(map(str, returned)) or 'none'}; "
@@ -315,5 +342,6 @@ def copy_for(environment: Environment, task: Task) -> Environment:
     rollout.messages = []
     rollout.answer = ""
     rollout.turns = 0
+    rollout.truncated, rollout.tokens = False, []
     rollout.random = random.Random(f"{environment.seed}:{task.id}")
     return rollout

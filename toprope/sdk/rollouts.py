@@ -7,7 +7,7 @@ a reward of 0, and nothing else.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from toprope.sdk.environment import Environment, Messages, Outcome, Scoring, Tas
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
 from toprope.sdk.knobs import make_knobs
 
-__all__ = ["Rollout", "Turn", "configure", "play"]
+__all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 
 _LONGEST_ERROR = 500
 
@@ -79,6 +79,8 @@ class Rollout:
         self._environment = copy_for(environment, task)
         self._limit = environment.max_turns
         self._near = near
+        self._grouped = grouped(environment)
+        self._ending: Outcome | None = None
         self.done = False
 
     def begin(self) -> Messages:
@@ -95,7 +97,9 @@ class Rollout:
         environment.messages = list(messages)
         return messages
 
-    def advance(self, text: str, truncated: bool = False, *, only: bool = False) -> Turn:
+    def advance(
+        self, text: str, truncated: bool = False, *, only: bool = False, tokens: Sequence[int] = (), alone: bool = True
+    ) -> Turn:
         """Takes one answer.
 
         Args:
@@ -103,9 +107,14 @@ class Rollout:
             truncated: Whether it was cut off by a limit of length. Such an answer is scored as it stands and ends the
                 rollout.
             only: Score after this answer, whatever the environment says.
+            tokens: Ids of the answer's tokens, for an environment that wants them.
+            alone: Whether to score at once. Otherwise, where the environment scores groups, the turn that ends the
+                rollout has no outcome: `score_together` has it.
         """
         environment = self._environment
-        environment.answer = text
+        environment.answer, environment.truncated = text, truncated
+        if tokens:
+            environment.tokens = [*environment.tokens, *tokens]
         environment.messages.append({"role": "assistant", "content": text})
         environment.turns += 1
         messages: Messages = []
@@ -114,16 +123,15 @@ class Rollout:
             environment.messages.extend(messages)
             if not (done or truncated or only or environment.turns >= self._limit):
                 return Turn(messages, False)
-            outcome = self._scored(truncated)
+            self.done = True
+            if self._grouped and not alone:
+                return Turn(messages, True)
+            returned = environment.score_group([environment]) if self._grouped else [environment.score()]
+            outcome = self._judged(returned, 0, 1)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # an author's code may raise anything, SystemExit too
-            outcome = Outcome(
-                reward=0.0,
-                turns=environment.turns,
-                truncated=truncated,
-                error=Failure.of(error, self._near).line()[:_LONGEST_ERROR],
-            )
+            outcome = self._ending = self._failed(error)
         self.done = True
         return Turn(messages, True, outcome)
 
@@ -143,18 +151,62 @@ class Rollout:
             raise EnvironmentMistake("step() returned no message for the policy and did not end the rollout.")
         return messages, done
 
-    def _scored(self, truncated: bool) -> Outcome:
+    def _judged(self, returned: Any, place: int, count: int) -> Outcome:
+        """The outcome, from what a group of `count` was given; raises what is wrong with it."""
         environment = self._environment
+        if not isinstance(returned, list | tuple) or len(returned) != count:
+            raise EnvironmentMistake(f"score_group() must return a list of {count} results, one for each rollout.")
+        if isinstance(returned[place], BaseException):
+            raise returned[place]
         scoring = Scoring(environment.parts)
-        parts = scoring.read(environment.score())
+        parts = scoring.read(returned[place], environment.measured())
         reward = scoring.reward(parts)
         return Outcome(
             reward=reward,
             parts=parts,
             success=bool(environment.success(dict(parts), reward)),
             turns=environment.turns,
-            truncated=truncated,
+            truncated=environment.truncated,
         )
+
+    def _failed(self, error: BaseException) -> Outcome:
+        return Outcome(
+            reward=0.0,
+            turns=self._environment.turns,
+            truncated=self._environment.truncated,
+            error=Failure.of(error, self._near).line()[:_LONGEST_ERROR],
+        )
+
+
+def grouped(environment: Environment) -> bool:
+    """Whether an environment scores the rollouts of a group together."""
+    return type(environment).score_group is not Environment.score_group
+
+
+def score_together(rollouts: Sequence[Rollout]) -> list[Outcome]:
+    """The outcomes of rollouts of one task that are done and were not scored alone. Those that ended with an error keep
+    it and are not scored."""
+    waiting = [rollout for rollout in rollouts if rollout._ending is None]
+    failure: BaseException | None = None
+    returned: Any = []
+    if waiting:
+        environments = [rollout._environment for rollout in waiting]
+        try:
+            returned = environments[0].score_group(environments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in advance
+            failure = error
+    for place, rollout in enumerate(waiting):
+        try:
+            if failure is not None:
+                raise failure
+            rollout._ending = rollout._judged(returned, place, len(waiting))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            rollout._ending = rollout._failed(error)
+    return [rollout._ending for rollout in rollouts if rollout._ending is not None]
 
 
 def play(environment: type[Environment], answers: Iterable[str], *, index: int = 0, **knobs: Any) -> Outcome:

@@ -22,14 +22,15 @@ from toprope.sdk.knobs import describe_knobs, nearest
 from toprope.sdk.loading import Loaded, load
 from toprope.sdk.objects import Objects
 from toprope.sdk.own_loop import OwnLoop, Session, play_group
-from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.rollouts import Rollout, configure, grouped
 from toprope.sdk.scripted import scripted
 from toprope.sdk.splits import SPLITS, Splits
+from toprope.sdk.together import Together
 
 __all__ = ["BESIDE", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
 OPERATIONS = (
-    *("open", "card", "tasks", "survey", "begin", "advance", "solve", "discard", "score"),
+    *("open", "card", "tasks", "survey", "begin", "advance", "settle", "solve", "discard", "score"),
     *("ping", "mark", "make", "invoke"),
     "run",
 )
@@ -60,6 +61,7 @@ class Service:
         self._splits: Splits | None = None
         self._rollouts: dict[int, Rollout] = {}
         self._last_handle = 0
+        self._together = Together()
         self._objects = Objects()
 
     def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
@@ -106,6 +108,7 @@ class Service:
             loaded.environment, knobs=knobs, reward_weights=reward_weights, max_turns=max_turns, seed=seed
         )
         self._rollouts.clear()
+        self._together.clear()
         self._environment, self._splits = environment, Splits(environment, seed)
         return _card(loaded, environment.knobs)
 
@@ -131,7 +134,14 @@ class Service:
     def _survey(self, limit: int, seconds: float) -> dict[str, Any]:
         splits = self._opened()[1]
         splits.survey(limit, seconds)
-        return {split: {"known": splits.known(split), "exhausted": splits.exhausted(split)} for split in SPLITS}
+        return {
+            split: {
+                "known": splits.known(split),
+                "exhausted": splits.exhausted(split),
+                "leaked": splits.leaked(split),
+            }
+            for split in SPLITS
+        }
 
     def _make(self, file: str, attribute: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         made = self._objects.make(file, attribute, arguments or {})
@@ -174,9 +184,13 @@ class Service:
         rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
         first = [rollout.begin() for rollout in rollouts]
         handles = [self._keep(rollout) for rollout in rollouts]
+        if grouped(environment):
+            self._together.begin(handles)
         answer: dict[str, Any] = {"task_id": task.id, "messages": first[0], "rollouts": handles, "epoch": epoch}
         if any(messages != first[0] for messages in first):
             answer["per_rollout"] = first
+        if environment.wants_tokens:
+            answer["tokens"] = True  # moves should carry them
         return answer
 
     def _keep(self, rollout: Rollout) -> int:
@@ -185,26 +199,46 @@ class Service:
         return self._last_handle
 
     def _advance(self, moves: list[Any]) -> list[dict[str, Any]]:
+        """Hands rollouts their answers: [rollout, text, whether it was cut off, ids of its tokens], the last two may be
+        left out. A rollout that is done without an outcome waits for its group; see `_settle`."""
         checked = [self._move(move) for move in moves]
-        if len({handle for handle, _, _ in checked}) < len(checked):
+        if len({move[0] for move in checked}) < len(checked):
             raise InvalidRequest("A rollout can be advanced once in a request.")
-        return [self._moved(handle, text, truncated) for handle, text, truncated in checked]
+        together = self._opened()[0] if checked else None
+        alone = together is None or not grouped(together)
+        turns, ended = [], []
+        for handle, text, truncated, tokens in checked:
+            rollout = self._rollouts[handle]
+            turn = rollout.advance(text, truncated, tokens=tokens, alone=alone)
+            turns.append(turn)
+            if turn.done:
+                del self._rollouts[handle]
+                ended.append((handle, rollout))
+        outcomes = {} if alone else self._together.done(ended)
+        return [
+            {
+                "messages": turn.messages,
+                "done": turn.done,
+                "outcome": _outcome(turn.outcome if alone else outcomes.get(move[0])),
+            }
+            for turn, move in zip(turns, checked, strict=True)
+        ]
 
-    def _move(self, move: Any) -> tuple[int, str, bool]:
-        if not isinstance(move, list) or len(move) not in (2, 3) or not isinstance(move[1], str):
-            raise InvalidRequest(f"A move is [rollout, text, truncated], not {move!r:.80}.")
+    def _settle(self, rollouts: list[int]) -> list[dict[str, Any] | None]:
+        """Outcomes of rollouts that were done without one, scored with the others of their groups that are done; None
+        for those that are not there."""
+        outcomes = self._together.settle(rollouts)
+        return [_outcome(outcomes.get(handle)) for handle in rollouts]
+
+    def _move(self, move: Any) -> tuple[int, str, bool, list[int]]:
+        if not isinstance(move, list) or not 2 <= len(move) <= 4 or not isinstance(move[1], str):
+            raise InvalidRequest(f"A move is [rollout, text, truncated, tokens], not {move!r:.80}.")
         if move[0] not in self._rollouts:
             raise InvalidRequest(f"There is no rollout {move[0]!r}: it ended, was discarded, or never began.")
-        return move[0], move[1], len(move) == 3 and bool(move[2])
-
-    def _moved(self, handle: int, text: str, truncated: bool) -> dict[str, Any]:
-        turn = self._rollouts[handle].advance(text, truncated)
-        if turn.done:
-            del self._rollouts[handle]
-        return {"messages": turn.messages, "done": turn.done, "outcome": _outcome(turn.outcome)}
+        return move[0], move[1], len(move) > 2 and bool(move[2]), move[3] if len(move) > 3 else []
 
     def _discard(self, rollouts: list[int]) -> int:
-        return sum(self._rollouts.pop(handle, None) is not None for handle in rollouts)
+        return sum((self._rollouts.pop(one, None) is not None) | self._together.discard(one) for one in rollouts)
 
     def _solve(self, asked: list[Any]) -> list[str | None]:
         """The environment's own next answer for each [rollout, variant]."""

@@ -40,6 +40,8 @@ class _Rollout:
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     outcome: Outcome | None = None
+    waits: bool = False
+    """Done, and to be scored with the others of its group."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Made:
     seconds: float
     talks: list[str] = field(default_factory=list)
     """Per rollout what was said after the first messages, cut; empty where nothing was played."""
+    environment: str = ""
+    """Whose task it is, where a run has several environments."""
 
     def group(self, environment: str, group_id: str) -> Group:
         """The group as the trajectory API takes it: one row a segment, rollouts without a token left out."""
@@ -107,8 +111,8 @@ class RolloutMaker:
         self.weights: dict[str, float] | None = None
         """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
 
-    async def make(self, split: str, index: int, size: int, sampling: Sampling) -> Made:
-        """Plays one task `size` times.
+    async def make(self, split: str, index: int, size: int, sampling: Sampling, variant: str = "") -> Made:
+        """Plays one task `size` times; with other knobs where `variant` names a variant that the worker has open.
 
         It is begun again where the worker ended over another one; and where inference lost its sessions, but for
         training, which has other tasks.
@@ -126,7 +130,7 @@ class RolloutMaker:
         while True:
             link = await self._worker.link()
             try:
-                return await self._play(link, split, index, size, sampling)
+                return await self._play(link, split, index, size, sampling, variant)
             except (WorkerDied, WorkerTimeout) as error:
                 await self._worker.lost(link, error)
                 deaths += not _killed(error)
@@ -136,9 +140,9 @@ class RolloutMaker:
                 if split == _TRAINED:
                     raise
 
-    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
+    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
-        weighed = {} if self.weights is None else {"weights": self.weights}
+        weighed = self._how(variant)
         start = await link.call("begin", timeout=self._timeout, split=split, index=index, count=size, **weighed)
         first = start["messages"]
         own = start.get("per_rollout")
@@ -151,10 +155,12 @@ class RolloutMaker:
                 answers = await self._answers(rollouts, sampling, session)
             else:
                 answers = list(await self._policy.chat(first, sampling, n=size, session=session))
-            open_rollouts = await self._advance(link, rollouts, answers)
+            tokens = bool(start.get("tokens"))
+            open_rollouts = await self._advance(link, rollouts, answers, tokens)
             while open_rollouts:
                 answers = await self._answers(open_rollouts, sampling, session, rollouts)
-                open_rollouts = await self._advance(link, open_rollouts, answers)
+                open_rollouts = await self._advance(link, open_rollouts, answers, tokens)
+            await self._settle(link, [rollout for rollout in rollouts if rollout.waits])
         except BaseException:
             left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
             if left and link.alive:
@@ -173,6 +179,11 @@ class RolloutMaker:
             seconds=time.monotonic() - began,
             talks=[_talk(rollout, len(own[place] if own else first)) for place, rollout in enumerate(rollouts)],
         )
+
+    def _how(self, variant: str) -> dict[str, Any]:
+        """What the worker is told beside the task."""
+        weighed: dict[str, Any] = {} if self.weights is None else {"weights": self.weights}
+        return weighed | ({"variant": variant} if variant else {})
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
@@ -205,8 +216,10 @@ class RolloutMaker:
 
         return list(await asyncio.gather(*(one(rollout) for rollout in rollouts)))
 
-    async def _advance(self, link: Link, rollouts: list[_Rollout], answers: list[Answer | None]) -> list[_Rollout]:
-        """Hands the answers to the environment; returns the rollouts that go on."""
+    async def _advance(
+        self, link: Link, rollouts: list[_Rollout], answers: list[Answer | None], tokens: bool
+    ) -> list[_Rollout]:
+        """Hands the answers (with `tokens` their ids too) to the environment; returns the rollouts that go on."""
         moves, moved, outgrown = [], [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
             if answer is None:
@@ -216,7 +229,8 @@ class RolloutMaker:
             rollout.turns.append(answer.turn)
             rollout.text = answer.text
             rollout.messages.append({"role": "assistant", "content": answer.text})
-            moves.append([rollout.handle, answer.text, answer.truncated])
+            ids = [answer.turn.completion_ids] if tokens else []
+            moves.append([rollout.handle, answer.text, answer.truncated, *ids])
             moved.append(rollout)
         if outgrown:
             await self._discard(link, outgrown)
@@ -225,12 +239,23 @@ class RolloutMaker:
         results = await link.call("advance", timeout=self._timeout, moves=moves)
         going = []
         for rollout, result in zip(moved, results, strict=True):
-            if result["done"]:
-                rollout.outcome = Outcome(**result["outcome"])
-            else:
+            if not result["done"]:
                 rollout.messages += result["messages"]
                 going.append(rollout)
+            elif result["outcome"] is None:
+                rollout.waits = True
+            else:
+                rollout.outcome = Outcome(**result["outcome"])
         return going
+
+    async def _settle(self, link: Link, rollouts: list[_Rollout]) -> None:
+        """Has those scored that waited for the others of the group."""
+        if not rollouts:
+            return
+        handles = [rollout.handle for rollout in rollouts]
+        outcomes = await link.call("settle", timeout=self._timeout, rollouts=handles)
+        for rollout, outcome in zip(rollouts, outcomes, strict=True):
+            rollout.outcome, rollout.waits = None if outcome is None else Outcome(**outcome), False
 
     async def _discard(self, link: Link, handles: list[int]) -> None:
         await link.call("discard", timeout=self._timeout, rollouts=handles)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,6 +53,11 @@ class McpServer:
             self.close()
             what = url or command[0]
             raise InvalidRequest(f"The MCP server {what} did not come up: {self._error or f'within {_START_S:g} s'}.")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its session goes on; False once a server has gone or was closed."""
+        return self._thread.is_alive()
 
     def tools(self, only: Sequence[str] = (), prefix: str = "", price: Price | None = None) -> list[Tool]:
         """Its tools.
@@ -122,6 +128,8 @@ class McpServer:
             while getattr(inner, "exceptions", None):
                 inner = inner.exceptions[0]  # type: ignore[attr-defined]
             self._error = f"{type(inner).__name__}: {inner}"
+            if isinstance(inner, ModuleNotFoundError) and inner.name == "mcp":
+                self._error = f"the package mcp is missing; install it: {sys.executable} -m pip install mcp"
         finally:
             self._up.set()
             self._loop.close()

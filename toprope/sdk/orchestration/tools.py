@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,7 +84,6 @@ class Toolbox:
                 raise InvalidRequest(f"There are two tools named {tool.name!r}.")
             self.tools[tool.name] = tool
         self._meter = meter or Meter(measure=False)
-        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tool")
 
     @property
     def names(self) -> list[str]:
@@ -128,19 +126,29 @@ class Toolbox:
     def _within(self, tool: Tool, given: str) -> str:
         if tool.timeout_s <= 0:
             return str(tool.call(given))
-        work = self._threads.submit(tool.call, given)
-        try:
-            return str(work.result(tool.timeout_s))
-        except Overdue:
-            work.cancel()
-            raise InvalidRequest(f"{tool.name} did not answer within {tool.timeout_s:g} s.") from None
+        done: list[str | BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(str(tool.call(given)))
+            except BaseException as error:  # a tool may call sys.exit as well
+                done.append(error)
+
+        # A thread a call: one that hangs is left behind, and takes no place from the others.
+        thread = threading.Thread(target=work, daemon=True, name=f"tool {tool.name}")
+        thread.start()
+        thread.join(tool.timeout_s)
+        if not done:
+            raise InvalidRequest(f"{tool.name} did not answer within {tool.timeout_s:g} s.")
+        if isinstance(done[0], BaseException):
+            raise RuntimeError(f"{tool.name} ended itself") if isinstance(done[0], SystemExit) else done[0]
+        return done[0]
 
     def close(self) -> None:
         """Ends what the tools started."""
         for tool in self.tools.values():
             if tool.close is not None:
                 tool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def calculator() -> Tool:
