@@ -6,6 +6,7 @@ this: it runs the user's code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ from toprope.sdk.environment import Environment
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.knobs import nearest
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "attribute_of", "load", "module_of"]
 
 _ADAPTERS = Path(__file__).parent / "adapters"
 
@@ -69,7 +70,9 @@ def _from_adapter(adapter: str, target: str) -> Loaded:
     except BaseException as error:  # the ecosystem's import may raise anything
         failure = Failure.of(error)
         raise LoadError(f"{adapter} does not load: {failure.type}: {failure.message}", failure.where) from error
-    near = os.path.dirname(inspect.getsourcefile(type(environment)) or "")
+    near = os.path.dirname(
+        environment.files[0] if environment.files else inspect.getsourcefile(type(environment)) or ""
+    )
     return Loaded(environment, environment.name or f"{adapter}/{target}", near, _versions(environment))
 
 
@@ -79,14 +82,19 @@ def attribute_of(file: Path, name: str) -> Any:
     Raises:
         LoadError: The file does not load or does not define it.
     """
-    module = _module(file)
+    module = module_of(file)
     if not hasattr(module, name):
         public = [word for word in vars(module) if not word.startswith("_")]
         raise LoadError(f"{file.name} has no {name!r}. {nearest(name, public, 'It defines')}", f"{file}:1")
     return getattr(module, name)
 
 
-def _module(file: Path) -> ModuleType:
+def module_of(file: Path) -> ModuleType:
+    """A user's file, run anew.
+
+    Raises:
+        LoadError: It does not load.
+    """
     if not file.is_file():
         raise LoadError(f"The file {file} does not exist.")
     folder = str(file.parent)
@@ -97,7 +105,7 @@ def _module(file: Path) -> ModuleType:
 
 def _from_file(file: Path, attribute: str | None) -> Loaded:
     folder = str(file.parent)
-    found = _attribute(_module(file), file, attribute)
+    found = _attribute(module_of(file), file, attribute)
     environment = _instance(found, file, folder)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     versions = _versions(environment) | {"sha256": digest}
@@ -175,4 +183,7 @@ def _versions(environment: Environment) -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    for file in environment.files:
+        with contextlib.suppress(OSError):
+            versions[f"sha256 {os.path.basename(file)}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return versions
