@@ -210,7 +210,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "tested": _tested(read_models(folder)),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
             "integrity": None
-            if specification.kind in ("test", "ask")
+            if specification.kind in ("test", "ask", "sweep")
             else examine(folder, specification, evaluations, rows),
         }
     )

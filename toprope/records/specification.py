@@ -178,6 +178,8 @@ class SweepMember(BaseModel):
     """The candidate that it was made from."""
     continues: str | None = None
     """The run whose weights and optimizer it begins with."""
+    first_task: int = 0
+    """How many training tasks those that it goes on from were given: it begins after them."""
     final: bool = False
     """Whether this is the winner's measurement on held-out tasks."""
 

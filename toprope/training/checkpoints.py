@@ -33,7 +33,7 @@ from toprope.records.checkpoints import STATE_VERSION, problem_of, seal, set_asi
 from toprope.records.folder import checkpoints_in
 from toprope.records.lines import NO_ROOM
 
-__all__ = ["CheckpointState", "latest", "load", "load_weights", "save"]
+__all__ = ["CheckpointState", "latest", "load", "load_moments", "load_weights", "save"]
 
 
 _HASH_BYTES = 1 << 26
@@ -203,18 +203,8 @@ def load(
         generators = load_file(path / "random.safetensors")
         for name, module in (beside or {}).items():
             module.load_state_dict(load_file(path / f"{name}.safetensors"))
-        names = _names(model, optimizer, beside or {})
-        state: dict[int, dict[str, Any]] = {}
-        for index, name in names.items():
-            entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
-            if entry:
-                state[index] = entry
-        for key, value in document["optimizer"].items():
-            name, _, field = key.rpartition("/")
-            state.setdefault({v: k for k, v in names.items()}[name], {})[field] = value
-        whole = optimizer.state_dict()
-        whole["state"] = state
-        optimizer.load_state_dict(whole)
+        state = _state_of(_names(model, optimizer, beside or {}), moments, document["optimizer"])
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         for group, rate in zip(optimizer.param_groups, document["learning_rates"], strict=True):
             group["lr"] = rate
         scheduler.load_state_dict(scheduler.state_dict() | document["scheduler"])
@@ -227,6 +217,70 @@ def load(
         raise _unusable(path, error) from error
     known = CheckpointState.__dataclass_fields__
     return CheckpointState(**{key: value for key, value in document.items() if key in known})
+
+
+def load_moments(
+    path: Path,
+    *,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    beside: Mapping[str, torch.nn.Module] | None = None,
+) -> int:
+    """Gives an optimizer the moments that another run's had, for a run that goes on with its weights under settings of
+    its own: rates, schedule, step and random states are not taken over.
+
+    Args:
+        path: The other run's checkpoint.
+        model: Whose parameters the optimizer has; those that the checkpoint does not know, or with another shape, begin
+            without moments.
+        optimizer: Of this run.
+        beside: What is trained beside the model: its weights are taken over as well, where the checkpoint has them.
+
+    Returns:
+        How many parameters have moments now.
+
+    Raises:
+        Corrupt: The checkpoint is damaged.
+    """
+    _check(path)
+    try:
+        numbers = json.loads((path / "state.json").read_text())["optimizer"]
+        moments = load_file(path / "optimizer.safetensors")
+        for name, module in (beside or {}).items():
+            if (path / f"{name}.safetensors").is_file():
+                module.load_state_dict(load_file(path / f"{name}.safetensors"))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _unusable(path, error) from error
+    names = _names(model, optimizer, beside or {})
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {name: ordered[index].shape for index, name in names.items()}
+    fits = {
+        key: value
+        for key, value in moments.items()
+        if (name := key.rpartition("/")[0]) in shapes and (not value.dim() or value.shape == shapes[name])
+    }
+    known = {key.rpartition("/")[0] for key, value in fits.items() if value.dim()}
+    fits = {key: value for key, value in fits.items() if key.rpartition("/")[0] in known}
+    kept = {key: value for key, value in numbers.items() if key.rpartition("/")[0] in known}
+    state = _state_of({index: name for index, name in names.items() if name in known}, fits, kept)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    return len(state)
+
+
+def _state_of(
+    names: dict[int, str], moments: dict[str, torch.Tensor], numbers: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """An optimizer's state by parameter index, from what a checkpoint has by parameter name."""
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in names.items():
+        entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
+        if entry:
+            state[index] = entry
+    places = {name: index for index, name in names.items()}
+    for key, value in numbers.items():
+        name, _, field = key.rpartition("/")
+        state.setdefault(places[name], {})[field] = value
+    return state
 
 
 def _check(path: Path) -> None:

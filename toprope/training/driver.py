@@ -174,10 +174,12 @@ class Driver:
     async def _check(self, link: Link) -> dict[str, int]:
         """Looks whether every split has tasks and an answer can be scored; reports what was found."""
         timeout, evaluation = self._config.environment.call_timeout_s, self._config.evaluation
-        along = evaluation.validation_tasks if evaluation.every_steps else 1
+        along = evaluation.validation_tasks if evaluation.every_steps or self._spec.member is not None else 1
         needed = {"train": 1, "validation": max(evaluation.examples, along), "heldout": evaluation.heldout_tasks}
         if self._spec.test is not None:
             needed = {"train": 0, "validation": self._spec.test.tasks, "heldout": 0}
+            if self._spec.test.heldout:
+                needed |= {"validation": max(evaluation.examples, 1), "heldout": self._spec.test.tasks}
         sizes: dict[str, int] = {}
         example: dict[str, Any] = {}
         for split, count in needed.items():
@@ -270,12 +272,20 @@ class Driver:
         summary: dict[str, Any] = {}
         if heldout:
             summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
+        elif self._spec.member is not None and label != "before":
+            # A sweep compares its members on validation tasks; held-out ones are for its winner.
+            summary = await evaluator.along(label, min(evaluation.validation_tasks, sizes["validation"]))
         self._leave_contents()
         self._member.report(Evaluated(label, summary))
 
     async def _test(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
         assert self._spec.test is not None
-        summary = await evaluator.test(sizes["validation"], self._spec.test.group_size)
+        if self._spec.test.heldout:
+            evaluation = self._config.evaluation
+            examples = min(evaluation.examples, sizes["validation"])
+            summary = await evaluator.heldout("test", sizes["heldout"], examples, greedy=evaluation.greedy)
+        else:
+            summary = await evaluator.test(sizes["validation"], self._spec.test.group_size)
         self._member.report(Evaluated("test", summary))
         self._member.report(Finished())
 

@@ -106,7 +106,9 @@ class Producer:
         """
         # A run or driver that goes on does so with tasks that were not played yet, or few that were.
         goes_on = self._member.attempt > 1 or self._member.life > 0
-        self._numbers = itertools.count((await self._api.counts()).accepted if goes_on else 0)
+        # So does a member of a sweep that goes on with another's weights.
+        first = self._spec.member.first_task if self._spec.member is not None else 0
+        self._numbers = itertools.count(first + ((await self._api.counts()).accepted if goes_on else 0))
         if self._config.algorithm.deterministic:
             await self._in_step()
         else:

@@ -116,7 +116,11 @@ class TrainingRun:
         self._api.waits = lambda: not member.ending.is_set()
         report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
         trainer = make_learner(folder, describe_device(config), report_to)
-        state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(self._sound(checkpoint))
+        if checkpoint is None:
+            state = CheckpointState(0, 0, 0, 0.0)
+            self._take_over(folder)
+        else:
+            state = self._take_up(self._sound(checkpoint))
         if member.life or state.policy_version:
             self._publisher.version = state.policy_version - 1
             self._publisher.publish()
@@ -180,6 +184,16 @@ class TrainingRun:
         if damaged:
             self._member.report(Checkpointed(found.step, str(found.path.relative_to(folder.path)), found.cursor))
         return found.path
+
+    def _take_over(self, policy: Path) -> None:
+        """Where a member of a sweep goes on with another's weights, its optimizer does so with the other's moments."""
+        member = self._member.spec.member
+        if member is None or member.continues is None:
+            return
+        from toprope.training.checkpoints import load_moments
+
+        found = load_moments(policy.parent, model=self._model, optimizer=self._optimizer, beside=self._beside())
+        print(f"going on from {member.continues}: moments of {found} parameters", file=sys.stderr, flush=True)
 
     def _take_up(self, checkpoint: Path) -> Any:
         """Becomes what the checkpoint was."""

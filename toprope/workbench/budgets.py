@@ -15,7 +15,7 @@ from toprope.supervisor.ledger import accounts, gpu_names, processors
 from toprope.supervisor.plan import members_of
 from toprope.supervisor.reservations import Machine
 
-__all__ = ["demand", "gpu_of", "may_go_on", "reserve"]
+__all__ = ["NoRoomWithin", "demand", "gpu_of", "may_go_on", "reserve"]
 
 
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
@@ -51,6 +51,8 @@ def reserve(
     Raises:
         NotPossibleNow: A limit does not allow it; every one is named with its value, who set it, and what would fit.
     """
+    if specifications[0].kind == "sweep":
+        limits = _of_a_sweep(limits)
     frozen = freeze_limits(limits, demand(specifications[0], machine), accounts(runs), len(specifications))
     if isinstance(frozen, list):
         raise _refused(frozen)
@@ -98,8 +100,23 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
         raise _refused(refusals, "resumed")
 
 
-def _refused(refusals: Sequence[Refusal], what: str = "started") -> NotPossibleNow:
-    return NotPossibleNow(
+def _of_a_sweep(limits: Limits) -> Limits:
+    """Without those of a day on what is computed: a sweep computes nothing itself, and its members reserve what they
+    may use."""
+    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith("per_day.")}
+    return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
+
+
+class NoRoomWithin(NotPossibleNow):
+    """The owner's limits leave no room; `limits` are their names."""
+
+    limits: tuple[str, ...] = ()
+
+
+def _refused(refusals: Sequence[Refusal], what: str = "started") -> NoRoomWithin:
+    refused = NoRoomWithin(
         f"Nothing was {what}: " + "\n".join(refusal.text for refusal in refusals),
         hint="\n".join(dict.fromkeys(refusal.fits for refusal in refusals)),
     )
+    refused.limits = tuple(refusal.limit for refusal in refusals)
+    return refused
