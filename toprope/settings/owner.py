@@ -10,7 +10,7 @@ the owner's configuration folder. Nothing is created until it is needed: clients
       policies/   embedded policies       presets/       before the shipped ones
       index.db    drafts, stamps          environments/  one Python file each
       ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
-                                          http-token     of `toprope serve --http`
+      interpreters/  of environments      http-token     of `toprope serve --http`
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class OwnerSettings(BaseModel):
     variables: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Environment variables by component, `*` for every one: {policy: {HF_TOKEN: ...}}. Each key goes to the component
     that needs it and no other; the file should be readable by the owner alone."""
+    installs: Literal["ask", "allow"] = "ask"
+    """Whether agents may install ecosystems and packages for environments; else they name the command to the owner."""
     environments: list[str] = Field(default_factory=list)
     """More folders with environments, one Python file each."""
     tools: dict[str, LentTool] = Field(default_factory=dict)
@@ -182,6 +184,21 @@ class Home:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def interpreters(self) -> Path:
+        """Virtual environments that were made for environments."""
+        return self.path / "interpreters"
+
+    @property
+    def checkouts(self) -> Path:
+        """Repositories that the owner added."""
+        return self.path / "checkouts"
+
+    @property
+    def environments_file(self) -> Path:
+        """What the owner added to the environments."""
+        return self.path / "environments.json"
 
     @property
     def settings_file(self) -> Path:

@@ -1,0 +1,370 @@
+"""`toprope env add`, `list` and `remove`: from what an owner names to an interpreter and an entry of the registry.
+
+Nothing is changed until everything worked: an environment is made aside and renamed, then the entry is written.
+Whatever nothing refers to any more goes at the next change, but nothing that a run uses which has not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import Timeout
+
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, shown
+from toprope.records.interpreters import packages_in, site_packages_of
+from toprope.sdk.link import worker_environment
+from toprope.settings.owner import Home
+from toprope.settings.yamlfiles import nearest
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
+from toprope.workbench.interpreters.known import known_interpreters
+from toprope.workbench.interpreters.naming import Target, checked_name, is_project, target_of
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.registry import Added, Registry
+from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
+from toprope.workbench.interpreters.words import excerpt, progress_of
+from toprope.workbench.sources.adapters import Adapter, adapters
+
+__all__ = ["Interpreters", "Order", "Outcome"]
+
+_LONGEST_S = 3600.0
+_LOOK_S = 60.0
+_IMPORT_S = 180.0
+_OLDEST = (3, 11)
+_LOOK = (
+    "import json, platform, sys, sysconfig; print(json.dumps({'version': list(sys.version_info[:3]), "
+    "'site': sysconfig.get_path('purelib'), "
+    "'what': f'{platform.python_implementation()} {platform.python_version()} {sys.platform} {platform.machine()}'}))"
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an owner asks for."""
+
+    given: str
+    name: str | None = None
+    python: str | None = None
+    """An interpreter of the owner's own, taken as it is."""
+    speaks: str | None = None
+    """The ecosystem of a server."""
+    requirements: tuple[str, ...] = ()
+    """More of them; the name of an ecosystem stands for its own."""
+    isolated: bool = False
+    """An interpreter of its own also where Toprope's has everything."""
+    wanted: Wanted = Wanted(())
+    """How it is installed; its requirements are not used."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it."""
+
+    added: Added
+    made: Made | None = None
+    """The environment of the store that it runs in."""
+    shared: bool = False
+    """Whether that was there before."""
+    own: bool = False
+    """Whether Toprope's own interpreter has everything."""
+    seconds: float = 0.0
+
+
+class Interpreters:
+    """What an owner added, and the environments that it runs in.
+
+    Args:
+        home: The owner's.
+        found: Gives the adapters there are.
+    """
+
+    def __init__(self, home: Home, found: Callable[[], Sequence[Adapter]] = adapters) -> None:
+        self.registry = Registry(home.environments_file)
+        self.store = Store(home.interpreters)
+        self._home, self._adapters = home, found
+
+    def add(
+        self,
+        order: Order,
+        progress: Callable[[str], None] = lambda text: None,
+        given_up: threading.Event | None = None,
+    ) -> Outcome:
+        """Adds it. Blocks for as long as the installation takes.
+
+        Args:
+            order: What and how.
+            progress: Called with news, a few words each.
+            given_up: Set by somebody who does not want it any more.
+
+        Raises:
+            TopropeError: It was not added, and nothing is left of the attempt.
+        """
+        began = time.monotonic()
+        target = target_of(order.given, self._adapters(), order.speaks)
+        name = checked_name(order.name or target.name)
+        self._require_free(name, target)
+        checkout = self._clone(target, name, progress) if target.kind == "git" else None
+        try:
+            if checkout is not None:
+                target = _within(target, checkout)
+            outcome = self._place(order, replace(target, name=name), progress, given_up or threading.Event())
+            if checkout is not None:
+                outcome = replace(outcome, added=self._settle(outcome.added, checkout))
+        finally:
+            if checkout is not None:
+                shutil.rmtree(checkout.parent, ignore_errors=True)
+        with self.registry.changing() as entries:
+            # Somebody may have collected what it shares since it was looked at.
+            lock = outcome.added.lock
+            if lock is not None and self.store.made(lock) is None:
+                raise NotPossibleNow(f"The interpreter of {name} was removed meanwhile.", hint="Add it again.")
+            entries[name] = outcome.added
+        self.collect()
+        return replace(outcome, seconds=time.monotonic() - began)
+
+    def remove(self, name: str) -> Added:
+        """Takes it off the list, and what nothing else refers to off the disk. A folder of the owner's stays.
+
+        Raises:
+            NotFound: Nothing of that name was added.
+        """
+        with self.registry.changing() as entries:
+            if name not in entries:
+                raise NotFound(f"No environment {shown(name)} was added.", hint=nearest(name, entries))
+            gone = entries.pop(name)
+        if gone.kind == "git" and gone.path and Path(gone.path).is_relative_to(self._home.checkouts):
+            shutil.rmtree(gone.path, ignore_errors=True)
+        self.collect()
+        return gone
+
+    def unused(self) -> list[Path]:
+        """Environments that no entry and no run refers to which has not ended, and leftovers of crashes."""
+        if not self.store.path.is_dir():
+            return []
+        used = {one.lock for one in self.registry.read().values() if one.lock}
+        rest = [digest for digest in self.store.digests() if digest not in used]
+        return self.store.unused(used | digests_in_use(self._home.runs, rest))
+
+    def collect(self) -> list[Path]:
+        """Deletes what `unused` says; returns it."""
+        with self.registry.changing():  # nobody adds meanwhile
+            found = self.unused()
+            for path in found:
+                self.store.remove(path.name)
+        return found
+
+    def _require_free(self, name: str, target: Target) -> None:
+        there = self.registry.read().get(name)
+        if there is not None and there.given != target.given:
+            raise InvalidValue(
+                f"{name} is the name of {there.given}, which was added before.",
+                hint="Give another with --name, or remove that one.",
+            )
+
+    def _place(
+        self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event
+    ) -> Outcome:
+        """The interpreter for it: the owner's, ours, one that is there, or a new one."""
+        requirements = (*target.requirements, *self._expanded(order.requirements))
+        added = Added(
+            name=target.name,
+            kind=target.kind,
+            given=target.given,
+            requirements=list(requirements),
+            adapter=target.adapter.name if target.adapter is not None else None,
+            path=str(target.path) if target.path is not None and target.kind != "packages" else None,
+            url=target.given if target.kind in ("git", "server") else None,
+            added_at=time.time(),
+        )
+        if order.python is not None:
+            return Outcome(_brought(added, order.python, target, requirements))
+        if not requirements:
+            return Outcome(added, own=True)
+        own = known_interpreters({})[0].site_packages
+        listed = target.kind != "packages" or target.adapter is not None
+        if listed and not order.isolated and satisfied(requirements, packages_in(own)):
+            return Outcome(added, own=True)
+        wanted = replace(order.wanted, requirements=requirements)
+        if wanted.offline and (digest := self._that_has(requirements)) is not None:
+            return self._of_store(added, digest, shared=True)
+        with self.store.aside() as aside:
+            commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=_telling(progress), given_up=given_up)
+            installer = Installer(aside / "venv", commands)
+            progress(f"resolving {', '.join(requirements)} with {installer.name}")
+            installer.make(wanted.base)
+            what = _looked_at(installer.python)["what"]
+            pins = installer.resolve(target.name, wanted)
+            digest = digest_of(pins, str(what))
+            try:
+                with self.store.lock(digest, _LONGEST_S):
+                    if self.store.made(digest) is not None:
+                        return self._of_store(added, digest, shared=True)
+                    self._fill(installer, target, pins, wanted, aside, digest, str(what), progress)
+            except Timeout:
+                raise NotPossibleNow(
+                    "Somebody else has been installing the same for an hour.", hint="Try again later."
+                ) from None
+        return self._of_store(added, digest, shared=False)
+
+    def _fill(
+        self,
+        installer: Installer,
+        target: Target,
+        pins: Sequence[Pin],
+        wanted: Wanted,
+        aside: Path,
+        digest: str,
+        what: str,
+        progress: Callable[[str], None],
+    ) -> None:
+        began = time.monotonic()
+        progress(f"installing {len(pins)} packages")
+        installer.install(target.name, pins, wanted)
+        if target.adapter is not None:
+            progress(f"importing {target.adapter.package}")
+            _require_import(installer.python, target.adapter, aside)
+        facts = Made(
+            python=what,
+            requirements=list(wanted.requirements),
+            pins=sorted(pin.line for pin in pins),
+            installer=installer.name,
+            made_at=time.time(),
+            seconds=round(time.monotonic() - began, 1),
+            bytes=bytes_of(aside / "venv"),
+        )
+        self.store.keep(aside, digest, facts)
+
+    def _of_store(self, added: Added, digest: str, *, shared: bool) -> Outcome:
+        python = self.store.python(digest)
+        site = site_packages_of(python)
+        placed = added.model_copy(
+            update={"python": python, "site_packages": str(site) if site is not None else None, "lock": digest}
+        )
+        return Outcome(placed, self.store.made(digest), shared)
+
+    def _that_has(self, requirements: Sequence[str]) -> str | None:
+        for digest in self.store.digests():
+            site = site_packages_of(self.store.python(digest))
+            if site is not None and self.store.made(digest) and satisfied(requirements, packages_in(site)):
+                return digest
+        return None
+
+    def _expanded(self, requirements: Sequence[str]) -> list[str]:
+        by_name = {one.name: one.requirements for one in self._adapters() if one.requirements}
+        return [line for one in requirements for line in by_name.get(one.replace("-", "_"), (one,))]
+
+    def _clone(self, target: Target, name: str, progress: Callable[[str], None]) -> Path:
+        """A checkout aside: `<its own folder>/<name>`."""
+        import tempfile
+
+        self._home.checkouts.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=self._home.checkouts))
+        progress(f"cloning {target.given}")
+        reference = [f"--branch={target.ref}"] if target.ref else []
+        command = ["git", "clone", "--quiet", "--depth=1", *reference, "--", target.given, str(aside / name)]
+        variables = {**worker_environment(), "GIT_TERMINAL_PROMPT": "0"}
+        try:
+            done = subprocess.run(
+                command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LONGEST_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise EnvironmentFailed(f"{target.given} was not cloned: {error}.") from None
+        if done.returncode:
+            shutil.rmtree(aside, ignore_errors=True)
+            said = excerpt(done.stderr.decode(errors="replace").splitlines())
+            raise EnvironmentFailed(f"{target.given} was not cloned; nothing was kept. git said:\n{said}")
+        return aside / name
+
+    def _settle(self, added: Added, checkout: Path) -> Added:
+        """Puts a checkout in its place, with the commit that it is at."""
+        place = self._home.checkouts / checkout.name
+        done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+        if place.exists():
+            shutil.rmtree(place)
+        checkout.rename(place)
+        return added.model_copy(update={"path": str(place), "commit": done.stdout.strip() or None})
+
+
+def _within(target: Target, checkout: Path) -> Target:
+    """A repository's target, once it is there: installed where it can be, its requirements met where it has a list."""
+    if is_project(checkout):
+        return replace(target, requirements=(str(checkout),), path=checkout)
+    return replace(target, requirements=target_of(str(checkout), ()).requirements, path=checkout)
+
+
+def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
+    """The entry with an interpreter of the owner's own, once it was looked at."""
+    seen = _looked_at(python)
+    version = tuple(seen["version"])  # type: ignore[arg-type]
+    if version < _OLDEST:
+        raise InvalidValue(
+            f"{python} is Python {'.'.join(map(str, version))}; environments need 3.11 or newer.",
+            hint="Give another, or leave --python out: one is made.",
+        )
+    site = Path(str(seen["site"]))
+    here = packages_in(site) if site.is_dir() else {}
+    missing = [one for one in requirements if "/" not in one and not satisfied([one], here)]
+    lacks_package = target.adapter is not None and not target.adapter.is_in(site)
+    if missing or lacks_package:
+        raise InvalidValue(
+            f"{python} does not hold what {target.name} needs: {', '.join(missing) or target.adapter.package}.",  # type: ignore[union-attr]
+            hint=f"Install it there ({python} -m pip install ...), or leave --python out.",
+        )
+    return added.model_copy(update={"python": str(Path(python).expanduser().absolute()), "site_packages": str(site)})
+
+
+def _looked_at(python: str) -> dict[str, object]:
+    """What an interpreter says of itself: `version`, `site` and `what` it is.
+
+    Raises:
+        InvalidValue: It is none, or does not answer.
+    """
+    path = Path(python).expanduser().absolute()
+    try:
+        done = subprocess.run(
+            [str(path), "-I", "-c", _LOOK],
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+        )
+        said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise InvalidValue(f"{python} is no working Python: {error}.", hint="Give the path of one.") from None
+    if not isinstance(said, dict):
+        raise InvalidValue(
+            f"{python} is no working Python; it said: {excerpt(done.stderr.splitlines())}", hint="Give the path of one."
+        )
+    return said
+
+
+def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
+    """Passes where the ecosystem's package can be imported: some install and do not."""
+    command = [python, "-I", "-c", f"import {adapter.package}"]
+    code, lines = Commands(aside / "log", timeout_s=_IMPORT_S).run(command, aside)
+    if code:
+        raise EnvironmentFailed(
+            f"{adapter.package} was installed and cannot be imported; nothing was kept. It said:\n"
+            + "\n".join(lines[-6:]),
+            hint="Add what it lacks with --requirement, or pin another version: --requirement 'name==version'.",
+        )
+
+
+def _telling(progress: Callable[[str], None]) -> Callable[[str], None]:
+    last = [""]
+
+    def heard(line: str) -> None:
+        news = progress_of(line)
+        if news and news != last[0]:
+            last[0] = news
+            progress(news)
+
+    return heard

@@ -1,0 +1,279 @@
+"""Fills a virtual environment: resolves what was asked for to pins, then installs these pins and nothing else.
+
+uv does it where it is installed, else pip. torch is special: its build for GPUs takes gigabytes, so unless the owner
+says otherwise it is held at the version that Toprope itself runs, and a build for GPUs is refused where ours has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from toprope.errors import EnvironmentFailed
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.words import excerpt, failure
+
+__all__ = ["Installer", "Pin", "Wanted", "digest_of", "own_torch", "satisfied"]
+
+_TORCH_INDEX = "https://download.pytorch.org/whl/"
+_SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an interpreter is to hold, and where it may come from."""
+
+    requirements: tuple[str, ...]
+    find_links: tuple[str, ...] = ()
+    """Folders with wheels, beside the index."""
+    extra_indexes: tuple[str, ...] = ()
+    offline: bool = False
+    """No index: `find_links`, and the cache where the installer can use it so."""
+    torch: str = "own"
+    """`own`: the version that Toprope runs; `any`; or a version."""
+    base: str | None = None
+    """Path of the Python that the environment is made with; ours when None."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One distribution, exactly."""
+
+    name: str
+    line: str
+    """As pip takes it: `name==1.0`, `name @ url`."""
+    content: str = ""
+    """Hash of what lies at a place of this machine, which a version does not tell."""
+
+
+class Installer:
+    """pip or uv, for one virtual environment.
+
+    Args:
+        venv: Its folder, which exists already but for the environment itself.
+        commands: Runs them.
+    """
+
+    def __init__(self, venv: Path, commands: Commands) -> None:
+        self._venv, self._commands = venv, commands
+        self._uv = shutil.which("uv")
+        self._constraint = ""
+
+    @property
+    def name(self) -> str:
+        """`uv` or `pip`."""
+        return "uv" if self._uv else "pip"
+
+    @property
+    def python(self) -> str:
+        """Path of the environment's Python."""
+        return str(self._venv / "bin" / "python")
+
+    def make(self, base: str | None) -> None:
+        """Makes the empty environment.
+
+        Raises:
+            EnvironmentFailed: The Python cannot make one.
+        """
+        needs_pip = not self._uv and not _has_pip()
+        command = [base or sys.executable, "-I", "-m", "venv", *([] if needs_pip else ["--without-pip"])]
+        code, lines = self._commands.run([*command, str(self._venv)], self._venv.parent)
+        if code:
+            raise EnvironmentFailed(
+                f"{command[0]} cannot make a virtual environment; nothing was kept. It said:\n{excerpt(lines)}",
+                hint="Give --base with the path of another Python.",
+            )
+
+    def resolve(self, what: str, wanted: Wanted) -> list[Pin]:
+        """The pins that the requirements come to.
+
+        Raises:
+            EnvironmentFailed: They come to none, or to a build of torch for GPUs that nobody asked for.
+        """
+        own = own_torch()
+        public = own.partition("+")[0]
+        constraint = "" if wanted.torch == "any" or (wanted.torch == "own" and not own) else f"torch=={public}"
+        if wanted.torch not in ("own", "any"):
+            constraint = f"torch=={wanted.torch}"
+        pins = self._resolve(what, wanted, constraint)
+        if wanted.torch != "own" or not _for_gpus(pins) or _for_gpus(_own_pins()):
+            return pins
+        flavour = own.partition("+")[2]
+        if flavour and not wanted.offline:
+            index = f"{_TORCH_INDEX}{flavour}"
+            return self._resolve(what, replace(wanted, extra_indexes=(*wanted.extra_indexes, index)), f"torch=={own}")
+        raise EnvironmentFailed(
+            f"{what} draws a build of torch for GPUs, which takes gigabytes; nothing was installed.",
+            hint="--torch any takes it all the same; --extra-index-url names an index with another build.",
+        )
+
+    def install(self, what: str, pins: Sequence[Pin], wanted: Wanted) -> None:
+        """Installs pins, and nothing that they depend on: that is among them.
+
+        Raises:
+            EnvironmentFailed: One of them cannot be had or built.
+        """
+        lock = self._file("pins.txt", (pin.line for pin in pins))
+        options = ["--no-deps", "-r", str(lock), *self._sources(wanted)]
+        if self._uv:
+            command = [self._uv, "pip", "install", "--python", self.python, *options]
+        else:
+            command = [*self._pip(), "install", "--no-warn-script-location", "--progress-bar", "off", *options]
+        code, lines = self._commands.run(command, self._venv.parent)
+        if code:
+            raise failure(what, lines, offline=wanted.offline)
+
+    def _resolve(self, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
+        self._constraint = constraint
+        asked = self._file("requirements.txt", wanted.requirements)
+        held = self._file("constraints.txt", [constraint] if constraint else [])
+        out = self._venv.parent / "resolved"
+        options = ["-c", str(held), *self._sources(wanted)]
+        if self._uv:
+            command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
+            command += ["--no-header", "--no-annotate", *options]
+        else:
+            command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
+            command += ["--progress-bar", "off", "-r", str(asked), *options]
+        code, lines = self._commands.run(command, self._venv.parent)
+        if code:
+            raise failure(what, lines, offline=wanted.offline, constraint=constraint)
+        return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
+
+    def _pip(self) -> list[str]:
+        if _has_pip():
+            return [sys.executable, "-m", "pip", "--python", self.python]
+        return [self.python, "-m", "pip"]
+
+    def _sources(self, wanted: Wanted) -> list[str]:
+        # With an equals sign: a value that begins with a dash is still a value.
+        options = [f"--find-links={place}" for place in wanted.find_links]
+        options += [f"--extra-index-url={url}" for url in wanted.extra_indexes]
+        if wanted.offline:
+            options += ["--offline"] if self._uv and not wanted.find_links else ["--no-index"]
+        elif self._uv and wanted.extra_indexes:
+            options += ["--index-strategy=unsafe-best-match"]  # as pip does
+        return options
+
+    def _file(self, name: str, lines: Iterable[str]) -> Path:
+        path = self._venv.parent / name
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+
+def digest_of(pins: Sequence[Pin], python: str) -> str:
+    """What two environments have in common that may be one.
+
+    Args:
+        pins: What is in it.
+        python: Which Python it is of, on what system.
+    """
+    lines = sorted(
+        f"{canonicalize_name(pin.name)} {pin.line.partition('==')[2] or pin.line} {pin.content}" for pin in pins
+    )
+    return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()[:20]
+
+
+def own_torch() -> str:
+    """The version of torch that Toprope itself runs; empty where there is none."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def satisfied(requirements: Sequence[str], packages: dict[str, str]) -> bool:
+    """Whether packages meet the requirements, as far as these are plain ones.
+
+    Args:
+        requirements: As pip takes them.
+        packages: Versions by name.
+    """
+    here = {canonicalize_name(name): version for name, version in packages.items()}
+    for text in requirements:
+        try:
+            one = Requirement(text)
+        except InvalidRequirement:
+            return False
+        if one.marker is not None and not one.marker.evaluate():
+            continue
+        version = here.get(canonicalize_name(one.name))
+        if version is None or one.url or not one.specifier.contains(version, prereleases=True):
+            return False
+    return bool(requirements)
+
+
+def _has_pip() -> bool:
+    return importlib.util.find_spec("pip") is not None
+
+
+def _for_gpus(pins: Iterable[Pin]) -> bool:
+    return any(pin.name.lower().startswith("nvidia-cu") for pin in pins)
+
+
+def _own_pins() -> list[Pin]:
+    return [Pin(str(one.metadata["Name"]), "") for one in metadata.distributions() if one.metadata is not None]
+
+
+def _pins_of_pip(report: Path) -> list[Pin]:
+    pins = []
+    for one in json.loads(report.read_text(encoding="utf-8"))["install"]:
+        name, version, source = one["metadata"]["name"], one["metadata"]["version"], one["download_info"]
+        url = str(source["url"])
+        hashes = source.get("archive_info", {}).get("hashes", {})
+        local = _local(url)
+        content = hashes.get("sha256", "") if local is not None else ""
+        if "vcs_info" in source:
+            vcs = source["vcs_info"]
+            pins.append(Pin(name, f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"))
+        elif one.get("is_direct"):
+            pins.append(Pin(name, f"{name} @ {url}", content or _content(local)))
+        else:
+            pins.append(Pin(name, f"{name}=={version}", content))
+    return pins
+
+
+def _pins_of_uv(lock: Path) -> list[Pin]:
+    pins = []
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        text = line.partition(" ;")[0].strip()
+        if not text or text.startswith(("#", "-")):
+            continue
+        name = re.split(r"==| @ ", text)[0].strip()
+        if "==" in text and " @ " not in text:
+            pins.append(Pin(name, text))
+            continue
+        place = text.partition(" @ ")[2] or text
+        local = _local(place) or Path(place)
+        pins.append(Pin(name, text, _content(local if local.exists() else None)))
+    return pins
+
+
+def _local(url: str) -> Path | None:
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _content(place: Path | None) -> str:
+    """Hash of a file, or of all files of a project."""
+    if place is None:
+        return ""
+    whole = hashlib.sha256()
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    for file in files:
+        inside = file.relative_to(place).parts
+        if not _SKIPPED.intersection(inside) and not any(part.endswith(".egg-info") for part in inside):
+            whole.update(f"{'/'.join(inside)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()

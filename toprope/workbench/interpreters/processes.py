@@ -1,0 +1,117 @@
+"""Runs an installer's commands: each in a group of its own, with a time limit, its words kept and told as they come."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from toprope.errors import EnvironmentFailed, NotPossibleNow
+from toprope.sdk.link import worker_environment
+
+__all__ = ["Commands", "variables"]
+
+_LOOK_S = 0.25
+_DISTURBING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
+_INSTALLERS = ("PIP_", "UV_")
+
+
+def variables() -> dict[str, str]:
+    """Variables for an installer: ours without what looks like a secret, but for its own settings (an index may want a
+    password). What a package runs while it is built sees no other key."""
+    kept = worker_environment({name: value for name, value in os.environ.items() if name.startswith(_INSTALLERS)})
+    for name in (*_DISTURBING, "VIRTUAL_ENV"):
+        kept.pop(name, None)
+    return {**kept, "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Commands:
+    """Runs commands one after the other.
+
+    Args:
+        log: File that gets everything they print.
+        timeout_s: Seconds for all of them together.
+        heard: Called with each line that they print.
+        given_up: Set by somebody who does not want the result any more.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        timeout_s: float,
+        heard: Callable[[str], None] = lambda line: None,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        self._log, self._heard = log, heard
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._given_up = given_up or threading.Event()
+
+    def run(self, command: Sequence[str], cwd: Path) -> tuple[int, list[str]]:
+        """Runs one to its end; returns its exit code and its lines, of standard error too.
+
+        Raises:
+            EnvironmentFailed: It cannot be started, or the time is over.
+            NotPossibleNow: It was given up.
+        """
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=variables(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFailed(f"{command[0]} cannot be started: {error.strerror or error}.") from None
+        try:
+            lines = self._listen(process, command)
+            return process.wait(), lines
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it left, or all of it where we were interrupted
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _listen(self, process: subprocess.Popen[bytes], command: Sequence[str]) -> list[str]:
+        lines: list[str] = []
+        pending = b""
+        out = process.stdout
+        assert out is not None  # it was asked for as a pipe
+        with self._log.open("ab") as log, selectors.DefaultSelector() as selector:
+            log.write(f"$ {' '.join(command)}\n".encode())
+            selector.register(out, selectors.EVENT_READ)
+            while True:
+                if self._given_up.is_set():
+                    raise NotPossibleNow("The installation was given up; nothing was kept.")
+                if time.monotonic() > self._deadline:
+                    raise EnvironmentFailed(
+                        f"The installation was not done within {self._timeout_s:.0f} s and was ended; nothing was "
+                        f"kept. Its last words: {lines[-1] if lines else 'none'}",
+                        hint="Try again: what was downloaded is in the installer's cache.",
+                    )
+                if not selector.select(_LOOK_S):
+                    if process.poll() is not None:
+                        break  # its children hold the pipe open
+                    continue
+                piece = os.read(out.fileno(), 1 << 16)
+                if not piece:
+                    break
+                log.write(piece)
+                *whole, pending = (pending + piece).split(b"\n")
+                for line in whole:
+                    text = line.decode(errors="replace").rsplit("\r", 1)[-1].rstrip()
+                    lines.append(text)
+                    self._heard(text)
+        if pending:
+            lines.append(pending.decode(errors="replace").rstrip())
+        return lines

@@ -1,0 +1,198 @@
+"""The virtual environments of a home, by the digest of what is installed in them: equal locks share one.
+
+Each is made aside and renamed when it is whole, so none is ever half made, and what a crash left is known by its name
+and goes with the next collection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toprope.errors import Corrupt, TopropeError
+from toprope.records.folder import RunFolder, read_json, write_json
+from toprope.records.status import Status
+from toprope.supervisor.lock import RunLock, held
+
+__all__ = ["Made", "Store", "bytes_of", "digests_in_use"]
+
+MADE_VERSION = 1
+_MAKING, _GONE = ".making-", ".gone-"
+_FACTS = "interpreter.json"
+_LARGEST_SCRIPT = 1 << 20
+_YOUNG_S = 60.0
+
+
+class Made(BaseModel):
+    """interpreter.json: what an environment of the store is."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: int = MADE_VERSION
+    python: str
+    """Which Python it is of, on what system."""
+    requirements: list[str]
+    pins: list[str]
+    installer: str
+    made_at: float
+    seconds: float
+    bytes: int
+
+
+class Store:
+    """`interpreters` of a home.
+
+    Args:
+        path: The folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def folder(self, digest: str) -> Path:
+        """Where the environment of that digest lies, made or not."""
+        return self.path / digest
+
+    def python(self, digest: str) -> str:
+        """Path of its interpreter."""
+        return str(self.folder(digest) / "bin" / "python")
+
+    def made(self, digest: str) -> Made | None:
+        """What it is; None where it is not there or not whole."""
+        try:
+            return Made.model_validate(read_json(self.folder(digest) / _FACTS, MADE_VERSION))
+        except (TopropeError, ValidationError):
+            return None
+
+    def digests(self) -> list[str]:
+        """Those that there are."""
+        if not self.path.is_dir():
+            return []
+        return sorted(path.name for path in self.path.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+    def lock(self, digest: str, timeout_s: float) -> FileLock:
+        """Held by whoever makes the environment of that digest."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return FileLock(self.path / f".{digest}.lock", timeout=timeout_s, mode=0o600)
+
+    @contextmanager
+    def aside(self) -> Iterator[Path]:
+        """A folder to make one in; it is gone afterwards, whatever happens, unless it was `keep`t."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = self.path / f"{_MAKING}{secrets.token_hex(6)}"
+        folder.mkdir(mode=0o700)
+        lock = RunLock.acquire(folder / "lock")
+        try:
+            yield folder
+        finally:
+            if lock is not None:
+                lock.release()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, aside: Path, digest: str, facts: Made) -> Path:
+        """Puts the environment `venv` of an aside folder in its place. Call it under `lock(digest)`."""
+        venv, place = aside / "venv", self.folder(digest)
+        write_json(venv / _FACTS, facts.model_dump(mode="json"))
+        (venv / "lock.txt").write_text("".join(f"{pin}\n" for pin in facts.pins), encoding="utf-8")
+        _move_within(venv, place)
+        if place.exists():  # a half that a crash of an older version left: what is whole was seen before
+            self._drop(place)
+        os.replace(venv, place)
+        return place
+
+    def remove(self, digest: str) -> None:
+        """Deletes an environment: renamed first, so that nobody ever meets half of one."""
+        self._drop(self.folder(digest))
+        (self.path / f".{digest}.lock").unlink(missing_ok=True)
+
+    def unused(self, used: set[str]) -> list[Path]:
+        """Environments that nothing refers to, and what crashes left over.
+
+        Args:
+            used: Digests that somebody refers to.
+        """
+        if not self.path.is_dir():
+            return []
+        found = []
+        for path in sorted(self.path.iterdir()):
+            if path.name.startswith(_GONE) or (path.name.startswith(_MAKING) and _left(path)):
+                found.append(path)
+            elif path.is_dir() and not path.name.startswith(".") and path.name not in used:
+                found.append(path)
+        return found
+
+    def _drop(self, place: Path) -> None:
+        aside = place.with_name(f"{_GONE}{secrets.token_hex(6)}")
+        with suppress(FileNotFoundError):
+            os.replace(place, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def digests_in_use(runs: Path, digests: list[str]) -> set[str]:
+    """Digests of the store that runs refer to which have not ended.
+
+    Args:
+        runs: The folder of runs.
+        digests: Those to look for.
+    """
+    found: set[str] = set()
+    if not digests or not runs.is_dir():
+        return found
+    for path in runs.iterdir():
+        folder = RunFolder(path)
+        try:
+            text = folder.spec.read_text(encoding="utf-8")
+        except OSError:
+            continue
+        mentioned = {digest for digest in digests if digest in text}
+        if mentioned - found and (held(folder.lock) or not _ended(folder)):
+            found |= mentioned
+    return found
+
+
+def bytes_of(folder: Path) -> int:
+    """What a folder takes on the disk; links are not followed."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                stat = os.lstat(os.path.join(place, name))
+                total += stat.st_blocks * 512
+    return total
+
+
+def _left(aside: Path) -> bool:
+    """Whether nobody makes anything there any more; a new one's lock is taken a moment after the folder is made."""
+    try:
+        return not held(aside / "lock") and time.time() - aside.stat().st_mtime > _YOUNG_S
+    except OSError:
+        return False
+
+
+def _ended(folder: RunFolder) -> bool:
+    try:
+        status = Status.read(folder)
+    except Corrupt:
+        return False  # nobody can tell: what it may use is left alone
+    except TopropeError:
+        return True
+    return status.ended and status.ended_at is not None
+
+
+def _move_within(venv: Path, place: Path) -> None:
+    """Lets scripts and settings of an environment name the place that it is going to."""
+    old, new = os.fsencode(venv), os.fsencode(place)
+    for path in [venv / "pyvenv.cfg", *(venv / "bin").iterdir()]:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_SCRIPT:
+            continue
+        text = path.read_bytes()
+        if old in text:
+            path.write_bytes(text.replace(old, new))

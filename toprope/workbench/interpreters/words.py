@@ -1,0 +1,88 @@
+"""What pip and uv say when they fail, in our words: which requirement it was, and what can be done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from toprope.errors import EnvironmentFailed
+
+__all__ = ["excerpt", "failure", "progress_of"]
+
+_LONGEST = 900
+_NO_NETWORK = re.compile(
+    r"Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|"
+    r"Network is unreachable|ConnectTimeoutError|dns error|error sending request|Could not connect|"
+    r"network was disabled",
+    re.IGNORECASE,
+)
+_WHICH = (
+    # pip
+    r"No matching distribution found for (?P<what>[^\n]+?)\s*$",
+    r"Could not find a version that satisfies the requirement (?P<what>.+?) \(from",
+    r"Cannot install (?P<what>.+?) because these package versions have conflicting dependencies",
+    r"Failed building wheel for (?P<what>\S+)",
+    r"Failed to build (?P<what>[\w.\-\[\]]+)",
+    r"Package '(?P<what>[^']+)' requires a different Python",
+    r"Invalid requirement: '?(?P<what>[^'\n]+?)'?(?::|$)",
+    r"THESE PACKAGES DO NOT MATCH THE HASHES[^\n]*\n\s*(?P<what>\S+)",
+    # uv
+    r"Because (?P<what>[\w.\-\[\]]+)(?:\s|==|<|>)[^\n]*",
+    r"Failed to (?:build|download|fetch|resolve)[^`\n]*`(?P<what>[^`]+)`",
+)
+_NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
+
+
+def excerpt(lines: Sequence[str]) -> str:
+    """The lines that say what went wrong, cut."""
+    told = [line for line in lines if not _NOISE.match(line)]
+    first = next((place for place, line in enumerate(told) if re.match(r"\s*(ERROR|error|×)", line)), None)
+    chosen = told[first : first + 12] if first is not None else told[-8:]
+    text = "\n".join(line.strip() for line in chosen)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str = "") -> EnvironmentFailed:
+    """The error for an installer that ended with one.
+
+    Args:
+        what: What was to be installed.
+        lines: What it printed.
+        offline: Whether it was to use no network.
+        constraint: The pin of torch that was in force, which may be what others conflict with.
+    """
+    text = "\n".join(lines)
+    which = next((match["what"].strip() for one in _WHICH if (match := re.search(one, text, re.MULTILINE))), "")
+    said = f"{what} was not installed and nothing was kept."
+    if which:
+        said = f"{what} was not installed, because of the requirement {which}; nothing was kept."
+    hint = "Mend the requirement, or give another with --requirement."
+    if "No space left on device" in text:
+        hint = "There is no room on the disk: make some (toprope prune) and add it again."
+    elif offline:
+        hint = "With --offline only --find-links and the installer's cache are there: leave it out, or name a folder."
+    elif _NO_NETWORK.search(text):
+        hint = "No package index was reached: look at the network, or give --offline --find-links FOLDER."
+    elif "requires a different Python" in text or "Requires-Python" in text:
+        hint = "Give --base with the path of another Python: the environment is made with it."
+    elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
+        hint = f"torch is held at Toprope's own version ({constraint}); --torch any lifts that, for gigabytes perhaps."
+    return EnvironmentFailed(f"{said} The installer said:\n{excerpt(lines)}", hint=hint)
+
+
+def progress_of(line: str) -> str:
+    """A line of an installer as news for people; empty for one that is none."""
+    text = line.strip()
+    if match := re.match(r"Collecting (\S+)", text):
+        return f"looking at {match[1]}"
+    if match := re.match(
+        r"(?:Downloading|Using cached) (?:\S*/)?([\w.]+)-([\w.+!]+?)(?:-[^ ]*| )?.*?(\([^)]*\))?$", text
+    ):
+        return f"downloading {match[1]} {match[2]} {match[3] or ''}".strip()
+    if text.startswith("Building wheel"):
+        return text.lower()
+    if match := re.match(r"Installing collected packages: (.+)", text):
+        return f"putting {len(match[1].split(','))} packages in place"
+    if match := re.match(r"(?:Resolved|Prepared|Installed) \d+ packages? in .+", text):
+        return match[0].lower()
+    return ""
