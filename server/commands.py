@@ -57,6 +57,9 @@ def build() -> typer.Typer:
     watching = (runs, status, watch, logs, report)
     for command in (serve, token, *watching, stop, resume, doctor, prune, install, clients, demo):
         app.command()(command)
+    from server.env_commands import build as environments
+
+    app.add_typer(environments())
     return app
 
 

@@ -56,6 +56,7 @@ class Surface(Planning, Running, Reading, Research, Memory):
         kinds: list[tuple[Callable[..., Any], str, dict[str, bool]]] = [
             (self.list_environments, "List environments", _READS),
             (self.describe_environment, "Describe an environment", _READS),
+            (self.check_environment, "Check an environment", _READS),
             (self.select_environment, "Make a draft", _ADDS),
             (self.get_config, "Read a draft", _READS),
             (self.edit_config, "Edit a draft", _ADDS | {"idempotent_hint": True}),

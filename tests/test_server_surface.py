@@ -16,7 +16,8 @@ from server.surface import INSTRUCTIONS
 SNAPSHOT = Path(__file__).parent / "snapshots" / "tools.json"
 UPDATE = "TOPROPE_UPDATE_SNAPSHOTS"
 ORDER = [
-    "list_environments", "describe_environment", "select_environment", "get_config", "edit_config", "undo_edit",
+    "list_environments", "describe_environment", "check_environment",
+    "select_environment", "get_config", "edit_config", "undo_edit",
     "diff_config", "fork_config", "test_inference", "start_training", "stop_training", "resume_training",
     "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts", "ask_checkpoint",
     "read_logs", "note_experiment", "get_handoff",

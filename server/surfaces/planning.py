@@ -11,7 +11,7 @@ from mcp.types import CallToolResult
 from pydantic import Field
 
 from server.surfaces.part import DraftId, Part
-from tools import answers
+from tools import answers, check_answers
 
 __all__ = ["Planning"]
 
@@ -49,6 +49,19 @@ class Planning(Part):
         Takes up to a minute for a slow environment; one that cannot load is an error that says why. Keeps nothing.
         """
         return await self._do("environments", "describe_environment", name=name, knobs=knobs)
+
+    async def check_environment(
+        self,
+        name: Annotated[str, Field(description="An environment's name, or a draft_id: then with its settings.")],
+        full: Annotated[bool, Field(description="true: look at more, and at memory; 45 s.")] = False,
+    ) -> Annotated[CallToolResult, check_answers.CheckAnswer]:
+        """Tries whether an environment can teach: scores right, empty, junk and nearly right answers, compares splits
+        and processes.
+
+        Use it before training where nobody here has trained. Answers findings with what to do: rewarded junk, failing
+        references, leaks, chance, slowness. Changes nothing.
+        """
+        return await self._do("checking", "check_environment", name=name, full=full)
 
     async def select_environment(
         self,

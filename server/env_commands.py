@@ -1,0 +1,16 @@
+"""`toprope env ...`: the commands about environments. Each has a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from server.env_check import check
+
+__all__ = ["build"]
+
+
+def build() -> typer.Typer:
+    """The group."""
+    app = typer.Typer(name="env", help="Look after environments.", no_args_is_help=True)
+    app.command()(check)
+    return app
