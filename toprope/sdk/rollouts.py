@@ -15,6 +15,7 @@ from typing import Any
 from toprope.sdk.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
 from toprope.sdk.knobs import make_knobs
+from toprope.sdk.rewards import Rewarding, seen_of
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 
@@ -82,6 +83,12 @@ class Rollout:
         self._grouped = grouped(environment)
         self._ending: Outcome | None = None
         self.done = False
+        self.rewarding: Rewarding | None = None
+        """Reward functions that the outcome does not have in it yet."""
+
+    def seen(self) -> dict[str, Any]:
+        """What reward functions see of it."""
+        return seen_of(self._environment.task, self._environment.messages)
 
     def begin(self) -> Messages:
         """Resets and returns what the policy sees first. What `reset` raises is raised.

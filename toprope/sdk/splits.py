@@ -16,7 +16,7 @@ import inspect
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from toprope.sdk.environment import Environment, Task
@@ -29,6 +29,7 @@ SPLITS = ("train", "validation", "heldout")
 PATIENCE = 500
 """After so many tasks in a row that were seen before, the content counts as finite."""
 OWN_SPLIT_LIMIT = 10_000
+_STRICTEST = ("heldout", "validation", "train")
 
 
 def split_of(content: str) -> str:
@@ -86,10 +87,15 @@ class Splits:
     Args:
         environment: A configured environment.
         seed: Seed of the order of training tasks after the first pass over them.
+        family: Splits of the same environment with other knobs, read no further than their first tasks. Where it gives
+            its own splits, what one of them keeps apart no other trains on.
     """
 
-    def __init__(self, environment: Environment, seed: int = 0) -> None:
+    def __init__(self, environment: Environment, seed: int = 0, family: Sequence[Splits] = ()) -> None:
         self._seed = seed
+        self._family = list(family)
+        for other in family:
+            other._family.append(self)
         self._found: dict[str, list[Task]] = {split: [] for split in SPLITS}
         self._seen: set[bytes] = set()
         self._owner: dict[bytes, str] = {}
@@ -177,8 +183,7 @@ class Splits:
                 self._found["train" if h < 80 else "validation" if h < 90 else "heldout"].append(task)
 
     def _scan_own(self, split: str, wanted: int) -> None:
-        order = ("heldout", "validation", "train")
-        for name in order:
+        for name in _STRICTEST:
             if name == "train":
                 limit = wanted if split == "train" else 0
             else:
@@ -190,7 +195,7 @@ class Splits:
                 if task is None:
                     break
                 content = _content(task)
-                new = self._is_new(content)
+                new = self._is_new(content) and not self._kept_elsewhere(name, content)
                 repeats = 0 if new else repeats + 1
                 if new:
                     found.append(task)
@@ -200,6 +205,16 @@ class Splits:
                 stream.ended = True  # what lies beyond the limit belongs to no split
             if name == split:
                 return
+
+    def _kept_elsewhere(self, split: str, content: bytes) -> bool:
+        """Whether another of the family has this content in a split that is to be kept apart from this one."""
+        stricter = _STRICTEST[: _STRICTEST.index(split)]
+        for other in self._family:
+            for name in stricter:
+                other._scan_own(name, OWN_SPLIT_LIMIT)
+            if other._owner.get(_digest(content)) in stricter:
+                return True
+        return False
 
     def _is_new(self, content: bytes) -> bool:
         digest = _digest(content)

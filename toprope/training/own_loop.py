@@ -45,12 +45,12 @@ class OwnLoopMaker(RolloutMaker):
     deaths_allowed = 1
     """Which of the groups beside each other ended a worker nobody can tell: each is tried once more."""
 
-    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling) -> Made:
+    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
         if isinstance(self._policy, EndpointClient):
-            answer, recorded = await self._relayed(self._policy, link, split, index, size, sampling)
+            answer, recorded = await self._relayed(self._policy, link, split, index, size, sampling, variant)
         else:
-            answer, recorded = await self._recorded(self._policy, link, split, index, size, sampling)
+            answer, recorded = await self._recorded(self._policy, link, split, index, size, sampling, variant)
         outcomes = [Outcome(**outcome) for outcome in answer["outcomes"]]
         if len(outcomes) != size:
             raise WorkerError("raised", "EnvironmentMistake", f"{len(outcomes)} outcomes came for {size} rollouts")
@@ -68,7 +68,7 @@ class OwnLoopMaker(RolloutMaker):
         )
 
     async def _recorded(
-        self, policy: PolicyClient, link: Link, split: str, index: int, size: int, sampling: Sampling
+        self, policy: PolicyClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
     ) -> tuple[dict[str, Any], list[list[Turn]]]:
         """What the environment made of a task with the policy, and what inference recorded of each rollout."""
         group = f"g{next(self._numbers)}"
@@ -79,7 +79,7 @@ class OwnLoopMaker(RolloutMaker):
             self._session(url, policy.key(name), judge, sampling.at(number)) for number, name in enumerate(names)
         ]
         try:
-            answer = await self._run(link, split, index, sessions)
+            answer = await self._run(link, split, index, sessions, variant)
             recorded = await policy.recorded(group, life)
         finally:
             with suppress(ComponentFailed):  # it may be going; what went wrong first is what counts
@@ -87,7 +87,7 @@ class OwnLoopMaker(RolloutMaker):
         return answer, [recorded.get(name, []) for name in names]
 
     async def _relayed(
-        self, client: EndpointClient, link: Link, split: str, index: int, size: int, sampling: Sampling
+        self, client: EndpointClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
     ) -> tuple[dict[str, Any], list[list[Turn]]]:
         """The same with a model at an endpoint, whose key stays here."""
         async with Relay(client, size, sampling) as relay:
@@ -95,12 +95,14 @@ class OwnLoopMaker(RolloutMaker):
                 self._session(relay.url, key, relay.judge_key, sampling.at(number))
                 for number, key in enumerate(relay.keys)
             ]
-            answer = await self._run(link, split, index, sessions)
+            answer = await self._run(link, split, index, sessions, variant)
             relay.raise_failure()
         return answer, relay.turns
 
-    async def _run(self, link: Link, split: str, index: int, sessions: list[dict[str, Any]]) -> dict[str, Any]:
-        weighed = {} if self.weights is None else {"weights": self.weights}
+    async def _run(
+        self, link: Link, split: str, index: int, sessions: list[dict[str, Any]], variant: str
+    ) -> dict[str, Any]:
+        weighed = self._how(variant)
         answer: dict[str, Any] = await link.call(
             "run",
             beside=True,
