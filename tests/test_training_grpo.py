@@ -13,7 +13,10 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from toprope.errors import InvalidValue
 from toprope.records.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
+from toprope.settings.algorithms import ALGORITHMS
+from toprope.settings.fields import apply
 from toprope.settings.schema import Config
 from toprope.training.batches import BatchSource, Ending, GroupBatch, advantages, rows_of
 from toprope.training.grpo import BATCH_KEYS, GroupTrainer, arguments, collate
@@ -141,7 +144,7 @@ def test_the_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Pa
     assert likelihood(after, 2) - likelihood(before, 2) > likelihood(after, 0) - likelihood(before, 0)
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"])
 def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
     tiny_policy: Path, tmp_path: Path, loss: str
 ) -> None:
@@ -156,6 +159,27 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
     _, parts = trained_loss(tiny_policy, tmp_path, groups, small_config(**kind, optimizer__micro_batch_size=2))
     for name, value in whole.items():
         assert torch.allclose(value, parts[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":TrainingRun")])
+def test_every_name_of_the_family_trains_as_its_paper_has_it(tiny_policy: Path, tmp_path: Path, name: str) -> None:
+    groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
+    config, _ = apply(small_config(budget__steps=1), {"algorithm.name": name})
+    assert config.conflicts() == [] and config.algorithm.name == name
+    rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
+    start = dict(load_model(tiny_policy, config).named_parameters())
+    assert any(not torch.equal(value, start[key]) for key, value in weights.items()) and rows[0]["loss"] is not None
+    assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo") else "token")
+
+
+def test_a_name_and_the_fields_that_it_means_do_not_part() -> None:
+    config, changed = apply(Config(), {"algorithm.name": "gspo"})
+    told = {one.field: one.after for one in changed}
+    assert told["algorithm.loss_type"] == "grpo" and told["algorithm.epsilon"] == 3e-4
+    with pytest.raises(InvalidValue, match="gspo means sequence"):
+        apply(config, {"algorithm.importance_sampling_level": "token"})
+    back, _ = apply(config, {"algorithm.name": "grpo", "algorithm.loss_type": "sapo"})
+    assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
 
 
 def test_lora_trains_adapters_only_and_beta_pulls_to_the_start(tiny_policy: Path, tmp_path: Path) -> None:
@@ -230,6 +254,12 @@ def test_equal_scores_are_no_lack_of_signal_where_advantages_are_given() -> None
 def test_advantages_by_scale() -> None:
     assert advantages([1.0, 0.0], "none", 3.0) == [0.5, -0.5]
     assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)
+
+
+def test_rloo_holds_each_answer_against_the_others() -> None:
+    config, _ = apply(Config(), {"algorithm.name": "rloo"})
+    found = [row.advantage for row in rows_of([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
+    assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
 
 
 def test_shuffled_rewards_keep_the_group_and_lose_the_owner() -> None:

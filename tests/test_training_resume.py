@@ -70,7 +70,7 @@ class StandInMember:
 
     def __init__(self, folder: RunFolder, policy: Path, config: Config, stop_after: int = 0) -> None:
         self.folder, self.secret, self.ending = folder, "secret", threading.Event()
-        self.spec = SimpleNamespace(config=config)
+        self.spec = SimpleNamespace(config=config, member=None, kind="train")
         self.reports: list[Any] = []
         self._policy, self._stop_after, self.attempt, self.life = policy, stop_after, 1, 0
 
