@@ -49,6 +49,21 @@ class EnvironmentSection(_Section):
         le=86_400,
         description="Seconds one rollout may take of an environment that plays its rollouts itself.",
     )
+    memory_mb: int = Field(
+        0,
+        ge=0,
+        le=16_777_216,
+        description="Memory that the environment's worker may have with all it started, in MB; beyond it is started "
+        "again and what it was at is given up. 0: no limit.",
+    )
+    network: Literal["allow", "deny"] = Field(
+        "allow", description="deny: the environment gets no network. Refused where this machine cannot hold it to that."
+    )
+    unchecked_reason: str = Field(
+        "",
+        max_length=500,
+        description="Why to train although answers right and wrong earn the same; without it such a run is refused.",
+    )
     rewards: Annotated[list[Any], AfterValidator(plain_rewards)] = Field(
         default_factory=list,
         description="More reward parts, by functions in the owner's environment folders: {name, weight, fn: "
