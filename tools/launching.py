@@ -33,7 +33,17 @@ from toprope.workbench.seeds import as_group, check_seeds, seeded
 if TYPE_CHECKING:
     from tools.workshop import Workshop
 
-__all__ = ["NOT_THERE_YET_S", "Taken", "consent_wanted", "just_noted", "launch", "launch_group", "preview_of", "there"]
+__all__ = [
+    "NOT_THERE_YET_S",
+    "Taken",
+    "consent_wanted",
+    "just_noted",
+    "launch",
+    "launch_group",
+    "preview_of",
+    "start_frozen",
+    "there",
+]
 
 NOT_THERE_YET_S = 10.0
 """A run that was noted so recently may not have its folder yet; it counts as live."""
@@ -154,20 +164,31 @@ def _launch(
             if order.kind == "train":
                 _require_confirmation(workshop, order, specifications, confirm)
             pencil.enter_context(pencilled_in(runs, specifications))
-        first = specifications[0]
-        if key is not None:
-            taken = start_keys.take(
-                workshop.index, key, draft.id, first.run_id, lambda earlier: there(workshop, earlier)
-            )
-            if taken is not None:
-                raise Taken(taken)
-        live = _record(workshop, draft, specifications, again)
-        if live is not None:
-            if key is not None:
-                start_keys.forget(workshop.index, key, first.run_id)
-            raise _running(draft, live)
-        _start(workshop, specifications, key)
+        start_frozen(workshop, draft, specifications, again=again, key=key)
         return specifications
+
+
+def start_frozen(
+    workshop: Workshop, draft: Draft, specifications: Sequence[Specification], *, again: bool, key: str | None
+) -> None:
+    """Gives runs that were pencilled in their keepers, all or none.
+
+    Raises:
+        NotPossibleNow: The draft's revision is running already.
+        ComponentFailed: A keeper did not come up.
+        Taken: The key started another run before.
+    """
+    first = specifications[0]
+    if key is not None:
+        taken = start_keys.take(workshop.index, key, draft.id, first.run_id, lambda earlier: there(workshop, earlier))
+        if taken is not None:
+            raise Taken(taken)
+    live = _record(workshop, draft, specifications, again)
+    if live is not None:
+        if key is not None:
+            start_keys.forget(workshop.index, key, first.run_id)
+        raise _running(draft, live)
+    _start(workshop, specifications, key)
 
 
 def _require_confirmation(
@@ -243,5 +264,6 @@ def _running(draft: Draft, live: StartRow) -> NotPossibleNow:
     return NotPossibleNow(
         f"{draft.id} at revision {draft.revision} is running already, as {live.run_id}; no second run was started.",
         hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it; "
-        f"{call('start_training', draft_id=draft.id, again=True)} starts another beside it.",
+        f"{call('start_sweep' if live.kind == 'sweep' else 'start_training', draft_id=draft.id, again=True)} "
+        "starts another beside it.",
     )

@@ -217,6 +217,11 @@ class Home:
         return own if own.exists() else SHIPPED / "configs" / "limits.yaml"
 
     @property
+    def strategies(self) -> Path:
+        """The owner's own strategies of sweeps, one Python file each."""
+        return self.configuration / "strategies"
+
+    @property
     def preset_folders(self) -> list[Path]:
         return [self.configuration / "presets", SHIPPED / "configs" / "presets"]
 

@@ -1,6 +1,6 @@
 """The rollout driver's program: the crew's `environment`.
 
-It starts the worker that holds the user's environment, looks whether it scores, then follows the kind of its run:
+It starts a worker for each environment of its run, looks whether they score, then follows the kind of its run:
 `train` evaluates the starting policy, feeds the trajectory API with scored groups until it is asked to evaluate again;
 `test` plays validation tasks, with the policy or with several models, and ends; `ask` loads no environment and puts
 questions to the policy. It holds no user code and no model.
@@ -12,15 +12,13 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound, TopropeError
+from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
 from toprope.records.crew import (
-    ENV_FOLDER,
     Checked,
     Evaluate,
     Evaluated,
@@ -32,28 +30,27 @@ from toprope.records.crew import (
     Stop,
     Without,
 )
-from toprope.records.digests import measuring
 from toprope.records.folder import read_json
 from toprope.records.lines import NO_ROOM
 from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
-from toprope.records.traces import append_traces
 from toprope.sdk.errors import WorkerDied, WorkerFailure
-from toprope.sdk.link import Link, worker_environment
+from toprope.settings.mixing import MemberPlan
 from toprope.training.api.client import ApiClient
 from toprope.training.asking import ask
+from toprope.training.choosing import Choice
 from toprope.training.contents import Contents, write_contents
 from toprope.training.contest import best_of, contest
 from toprope.training.crew import Member, beating
-from toprope.training.demonstrations import Collector, cache_of
+from toprope.training.demonstrations import demonstrate
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, summary_of
+from toprope.training.hosting import Hosted, checked_of, measured_by, plans_of
 from toprope.training.inference.client import PolicyClient, Sampling
-from toprope.training.own_loop import OwnLoopMaker
 from toprope.training.peers import PeerAway
+from toprope.training.players import Players
 from toprope.training.producing import Producer
-from toprope.training.rollouts import Made, RolloutMaker
-from toprope.training.workers import Worker
+from toprope.training.rollouts import Made
 
 __all__ = ["Driver", "main"]
 
@@ -64,6 +61,7 @@ class Driver:
     def __init__(self, member: Member) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._contents = Contents()
+        self._started: dict[str, Hosted] = {}
         # Out of this process's variables before a worker is started from it.
         names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
         self._keys = {name.removeprefix(ENDPOINT_KEY): os.environ.pop(name) for name in names}
@@ -77,23 +75,23 @@ class Driver:
         if self._spec.kind == "ask":
             await ask(self._member)
             return
-        worker = await Worker.start(self._open, self._config.launcher, self._member.report)
         policy: PolicyClient | None = None
         try:
-            sizes = await self._check(await worker.link())
+            await self._start()
+            await self._check()
             if self._spec.kind == "sft":
-                self._member.report(Ready(str(await self._demonstrations(worker))))
+                self._member.report(Ready(str(await self._demonstrations())))
             else:
                 self._member.report(Ready())
             if self._spec.test is not None and self._spec.test.models:
-                await self._contest(worker, sizes)
+                await self._contest()
                 return
             policy = await self._own_policy()
             rollout, sampling = self._config.rollout, self._sampling()
-            maker = self._maker(worker, policy)
+            players = Players(self._hosts, policy)
             evaluator = Evaluator(
                 self._member.folder,
-                maker,
+                players,
                 sampling,
                 concurrency=1 if self._config.algorithm.deterministic else max(64, rollout.concurrency),
                 progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
@@ -101,15 +99,35 @@ class Driver:
                 seen=self._saw,
             )
             if self._spec.kind == "test":
-                await self._test(evaluator, sizes)
+                await self._test(players, evaluator)
             elif self._spec.kind == "sft":
-                await self._fine_tune(evaluator, sizes)
+                await self._fine_tune(players, evaluator)
             else:
-                await self._train(maker, evaluator, sampling, sizes)
+                await self._train(players, evaluator, sampling)
         finally:
             if policy is not None:
                 await policy.close()
-            await worker.close()
+            await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def _start(self) -> None:
+        """Starts all workers, beside each other; where one fails the others are ended by `run`."""
+        plans = plans_of(self._spec)
+
+        async def one(plan: MemberPlan, source: EnvironmentSource) -> Hosted:
+            host = await Hosted.start(self._spec, plan, source, self._member.report, alone=len(plans) == 1)
+            self._started[plan.label] = host
+            return host
+
+        found = await asyncio.gather(*(one(plan, source) for plan, source in plans), return_exceptions=True)
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
+
+    @property
+    def _hosts(self) -> list[Hosted]:
+        """The environments whose workers are there, the selected one first."""
+        order = [plan.label for plan, _ in plans_of(self._spec)] if self._started else []
+        return [self._started[label] for label in order if label in self._started]
 
     async def _own_policy(self) -> PolicyClient:
         """The run's own policy, from when it serves, wherever that is."""
@@ -122,111 +140,27 @@ class Driver:
         seed = algorithm.seed if algorithm.deterministic else None
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
-    def _maker(self, worker: Worker, player: PolicyClient | EndpointClient) -> RolloutMaker:
-        own_loop = bool(self._card.get("own_loop"))
-        maker = (OwnLoopMaker if own_loop else RolloutMaker)(
-            worker,
-            player,
-            multi_turn=self._card["max_turns"] > 1,
-            call_timeout_s=self._config.environment.call_timeout_s,
-        )
-        if isinstance(maker, OwnLoopMaker):
-            maker.rollout_timeout_s = self._config.environment.rollout_timeout_s
-        return maker
+    async def _check(self) -> None:
+        """Looks whether every split of every environment has tasks and an answer can be scored.
 
-    async def _open(self) -> Link:
-        source: EnvironmentSource = self._spec.environment
-        loaded = measuring(source)
-        section = self._config.environment
-        # The keeper gave this process what the environment may have, keys that the owner named for it included; by the
-        # run's folder whatever the environment starts is known as the run's.
-        given = {
-            name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")
-        }
-        if self._config.algorithm.deterministic:
-            given.setdefault("PYTHONHASHSEED", "0")  # else sets of texts have another order in every process
-        link = await Link.start(
-            source.interpreter, env=worker_environment(given), stderr=_OwnLog(), timeout=section.load_timeout_s
-        )
-        try:
-            self._card: dict[str, Any] = await link.call(
-                "open",
-                timeout=section.load_timeout_s,
-                source=source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
-                knobs=section.knobs,
-                reward_weights=section.reward_weights,
-                max_turns=section.max_turns,
-                seed=self._config.algorithm.seed,
-            )
-        except BaseException:
-            await link.close()
-            raise
-        for name in section.reward_weights_end:
-            if name not in self._card["parts"]:
-                await link.close()
-                raise InvalidValue(
-                    f"environment.reward_weights_end names {name!r}, which is no part of this environment's reward.",
-                    hint=f"Parts: {', '.join(self._card['parts'])}.",
-                )
-        self._loaded = {"loaded": loaded, "versions": self._card["versions"]}
-        return link
-
-    async def _check(self, link: Link) -> dict[str, int]:
-        """Looks whether every split has tasks and an answer can be scored; reports what was found."""
-        timeout, evaluation = self._config.environment.call_timeout_s, self._config.evaluation
+        Raises: see `Hosted.check`.
+        """
+        evaluation = self._config.evaluation
         along = evaluation.validation_tasks if evaluation.every_steps or self._spec.member is not None else 1
         needed = {"train": 1, "validation": max(evaluation.examples, along), "heldout": evaluation.heldout_tasks}
         if self._spec.test is not None:
             needed = {"train": 0, "validation": self._spec.test.tasks, "heldout": 0}
             if self._spec.test.heldout:
                 needed |= {"validation": max(evaluation.examples, 1), "heldout": self._spec.test.tasks}
-        sizes: dict[str, int] = {}
-        example: dict[str, Any] = {}
-        for split, count in needed.items():
-            if not count:
-                continue
-            found = await self._tasks(link, split, count)
-            sizes[split] = len(found)
-            if not found:
-                raise ComponentFailed(
-                    f"The environment has no tasks in its {split} split.",
-                    hint="Splits are made by content: an environment needs a few dozen distinct tasks at least.",
-                )
-            example = example or {"split": split, **found[0]}
-        # Any answer says whether the environment scores; the right one also says how high.
-        outcome = await link.call(
-            "score", timeout=timeout, split=example["split"], index=0, answer=str(example["reference"])
-        )
-        self._member.report(Checked({"tasks": sizes, "reference_outcome": outcome, "versions": self._card["versions"]}))
-        return sizes
+        elif self._spec.member is not None:
+            needed["heldout"] = 0
+        found = await asyncio.gather(*(host.check(needed) for host in self._hosts), return_exceptions=True)
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
+        self._member.report(Checked(checked_of(self._hosts)))
 
-    async def _tasks(self, link: Link, split: str, count: int) -> list[dict[str, Any]]:
-        """The first `count` tasks of a split, or as many as there are.
-
-        They come in pieces that a slow environment can make within the time limit of a call: ten tasks have to be
-        looked at to find one that is held out.
-        """
-        found: list[dict[str, Any]] = []
-        piece = 4
-        while len(found) < count:
-            began = time.monotonic()
-            answer = await link.call(
-                "tasks",
-                timeout=self._config.environment.load_timeout_s,
-                split=split,
-                start=len(found),
-                count=min(piece, count - len(found)),
-            )
-            found += answer["tasks"]
-            if answer["exhausted"] and len(found) >= answer["known"]:
-                break
-            seconds = time.monotonic() - began
-            piece = min(piece * 2, 1024) if seconds < 1 else max(1, piece // 2)
-            if seconds >= 1:
-                self._member.report(Progress(f"making {split} tasks", len(found), count))
-        return found
-
-    async def _demonstrations(self, worker: Worker) -> Path:
+    async def _demonstrations(self) -> Path:
         """Has a teacher solve training tasks; the file in the run folder from which the trainer learns."""
         path, model = self._member.folder.path / "traces.jsonl", self._spec.teacher
         if path.is_file():
@@ -234,62 +168,61 @@ class Driver:
         teacher = None
         if model is not None and model.endpoint is not None:
             teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""))
-        collector = Collector(
-            worker,
-            self._spec,
-            cache_of(self._spec, self._loaded["loaded"]),
-            teacher,
-            lambda what, done, total: self._member.report(Progress(what, done, total)),
-            self._config.environment.call_timeout_s,
-        )
         try:
-            found = await collector.collect(self._config.sft.tasks)
+            return await demonstrate(
+                self._hosts,
+                self._spec,
+                path,
+                teacher,
+                lambda what, done, total: self._member.report(Progress(what, done, total)),
+            )
         finally:
             if teacher is not None:
                 await teacher.close()
-        aside = path.with_name(".traces.jsonl")
-        aside.unlink(missing_ok=True)
-        append_traces(aside, found)
-        os.replace(aside, path)
-        return path
 
-    async def _fine_tune(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
+    async def _fine_tune(self, players: Players, evaluator: Evaluator) -> None:
         """Measures the policy before and after, as training by reward does; the trainer learns meanwhile."""
-        await self._evaluate_first(evaluator, sizes)
+        await self._evaluate_first(players, evaluator)
         async for label in self._evaluations():
-            await self._evaluate(evaluator, sizes, label)
+            await self._evaluate(players, evaluator, label)
 
-    async def _evaluate_first(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
+    async def _evaluate_first(self, players: Players, evaluator: Evaluator) -> None:
         # What was measured before training stays; a resumed run has another policy by now.
         if (known := self._known("before")) is None:
-            await self._evaluate(evaluator, sizes, "before")
+            await self._evaluate(players, evaluator, "before")
         else:
             self._member.report(Evaluated("before", known))
 
-    async def _evaluate(self, evaluator: Evaluator, sizes: dict[str, int], label: str) -> None:
+    async def _evaluate(self, players: Players, evaluator: Evaluator, label: str) -> None:
         evaluation = self._config.evaluation
-        heldout, examples = sizes.get("heldout", 0), min(evaluation.examples, sizes["validation"])
+        heldout = players.count("heldout", evaluation.heldout_tasks)
         summary: dict[str, Any] = {}
         if heldout:
+            examples = self._examples(players)
             summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
         elif self._spec.member is not None and label != "before":
             # A sweep compares its members on validation tasks; held-out ones are for its winner.
-            summary = await evaluator.along(label, min(evaluation.validation_tasks, sizes["validation"]))
+            summary = await evaluator.along(label, players.count("validation", evaluation.validation_tasks))
         self._leave_contents()
         self._member.report(Evaluated(label, summary))
 
-    async def _test(self, evaluator: Evaluator, sizes: dict[str, int]) -> None:
-        assert self._spec.test is not None
-        if self._spec.test.heldout:
-            evaluation = self._config.evaluation
-            examples = min(evaluation.examples, sizes["validation"])
-            summary = await evaluator.heldout("test", sizes["heldout"], examples, greedy=evaluation.greedy)
+    def _examples(self, players: Players) -> int:
+        """How many tasks are shown: as many as were asked for, and of each environment one at least."""
+        asked = self._config.evaluation.examples
+        return players.count("validation", max(1, asked // len(self._hosts)) if asked else 0)
+
+    async def _test(self, players: Players, evaluator: Evaluator) -> None:
+        plan = self._spec.test
+        assert plan is not None
+        if plan.heldout:
+            tasks, greedy = players.count("heldout", plan.tasks), self._config.evaluation.greedy
+            summary = await evaluator.heldout("test", tasks, self._examples(players), greedy=greedy)
         else:
-            summary = await evaluator.test(sizes["validation"], self._spec.test.group_size)
+            summary = await evaluator.test(players.count("validation", plan.tasks), plan.group_size)
         self._member.report(Evaluated("test", summary))
         self._member.report(Finished())
 
-    async def _contest(self, worker: Worker, sizes: dict[str, int]) -> None:
+    async def _contest(self) -> None:
         """Tests several models; what the best reached goes into the status."""
         plan, sampling = self._spec.test, self._sampling()
         assert plan is not None
@@ -297,12 +230,12 @@ class Driver:
             sampling = replace(sampling, max_new_tokens=plan.max_new_tokens)
         models = await contest(
             plan,
-            sizes["validation"],
+            sum(min(plan.tasks, host.sizes["validation"]) for host in self._hosts),
             sampling,
             policy_name=self._config.policy.model,
             policy=self._policy,
             keys=self._keys,
-            maker_of=lambda player: self._maker(worker, player),
+            maker_of=lambda player: Players(self._hosts, player),
             progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
         )
         write_models(self._member.folder, models)
@@ -327,22 +260,19 @@ class Driver:
                 break
         raise ComponentFailed("The run is ending.")
 
-    async def _train(
-        self, maker: RolloutMaker, evaluator: Evaluator, sampling: Sampling, sizes: dict[str, int]
-    ) -> None:
-        evaluation = self._config.evaluation
-        await self._evaluate_first(evaluator, sizes)
+    async def _train(self, players: Players, evaluator: Evaluator, sampling: Sampling) -> None:
+        await self._evaluate_first(players, evaluator)
         await self._member.address_async("api")
         api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
         producer = Producer(
             self._member,
-            maker,
+            players,
             api,
             sampling,
             evaluator,
-            validation=min(evaluation.validation_tasks, sizes["validation"]),
+            Choice(self._member, players),
+            validation=players.count("validation", self._config.evaluation.validation_tasks),
             seen=lambda made: self._saw("train", made),
-            weights={name: part["weight"] for name, part in self._card["parts"].items()},
         )
         producing: asyncio.Task[None] | None = asyncio.create_task(producer.run())
         evaluations = self._evaluations()
@@ -388,20 +318,11 @@ class Driver:
             print(f"what tasks held could not be written: {error}", file=sys.stderr, flush=True)
 
     def _saw(self, split: str, made: Made) -> None:
-        self._contents.saw(split, made.task_id, made.messages)
+        self._contents.saw(split, f"{made.environment}/{made.task_id}", made.messages)
 
     def _measured_by(self) -> dict[str, Any]:
         """What this attempt measures with, as it was loaded, and as it lies on the disk now."""
-        now = measuring(self._spec.environment)
-        return self._loaded | {"on_disk": now} if now != self._loaded["loaded"] else dict(self._loaded)
-
-
-class _OwnLog:
-    """What the worker prints goes where the driver's own words go: the component's log."""
-
-    def write(self, data: bytes, /) -> None:
-        while data:
-            data = data[os.write(2, data) :]
+        return measured_by(self._hosts)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -84,8 +84,20 @@ def frozen(
     ask: AskPlan | None = None,
     sweep: SweepPlan | None = None,
     locks: Locks | None = None,
+    base: tuple[str, str] | None = None,
 ) -> list[Specification]:
     """The specifications of runs that start together, one a draft, under the owner's locks as they are now.
+
+    Args:
+        home: The owner's.
+        drafts: Alike but for what the caller varies.
+        kind: What is asked for; `train` becomes `sft` where the algorithm is that.
+        name: Begins the runs' ids.
+        test: The plan of a test.
+        ask: The plan of an asking.
+        sweep: The plan of a sweep.
+        locks: The owner's; read anew when None.
+        base: The run that the policy begins as, and the folder of its weights, where it is not `policy.model`'s.
 
     Raises:
         NotFound, LockedField, InvalidValue: A draft cannot run.
@@ -108,7 +120,7 @@ def frozen(
             ask=ask,
             sweep=sweep,
             teacher=teacher,
-            base=None if kind == "sweep" else base_of(one.config.policy.model, home.runs),
+            base=base or (None if kind == "sweep" else base_of(one.config.policy.model, home.runs)),
         )
         for one in drafts
     ]

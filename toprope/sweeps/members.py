@@ -1,0 +1,187 @@
+"""A sweep's runs: made of candidates, frozen and held against the owner's limits as any other, started once, followed.
+
+What a member is follows from the sweep's specification and the decisions in its journal alone, so that whoever comes
+back after a crash makes the same of it. Held-out tasks are for the winner's last run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toprope.errors import NotFound
+from toprope.records.folder import RunFolder
+from toprope.records.metrics import last_row
+from toprope.records.specification import Specification, SweepMember, SweepPlan, TestPlan
+from toprope.records.status import Status
+from toprope.records.sweep import Candidate, Measured, Standing, final_id, member_id
+from toprope.settings.fields import apply
+from toprope.settings.owner import Home
+from toprope.workbench import launch
+from toprope.workbench.drafts import Draft
+from toprope.workbench.lineage import RUN, base_of
+
+__all__ = ["Members", "hopeless"]
+
+_HOPELESS = frozenset(
+    {
+        "all_wrong",
+        "collapse",
+        "constant_reward",
+        "entropy_gone",
+        "learning_rate_high",
+        "nan",
+        "scorer_errors",
+        "scorer_ignores_answers",
+    }
+)
+"""Findings that, once they are critical, no further step has healed."""
+
+
+def hopeless(status: Status) -> str:
+    """Why a member that trains is not worth its time any more, by the diagnosis of its keeper; empty: it is."""
+    if status.state != "training":
+        return ""
+    for finding in status.findings:
+        if finding.level == "critical" and finding.rule in _HOPELESS:
+            return f"{finding.rule}: {finding.what}"
+    return ""
+
+
+class Members:
+    """The runs of one sweep.
+
+    Args:
+        home: The owner's.
+        sweep: The sweep's specification.
+    """
+
+    def __init__(self, home: Home, sweep: Specification) -> None:
+        assert sweep.sweep is not None
+        self._home, self._sweep, self._plan = home, sweep, sweep.sweep
+        self.runs = launch.runs_of(home)
+
+    @property
+    def plan(self) -> SweepPlan:
+        """What the sweep is to do."""
+        return self._plan
+
+    def width(self) -> int:
+        """How many of its runs this machine has room for at the same time."""
+        launcher, machine = self._sweep.config.launcher, launch.machine_of(self._home.settings())
+        if machine.gpus and launcher.device != "cpu":
+            return len(machine.gpus)
+        return max(1, machine.threads // (launcher.threads * (2 if self._plan.evaluate == "train" else 1)))
+
+    def number(self, candidate: str) -> int:
+        """The place of a candidate among all of the sweep, from 1."""
+        return int(candidate.removeprefix("c"))
+
+    def run_id(self, candidate: Candidate) -> str:
+        """The id of the run that measures a candidate."""
+        return member_id(self._sweep.run_id, self.number(candidate.id))
+
+    def is_there(self, run_id: str) -> bool:
+        """Whether a run was started."""
+        return (self.runs.path / run_id).is_dir()
+
+    def start(self, candidate: Candidate, epoch: int, standing: Standing) -> None:
+        """Starts the run of a candidate; nothing where it was started before.
+
+        Raises:
+            NoRoomWithin: The owner's limits leave no room.
+            TopropeError: The candidate's configuration cannot run.
+        """
+        if self.is_there(run_id := self.run_id(candidate)):
+            return
+        config, changes, base, first = self._sweep.config, dict(candidate.values), None, 0
+        locks = self._home.locks()
+        if self._plan.evaluate == "train":
+            changes["budget.steps"] = candidate.steps
+            warmup = 0 if candidate.continues else min(config.optimizer.warmup_steps, candidate.steps)
+            if "optimizer.warmup_steps" not in changes and locks.refusal("optimizer.warmup_steps", warmup) is None:
+                changes["optimizer.warmup_steps"] = warmup
+        if candidate.continues:
+            base = base_of(f"{RUN}{standing.runs[candidate.continues]}", self._home.runs)
+            first = standing.scores[candidate.continues].measured.groups
+        member = SweepMember(
+            sweep=self._sweep.run_id,
+            candidate=candidate.id,
+            epoch=epoch,
+            parent=candidate.parent,
+            continues=base[0] if base else None,
+            first_task=first,
+        )
+        evaluation = config.evaluation
+        test = None
+        if self._plan.evaluate == "test":
+            test = TestPlan(tasks=evaluation.validation_tasks, group_size=config.rollout.group_size)
+        self._launch(run_id, changes, member, test, base)
+
+    def start_final(self, candidate: Candidate, standing: Standing) -> str:
+        """Starts the winner's measurement on held-out tasks, unless it was started before; the run's id.
+
+        Raises: see `start`.
+        """
+        run_id = final_id(self._sweep.run_id)
+        if not self.is_there(run_id):
+            member = SweepMember(
+                sweep=self._sweep.run_id, candidate=candidate.id, epoch=self._plan.epochs, final=True
+            )  # fmt: skip
+            base = None
+            if self._plan.evaluate == "train":
+                base = base_of(f"{RUN}{standing.runs[candidate.id]}", self._home.runs)
+            test = TestPlan(tasks=self._sweep.config.evaluation.heldout_tasks, group_size=1, heldout=True)
+            self._launch(run_id, candidate.values, member, test, base)
+        return run_id
+
+    def _launch(
+        self,
+        run_id: str,
+        changes: Mapping[str, Any],
+        member: SweepMember,
+        test: TestPlan | None,
+        base: tuple[str, str] | None,
+    ) -> None:
+        sweep = self._sweep
+        config, _ = apply(sweep.config, changes, self._plan.knobs)
+        draft = Draft(
+            id=sweep.draft_id or "",
+            environment=sweep.environment,
+            preset=sweep.preset or "",
+            config=config,
+            knobs=self._plan.knobs,
+            revision=sweep.draft_revision or 0,
+            created_at=sweep.created_at,
+            updated_at=sweep.created_at,
+        )
+        [made] = launch.frozen(self._home, [draft], "train" if test is None else "test", test=test, base=base)
+        launch.start(self._home, self.runs, made.model_copy(update={"run_id": run_id, "member": member}))
+
+    def status(self, run_id: str) -> Status:
+        """How a member stands; one that was lost goes on by itself where its own settings say so."""
+        return self.runs.status(run_id)
+
+    def over(self, status: Status) -> bool:
+        """Whether nothing more comes of a member."""
+        return status.ended and status.ended_at is not None and (status.state != "lost" or status.resume_at is None)
+
+    def measured(self, status: Status) -> Measured:
+        """What a member that is over came to."""
+        folder = RunFolder(self.runs.path / status.run_id)
+        summary = status.evaluations.get("after") or status.evaluations.get("test") or {}
+        specification = Specification.read(folder)
+        first = specification.member.first_task if specification.member else 0
+        try:
+            row = last_row(folder.metrics) or {}
+        except (NotFound, OSError):
+            row = {}
+        return Measured(
+            accuracy=summary.get("accuracy"),
+            tasks=summary.get("tasks"),
+            successes=summary.get("successes"),
+            reward_mean=summary.get("reward_mean"),
+            steps=int(row.get("step") or 0),
+            groups=first + int(status.counts.get("accepted") or 0),
+            state=status.state,
+        )
