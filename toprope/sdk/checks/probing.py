@@ -23,6 +23,9 @@ _MOST_ENDS = 3
 _MOST_TURNS = 50
 _TWICE = ("reference", "junk", "empty", "near_miss")
 """Kinds that are scored a second time."""
+_TELLING = ("reference", "empty", "junk", "other", "letters", "echo")
+"""Kinds of which two suffice to see that rewards vary."""
+_TOLERANCE = 1e-6
 _LONGEST_SAID = 300
 
 
@@ -125,6 +128,29 @@ class Trial:
             await self._solve(number)
             self.seen.tried = number + 1
 
+    async def varies(self, tasks: int) -> bool:
+        """Whether two answers to a task earn different rewards; tries until they do, or the time is over."""
+        train = self.seen.splits.get("train")
+        found = train.tasks[:tasks] if train is not None else ()
+        references = [task.reference for task in found if task.reference is not None]
+        for number, task in enumerate(found):
+            plan = probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]])
+            for probe in [one for one in plan if one.kind in _TELLING]:
+                if self.late:
+                    return False
+                await self._try(number, probe, twice=False)
+                if self._varied(number):
+                    return True
+            await self._solve(number)
+            self.seen.tried = number + 1
+            if self._varied(number):
+                return True
+        return False
+
+    def _varied(self, number: int) -> bool:
+        rewards = [score.reward for score in self.seen.scores if score.task == number]
+        return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
+
     async def score(self, split: str, index: int, answer: str, doing: str) -> dict[str, Any] | None:
         """One answer's outcome; None where it has none. What the environment raises before it scores is an error."""
         try:
@@ -148,7 +174,7 @@ class Trial:
                     found[number, probe.kind] = None if outcome["error"] else outcome["reward"]
         return found
 
-    async def _try(self, number: int, probe: Probe) -> None:
+    async def _try(self, number: int, probe: Probe, *, twice: bool = True) -> None:
         if probe.kind in self._spoiled:
             return
         began = time.monotonic()
@@ -160,7 +186,7 @@ class Trial:
         scored = Scored(
             number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds
         )
-        if probe.kind in _TWICE and not outcome["error"] and not self.late:
+        if twice and probe.kind in _TWICE and not outcome["error"] and not self.late:
             second = await self.score("train", number, probe.text, f"score {probe.kind}")
             if second is not None and not second["error"]:
                 scored = replace(scored, again=float(second["reward"]))

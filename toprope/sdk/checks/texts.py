@@ -2,8 +2,8 @@
 
 Equal text, whatever case and white space, is dealt with where splits are made (toprope.sdk.splits). What gets past that
 is looked for here: another spelling of the same signs, a number or label put in front, and long prompts that differ in
-hardly a word and have the same right answer. Generated tasks share their template, so likeness is judged by the words
-that are not in most of them.
+hardly a word and have the same right answer. Generated tasks begin and end alike, which makes no two of them the same:
+what nearly all tasks of a split have there is set aside first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _LABEL = re.compile(
 )
 """`Task 17:`, `#17) `: a label in front. A number and a minus are no label."""
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "−": "-"})
-_LIKE = 0.9
-_TEMPLATE_SHARE = 0.5
+_LIKE = 0.95
+_LONG = 12
+"""Words below which two texts are alike only where they are the same."""
 _LONGEST_COMPARED = 400
-_MOST_COMPARED = 20_000
+_NEARLY_ALL = 0.9
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -60,47 +62,66 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     seen_words = [words_of(prompt) for prompt, _ in seen]
     known = {tuple(words) for words in seen_words}
     copies = [tuple(words) in known for words in unseen_words]
-    template = _template([*unseen_words, *seen_words])
-    by_reference: dict[str, list[list[str]]] = defaultdict(list)
-    for (_, reference), words in zip(seen, seen_words, strict=True):
+    answers = Counter(_plain(reference) for _, reference in (*unseen, *seen) if reference is not None)
+    rare = max(2, (len(unseen) + len(seen)) // 50)
+    own, others = _middles(unseen_words), _middles(seen_words)
+    by_reference: dict[str, list[Sequence[str]]] = defaultdict(list)
+    same: set[tuple[str, tuple[str, ...]]] = set()
+    for (_, reference), words in zip(seen, others, strict=True):
         if reference is not None:
-            by_reference[_plain(reference)].append(_told_apart(words, template))
-    near, compared = 0, 0
-    for (_, reference), words, copy in zip(unseen, unseen_words, copies, strict=True):
+            by_reference[_plain(reference)].append(words)
+            same.add((_plain(reference), tuple(words)))
+    near = 0
+    for (_, reference), words, copy in zip(unseen, own, copies, strict=True):
         if copy or reference is None:
             continue
-        own = _told_apart(words, template)
-        for other in by_reference.get(_plain(reference), ()):
-            compared += 1
-            if compared > _MOST_COMPARED:
-                break
-            if _alike(own, other):
-                near += 1
-                break
+        answer = _plain(reference)
+        alike = bool(words) and (answer, tuple(words)) in same
+        if not alike and answers[answer] <= rare:
+            alike = any(_alike(words, other) for other in by_reference.get(answer, ()))
+        near += alike
     return Overlap(len(unseen), sum(copies), near)
 
 
-def _template(tasks: Sequence[Sequence[str]]) -> set[str]:
-    """The words that most tasks have."""
-    if len(tasks) < 4:
-        return set()
-    counted = Counter(word for words in tasks for word in set(words))
-    return {word for word, count in counted.items() if count > _TEMPLATE_SHARE * len(tasks) and not word.isdigit()}
+def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Each task's words without the beginning and the end that nearly all tasks of its split share."""
+    if len(tasks) < _FEW:
+        return list(tasks)
+    start, end = _shared(tasks), _shared([list(reversed(words)) for words in tasks])
+    found: list[Sequence[str]] = []
+    for words in tasks:
+        first = len(start) if list(words[: len(start)]) == start else 0
+        last = len(end) if end and list(reversed(words[-len(end) :])) == end else 0
+        found.append(words[first : len(words) - last] if first + last < len(words) else words)
+    return found
 
 
-def _told_apart(words: Sequence[str], template: set[str]) -> list[str]:
-    return [word for word in words if word not in template][:_LONGEST_COMPARED]
+def _shared(tasks: Sequence[Sequence[str]]) -> list[str]:
+    """The longest beginning that nearly all have."""
+    shared: list[str] = []
+    going = list(tasks)
+    while True:
+        place = len(shared)
+        counted = Counter(words[place] for words in going if len(words) > place)
+        if not counted:
+            return shared
+        word, count = counted.most_common(1)[0]
+        if count < _NEARLY_ALL * len(tasks):
+            return shared
+        going = [words for words in going if len(words) > place and words[place] == word]
+        shared.append(word)
 
 
 def _alike(one: Sequence[str], other: Sequence[str]) -> bool:
-    # Of a few words each counts; one number more or less is another task.
-    if min(len(one), len(other)) < 8 or abs(len(one) - len(other)) > 0.2 * max(len(one), len(other)):
-        return bool(one) and list(one) == list(other)
-    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    if matcher.quick_ratio() < _LIKE or matcher.ratio() < _LIKE:
+    """Whether two long texts differ in hardly a word. Numbers and single signs tell generated tasks apart: they have to
+    be the same."""
+    if min(len(one), len(other)) < _LONG or abs(len(one) - len(other)) > 0.1 * max(len(one), len(other)):
         return False
-    # Numbers and single signs that differ are what tells generated tasks apart.
-    return Counter(w for w in one if _tells(w)) == Counter(w for w in other if _tells(w))
+    one, other = one[:_LONGEST_COMPARED], other[:_LONGEST_COMPARED]
+    if [word for word in one if _tells(word)] != [word for word in other if _tells(word)]:
+        return False
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    return matcher.quick_ratio() >= _LIKE and matcher.ratio() >= _LIKE
 
 
 def _tells(word: str) -> bool:
