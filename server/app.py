@@ -50,6 +50,7 @@ logger = logging.getLogger("toprope.server")
 _NEXT = {
     "list_environments": "Call list_environments() for the first page.",
     "describe_environment": "list_environments names the environments there are.",
+    "add_environment": "list_environments names what needs install.",
     "select_environment": "list_environments names the environments there are.",
     "get_config": "select_environment makes a draft.",
     "edit_config": "get_config shows fields, types, bounds and locks.",

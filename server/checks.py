@@ -263,9 +263,11 @@ def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
 def environments(home: Home) -> Iterator[Finding]:
     """The catalog: which environments are broken, and why."""
     from toprope.workbench.catalog import Catalog
+    from toprope.workbench.interpreters.registry import Registry
 
     try:
-        entries = Catalog(home.environment_folders(home.settings())).entries()
+        registry = Registry(home.environments_file)
+        entries = Catalog(home.environment_folders(home.settings()), registry=registry).entries()
     except TopropeError:
         yield Finding("environments", "broken", "they are not looked for while settings.yaml is wrong")
         return

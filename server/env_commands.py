@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from server.env_check import check
+from server.env_manage import add, listed, remove
 
 __all__ = ["build"]
 
@@ -12,5 +13,7 @@ __all__ = ["build"]
 def build() -> typer.Typer:
     """The group."""
     app = typer.Typer(name="env", help="Look after environments.", no_args_is_help=True)
-    app.command()(check)
+    for command in (add, remove, check):
+        app.command()(command)
+    app.command("list")(listed)
     return app

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from server.app import create_server, leave
 from server.caretaker import look_after_runs
 from server.http_token import TokenFile
-from server.roles import Role
+from server.roles import Role, role_of_settings
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.settings.owner import Home, HttpDoor
 
@@ -145,7 +145,7 @@ def serve_http(
     """
     home = home or Home.locate()
     settings = home.settings()
-    door, owners = settings.http, Role.of(settings.serve.read_only, settings.serve.tools)
+    door, owners = settings.http, role_of_settings(settings)
     _check_host(host, door, home)
     token = TokenFile(home.configuration)
     token.ensure()

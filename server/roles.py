@@ -19,24 +19,30 @@ from toprope.errors import InvalidValue, TopropeError
 if TYPE_CHECKING:
     from mcp.server.mcpserver.tools import Tool
 
-__all__ = ["SETS", "Role", "owners_role", "role_of_arguments"]
+    from toprope.settings.owner import OwnerSettings
+
+__all__ = ["SETS", "Role", "owners_role", "role_of_arguments", "role_of_settings"]
 
 SETS = {
     "plan": "environments, drafts and the notes of experiments",
     "run": "measuring, starting, stopping, resuming and asking",
     "read": "everything that changes nothing",
 }
-_PLANS = ("planning", "memory")
-_SAYS_SERVE = re.compile(r"^\s*[\"']?serve[\"']?\s*:", re.MULTILINE)
+_PLANS = ("planning", "memory", "installing")
+_SAYS_SERVE = re.compile(r"^\s*[\"']?(serve|installs)[\"']?\s*:", re.MULTILINE)
+_INSTALLS = "add_environment"
+"""The tool that is offered only where the owner lets agents install."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a server offers. `sets` None: all of them; `why`: what a client is told of a role that nobody chose."""
+    """What a server offers. `sets` None: all of them; `why`: what a client is told of a role that nobody chose;
+    `installs`: whether agents may install, which the owner's settings alone can say."""
 
     read_only: bool = False
     sets: frozenset[str] | None = None
     why: str = ""
+    installs: bool = False
 
     @classmethod
     def of(cls, read_only: bool = False, sets: str | Sequence[str] | None = None) -> Role:
@@ -57,13 +63,18 @@ class Role:
     def within(self, other: Role) -> Role:
         """The narrower of two: what both allow."""
         both = self.sets if other.sets is None else other.sets if self.sets is None else self.sets & other.sets
-        return replace(self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why)
+        installs = self.installs or other.installs
+        return replace(
+            self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why, installs=installs
+        )
 
     def allows(self, tool: Tool) -> bool:
         """Whether the tool is offered."""
         reads = bool(tool.annotations and tool.annotations.read_only_hint)
         if self.read_only:
             return reads
+        if tool.name == _INSTALLS and not self.installs:
+            return False
         if self.sets is None:
             return True
         part = tool.fn.__module__.rpartition(".")[2]
@@ -108,6 +119,16 @@ def role_of_arguments(arguments: Sequence[str]) -> Role | None:
     return Role.of(read_only, sets)
 
 
+def role_of_settings(settings: OwnerSettings) -> Role:
+    """The role that the owner's settings give every server.
+
+    Raises:
+        InvalidValue: A set of tools is none.
+    """
+    role = Role.of(settings.serve.read_only, settings.serve.tools)
+    return replace(role, installs=settings.installs == "allow")
+
+
 def owners_role() -> Role:
     """The owner's role for every server. Settings that cannot be read allow reading alone, and say why.
 
@@ -131,7 +152,6 @@ def owners_role() -> Role:
     from toprope.settings.owner import Home
 
     try:
-        serve = Home.locate().settings().serve
-        return Role.of(serve.read_only, serve.tools)
+        return role_of_settings(Home.locate().settings())
     except TopropeError as error:
         return Role(read_only=True, why=f"{error.message}")

@@ -15,6 +15,7 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
 
 from server.arguments import strict
+from server.surfaces.installing import Installing
 from server.surfaces.memory import Memory
 from server.surfaces.planning import Planning
 from server.surfaces.reading import Reading
@@ -48,7 +49,7 @@ _READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": 
 _ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
 
 
-class Surface(Planning, Running, Reading, Research, Memory):
+class Surface(Planning, Running, Reading, Research, Memory, Installing):
     """The tools as bound methods over a workshop that is opened at the first call."""
 
     def tools(self) -> list[Tool]:
@@ -57,6 +58,7 @@ class Surface(Planning, Running, Reading, Research, Memory):
             (self.list_environments, "List environments", _READS),
             (self.describe_environment, "Describe an environment", _READS),
             (self.check_environment, "Check an environment", _READS),
+            (self.add_environment, "Install an environment", _ADDS | {"open_world_hint": True}),
             (self.select_environment, "Make a draft", _ADDS),
             (self.get_config, "Read a draft", _READS),
             (self.edit_config, "Edit a draft", _ADDS | {"idempotent_hint": True}),

@@ -60,7 +60,7 @@ def test_every_source_is_listed_and_nothing_is_imported(folder: Path) -> None:
     assert (entries["number_guess"].source, entries["sort_letters"].source) == ("shipped", "shipped")
     good, spell = entries["good"], entries["reasoning_gym/spell_backward"]
     assert (good.source, good.status, good.turns, good.tags) == ("folder", "ready", 1, ("talk",))
-    assert good.environment.model_dump(exclude_none=True) == {
+    assert good.environment.model_dump(exclude_defaults=True) == {
         "name": "good", "file": str(folder / "good.py"), "attribute": "Good"
     }  # fmt: skip
     assert (spell.environment.adapter, spell.environment.target) == ("reasoning_gym", "spell_backward")

@@ -16,6 +16,7 @@ from toprope.settings.schema import Config
 from toprope.supervisor.runs import Runs
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
+from toprope.workbench.interpreters.registry import Registry
 
 
 class StandInLauncher:
@@ -52,7 +53,11 @@ def make_workshop(path):
     index = Index(home.index)
     shop = Workshop(
         home=home,
-        catalog=Catalog(home.environment_folders(home.settings()), datasets=home.dataset_folders(home.settings())),
+        catalog=Catalog(
+            home.environment_folders(home.settings()),
+            datasets=home.dataset_folders(home.settings()),
+            registry=Registry(home.environments_file),
+        ),
         drafts=Drafts(index),
         runs=Runs(home.runs, launcher, lambda: machine_of(home.settings())),
         index=index,

@@ -17,6 +17,8 @@ from toprope.supervisor.runs import Runs
 from toprope.workbench import launch
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Drafts
+from toprope.workbench.interpreters.background import Installations
+from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch import machine_of
 
 __all__ = ["Workshop", "machine_of"]
@@ -35,6 +37,8 @@ class Workshop:
     drafts: Drafts
     runs: Runs
     index: Index
+    installations: Installations = field(default_factory=Installations, repr=False)
+    """What is being installed for environments."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
     """Longest training by run: frozen with the run, so it is read once."""
 
@@ -53,6 +57,7 @@ class Workshop:
                 home.environment_folders(settings),
                 datasets=home.dataset_folders(settings),
                 tools=home.lent_tools(settings),
+                registry=Registry(home.environments_file),
             ),
             drafts=Drafts(index),
             runs=launch.runs_of(home),

@@ -75,10 +75,8 @@ def progress_of(line: str) -> str:
     text = line.strip()
     if match := re.match(r"Collecting (\S+)", text):
         return f"looking at {match[1]}"
-    if match := re.match(
-        r"(?:Downloading|Using cached) (?:\S*/)?([\w.]+)-([\w.+!]+?)(?:-[^ ]*| )?.*?(\([^)]*\))?$", text
-    ):
-        return f"downloading {match[1]} {match[2]} {match[3] or ''}".strip()
+    if match := re.match(r"Downloading (?:\S*/)?(\w+)-\S+ (\([^)]*\))$", text):
+        return f"downloading {match[1]} {match[2]}"
     if text.startswith("Building wheel"):
         return text.lower()
     if match := re.match(r"Installing collected packages: (.+)", text):
