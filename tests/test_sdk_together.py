@@ -61,7 +61,7 @@ def advance(service: Service, *moves: list[Any]) -> list[dict[str, Any] | None]:
 
 
 def seen(service: Service) -> list[list[str]]:
-    return type(service._environment).seen  # type: ignore[attr-defined]
+    return type(service._opened().environment).seen
 
 
 def test_a_group_that_is_done_at_once_is_scored_at_once_and_together(service: Service) -> None:

@@ -1,0 +1,106 @@
+"""A plain score function with its prompts, as an environment."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters import score
+from toprope.sdk.discovery import parse
+from toprope.sdk.errors import LoadError
+from toprope.sdk.rollouts import Rollout, configure
+
+GRADE = """
+    '''Sums, graded.'''
+    import math
+
+    def score(prompt, completion, answer, level=0):
+        return completion.strip() == answer if level < 5 else 0.0
+
+    async def slowly(prompt, completion, **columns):
+        return len(completion) / 10 + (columns["level"] if completion == "level" else 0)
+
+    def asks(prompt, completion, missing):
+        return 1.0
+
+    def odd(prompt, completion):
+        return {"nan": math.nan, "none": None, "text": "1", "messages": prompt}[completion]
+
+    def narrow(prompt):
+        return 1.0
+"""
+ROWS = '{"prompt": "1+1", "answer": "2", "level": 1}\n{"prompt": "2+2", "answer": "4", "level": 2}\n'
+
+
+def outcome(tmp_path: Path, answer: str, index: int = 0, **target: Any) -> Any:
+    (tmp_path / "grade.py").write_text(textwrap.dedent(GRADE))
+    (tmp_path / "grade.jsonl").write_text(ROWS)
+    environment = configure(score.make(json.dumps({"file": str(tmp_path / "grade.py"), **target})))
+    task = list(environment.tasks())[index]
+    rollout = Rollout(environment, task)
+    rollout.begin()
+    return rollout.advance(answer.replace("{}", str(task.reference))).outcome
+
+
+def test_a_function_and_a_file_of_rows_are_an_environment(tmp_path: Path) -> None:
+    right = outcome(tmp_path, " {} ", 1)
+    assert (right.reward, right.success) == (1.0, True)
+    assert outcome(tmp_path, "3").reward == 0.0
+    assert score.make(json.dumps({"file": str(tmp_path / "grade.py")})).__doc__ == "Sums, graded."
+
+
+def test_the_range_is_declared_and_kept(tmp_path: Path) -> None:
+    assert "slowly() gave 1.2, beyond 0 to 1" in outcome(tmp_path, "x" * 12, function="slowly").error
+    clipped = outcome(tmp_path, "x" * 12, function="slowly", clip=True)
+    assert clipped.reward == 1.0 and clipped.success
+    wide = outcome(tmp_path, "level", function="slowly", range=[0, 9], success=1.5)
+    assert wide.reward == 1.5 and wide.success
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("nan", "nan, which is not finite"), ("none", "None, which is no number"), ("text", "'1'")]
+)
+def test_what_is_no_number_is_the_rollouts_error(tmp_path: Path, answer: str, said: str) -> None:
+    assert said in outcome(tmp_path, answer, function="odd").error
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"function": "scor"}, "has no 'scor' for the score. Did you mean 'score'?"),
+        ({"function": "narrow"}, "takes 1 arguments; it must take a prompt and a completion"),
+        ({"rows": "absent.csv"}, "absent.csv"),
+        ({"prompt": "question"}, "Row 1 has no 'question'; it has prompt, answer, level"),
+        ({"range": [0]}, "must be [low, high]"),
+        ({"colour": 1}, "The target of score has no 'colour'"),
+    ],
+)
+def test_wrong_targets_say_what_is_right(tmp_path: Path, target: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=".") as caught:
+        outcome(tmp_path, "x", **target)
+    assert said in str(caught.value)
+    assert "wants 'missing', which is no column" in outcome(tmp_path, "x", function="asks").error
+
+
+def test_a_target_that_is_no_object_is_an_error() -> None:
+    for target in ("", "[]", "x"):
+        with pytest.raises(LoadError, match="JSON object"):
+            score.make(target)
+
+
+def test_files_are_found_without_running_them(tmp_path: Path) -> None:
+    file = tmp_path / "grade.py"
+    file.write_text(textwrap.dedent(GRADE) + "\nraise SystemExit\n")
+    [bare] = score.declared(file, parse(file))
+    assert "No rows" in bare.problem and bare.name == "grade"
+    (tmp_path / "grade.csv").write_text("prompt,answer\n1+1,2\n")
+    [listed] = score.declared(file, parse(file))
+    assert listed.problem == "" and json.loads(listed.target)["rows"] == "grade.csv"
+    assert listed.description == "Sums, graded."
+    other = tmp_path / "other.py"
+    other.write_text("def score(a, b):\n    return 1\n")
+    assert score.declared(other, parse(other)) == []

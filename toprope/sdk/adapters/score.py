@@ -1,0 +1,149 @@
+"""A plain function `score(prompt, completion) -> float` with its prompts, as an environment of one turn.
+
+The target is a JSON object:
+
+    {"file": "/path/grade.py",       the user's file
+     "function": "score",            what scores; sync or async
+     "rows": "prompts.jsonl",        see toprope.sdk.adapters._users
+     "prompt": "prompt",             column of the prompt: a text, or messages
+     "reference": "answer",          column of the right answer, where there is one
+     "range": [0, 1],                bounds of the score; a value beyond is an error of its rollout,
+     "clip": false,                  or is moved to the bound
+     "success": 1.0,                 from which score on a rollout counts as solved; the highest by default
+     "name": "...", "description": "..."}
+
+The function gets the prompt and the completion, and whatever of the row it names as further parameters:
+`def score(prompt, completion, answer)`; one with `**columns` gets all of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.adapters._users import Bounds, UserFile, data_beside, functions, parsed
+from toprope.sdk.awaiting import Awaiting
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Environment, Task
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["Score", "declared", "make"]
+
+_KEYS = ("file", "function", "rows", "prompt", "reference", "range", "clip", "success", "name", "description")
+_REFERENCES = ("reference", "answer", "solution", "ground_truth", "label")
+
+
+class Score(Environment):
+    """A plain score function."""
+
+    tags = ("score-function", "single-turn")
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self._user = UserFile(str(target.get("file") or ""))
+        name = str(target.get("function") or "score")
+        self._function = self._user.get(name, "the score")
+        if not callable(self._function):
+            raise LoadError(f"{self._user.path.name}: {name} is {type(self._function).__name__}, not a function.")
+        self._rows = target.get("rows") or next((one for one in _rows_named(self._user)), None)
+        if self._rows is None:
+            raise LoadError(
+                f"{self._user.path.name} has no rows: give `rows` in the target, a data file or the name of a list."
+            )
+        self.files = self._user.files(self._rows)
+        self.name = str(target.get("name") or self._user.path.stem)  # type: ignore[misc]
+        said = target.get("description") or first_line(self._function.__doc__) or first_line(self._user.module.__doc__)
+        self.__doc__ = str(said or f"Prompts scored by {name} of {self._user.path.name}")
+        self._bounds = Bounds(target.get("range"), bool(target.get("clip")), "`range`")
+        self._solved = float(target.get("success", self._bounds.high))
+        self._label = f"{name}()"
+        self.parts = {"score": self._bounds.part(1.0, f"what {name} of {self._user.path.name} returns")}
+        self._prompt = str(target.get("prompt") or "prompt")
+        self._reference = str(target.get("reference") or "")
+        self._must, self._may, self._all = _parameters(self._function, name)
+        self._awaiting = Awaiting()
+
+    def tasks(self) -> Iterator[Task]:
+        for number, row in enumerate(self._user.rows(self._rows), 1):
+            if self._prompt not in row:
+                raise EnvironmentMistake(
+                    f"Row {number} has no {self._prompt!r}; it has {', '.join(map(str, row))}. `prompt` in the target "
+                    "names the column."
+                )
+            column = self._reference or next((name for name in _REFERENCES if name in row), "")
+            yield Task(row[self._prompt], reference=row.get(column), data={"row": row})
+
+    def score(self) -> dict[str, float]:
+        row = self.task.data["row"]
+        taken = row if self._all else {name: row[name] for name in self._may if name in row}
+        columns = {name: value for name, value in taken.items() if name not in ("prompt", "completion")}
+        for name in self._must:
+            if name not in row and name != "reference":
+                raise EnvironmentMistake(f"{self._label} wants {name!r}, which is no column of the rows: {list(row)}.")
+            columns[name] = row[name] if name in row else self.task.reference
+        returned = self._function(self.task.prompt, self.answer, **columns)
+        if inspect.isawaitable(returned):
+            returned = self._awaiting.result(_awaited(returned))
+        return {"score": self._bounds.value(returned, self._label)}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["score"] >= self._solved - 1e-9
+
+
+def make(target: str) -> Score:
+    """The environment of a target. See the module.
+
+    Raises:
+        LoadError: The target is none, or the file does not have what it names.
+    """
+    return Score(parsed(target, "score", _KEYS))
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """A file with a function `score(prompt, completion, ...)` and rows."""
+    parameters = functions(tree).get("score")
+    if parameters is None or parameters[:2] not in (["prompt", "completion"], ["prompt", "answer"]):
+        return []
+    rows = data_beside(file, tree)
+    problem = f"No rows: add a list `rows`, a function `rows()`, or {file.stem}.jsonl beside {file.name}."
+    return [
+        Listed(
+            name=file.stem,
+            target=json.dumps({"file": str(file), "rows": rows or None}),
+            description=first_line(ast.get_docstring(tree)) or f"Prompts scored by score() of {file.name}",
+            turns=1,
+            tags=Score.tags,
+            problem="" if rows else problem,
+        )
+    ]
+
+
+def _rows_named(user: UserFile) -> Iterator[str]:
+    try:
+        tree = ast.parse(user.path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    if found := data_beside(user.path, tree):
+        yield found
+
+
+def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
+    """The parameters beyond prompt and completion: those that must be given, those that may, and whether all may."""
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return [], [], False
+    plain = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(plain) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in found):
+        raise LoadError(f"{name} takes {len(plain)} arguments; it must take a prompt and a completion.")
+    more = [*plain[2:], *(one for one in found if one.kind is one.KEYWORD_ONLY)]
+    must = [one.name for one in more if one.default is one.empty]
+    return must, [one.name for one in more if one.name not in must], any(one.kind is one.VAR_KEYWORD for one in found)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,412 @@
+"""TRL's conventions: reward functions over a batch, and environment classes whose public methods are tools.
+
+What was written for GRPOTrainer runs here as it is. The target is a JSON object:
+
+    {"file": "/path/rewards.py",        the user's file
+     "reward_funcs": ["accuracy"],      functions f(prompts, completions, completion_ids, **columns), sync or async
+     "weights": [1.0],                  one for each; 1 by default
+     "environment": "Game",             what GRPOTrainer calls environment_factory: a class or function; or an object of
+                                        them by name, chosen by the rows' column `environment`
+     "tools": ["search"],               functions that the policy may call beside the environment's methods
+     "rows": "train.jsonl",             see toprope.sdk.adapters._users; with an environment they may be left out
+     "tasks": 1000,                     how many tasks there are then
+     "ranges": {"accuracy": [0, 1]},    bounds of a reward, 0 to 1 by default; one beyond is an error of its rollout,
+     "clip": false,                     or is moved to the bound
+     "success": "accuracy",             whose highest value counts as solved; by default the whole reward's
+     "reference": "solution",           column of the right answer, for people and checks
+     "max_turns": 10, "name": "...", "description": "..."}
+
+As in TRL 1.16: rewards of a group are computed in one call, None means that a function does not apply, an environment
+is made once and reset often, what `reset(**row)` returns is put after the last message of the user, `get_reward()` is
+one more reward with weight 1. Differences: `trainer_state` is not known here, and images are not shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.adapters._own_random import OwnRandom
+from toprope.sdk.adapters._users import Bounds, UserFile, data_beside, functions, is_async, parsed, public_name
+from toprope.sdk.awaiting import Awaiting
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.knobs import nearest
+from toprope.sdk.orchestration.tools import Tool
+from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
+
+__all__ = ["Trl", "declared", "make"]
+
+_KEYS = ("file", "reward_funcs", "weights", "environment", "tools", "rows", "tasks", "ranges", "clip", "success",
+         "reference", "max_turns", "name", "description")  # fmt: skip
+_REFERENCES = ("solution", "answer", "reference", "ground_truth", "label")
+_TASKS = 1000
+_TURNS = 10
+
+
+class _NoTrainer:
+    """Stands where a reward function expects the trainer's state, which the environment's process does not know."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer_state.{name} is not known to an environment's process. Weights that change during training are "
+            "set by environment.reward_weights_end."
+        )
+
+
+class Trl(ToolEnvironment):
+    """Reward functions and environments as TRL has them."""
+
+    tags = ("trl",)
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self._user = user = UserFile(str(target.get("file") or ""))
+        self._factories = _factories(user, target.get("environment"))
+        self._functions = [_reward(user, name) for name in _listed(target, "reward_funcs")]
+        self.tools = [_callable(user, name, "a tool") for name in _listed(target, "tools")]  # type: ignore[misc]
+        self._rows = target.get("rows") or _own_rows(user)
+        if not self._rows and (not self._factories or None not in self._factories):
+            raise LoadError(
+                f"{user.path.name}: the target needs `rows`, a data file or the name of a list or data set."
+            )
+        self.files = user.files(self._rows)
+        self._count = int(target.get("tasks") or _TASKS)
+        self._awaiting_rewards = Awaiting()
+        self._pool: dict[str | None, list[Any]] = {name: [] for name in self._factories}
+        self._name_rewards(target)
+        self._success = str(target.get("success") or "")
+        if self._success and self._success not in self._bounds:
+            raise LoadError(f"`success` names {self._success!r}. {nearest(self._success, self._bounds, 'Rewards')}")
+        self._reference = str(target.get("reference") or "")
+        self.max_turns = int(target.get("max_turns") or _TURNS) if self._factories or self.tools else 1
+        self.wants_tokens = bool(self._functions)
+        self.name = str(target.get("name") or user.path.stem)  # type: ignore[misc]
+        self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _said(self))
+
+    def setup(self) -> None:
+        super().setup()
+        self._own_random = OwnRandom(0)
+
+    def tasks(self) -> Iterator[Task]:
+        if not self._rows:
+            for number in range(self._count):
+                empty = [{"role": "user", "content": ""}]
+                yield Task(f"Task {number} of {self.name}", data={"row": {"prompt": empty}, "own": True})
+            return
+        for number, row in enumerate(self._user.rows(self._rows), 1):
+            prompt = row.get("prompt")
+            if prompt is None and not self._factories:
+                raise EnvironmentMistake(f"Row {number} has no column 'prompt'; it has {', '.join(map(str, row))}.")
+            column = self._reference or next((name for name in _REFERENCES if name in row), "")
+            reference = row.get(column)
+            key = None if prompt else json.dumps(row, sort_keys=True, default=str)
+            yield Task(
+                _chat(prompt, f"Row {number}") if prompt else "(the environment says)",
+                reference=reference if isinstance(reference, str | int | float | None) else str(reference),
+                data={"row": row},
+                key=key,
+            )
+
+    def reset(self, task: Task) -> Messages:
+        row, self._environment, self._chosen = task.data["row"], None, None
+        self._own_random = OwnRandom(f"{self.seed}:{task.id}")  # alike for a group: its rollouts get the same task
+        messages = _chat(row.get("prompt") or [{"role": "user", "content": ""}], "the row")
+        self._plain = isinstance(messages, str)
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if self._factories:
+            self._chosen = row.get("environment") if None not in self._factories else None
+            with self._own_random:
+                self._environment = self._taken(self._chosen)
+                given = {key: value for key, value in row.items() if key != "environment" or None in self._factories}
+                observation = self._resolved(self._environment.reset(**copy.deepcopy(given)))
+            if observation is not None:
+                messages = [*messages[:-1], _observed(messages[-1], observation)]
+        self._asked = messages
+        if not any(message.get("content") for message in messages):
+            raise EnvironmentMistake("Neither the row nor reset() gives a prompt: one of them must.")
+        told = self.with_tools(messages)
+        self._first = len(told)
+        return told
+
+    def step(self, text: str) -> tuple[Messages | None, bool]:
+        if self.max_turns == 1 and not self.toolbox.tools:
+            return None, True
+        with self._own_random:
+            return super().step(text)
+
+    def own_tools(self) -> list[Tool]:
+        environment = self.__dict__.get("_environment")
+        if environment is None:
+            return []
+        return [self.as_tool(getattr(environment, name)) for name in _methods(type(environment))]
+
+    def tell(self, value: Any) -> str:
+        return str(value)
+
+    def tell_failure(self, why: str) -> str:
+        return str({"error": why})
+
+    def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
+        """All rewards of all rollouts, one call a function."""
+        played: list[Trl] = [one for one in rollouts if isinstance(one, Trl)]
+        columns = self._columns(played)
+        values: dict[str, list[Any]] = {}
+        waiting = []
+        with OwnRandom(f"{self.seed}:{self.task.id}:score"):
+            for name, function in self._named.items():
+                if is_async(function):
+                    waiting.append((name, function(**columns)))
+                else:
+                    values[name] = function(**columns)
+            for (name, _), returned in zip(
+                waiting, self._awaiting_rewards.results([work for _, work in waiting]), strict=True
+            ):
+                if isinstance(returned, BaseException):
+                    raise returned
+                values[name] = returned
+            own = [one._own_rewards() for one in played]
+        for name, found in values.items():
+            if not hasattr(found, "__len__") or len(found) != len(played):
+                said = f"{len(found)} rewards" if hasattr(found, "__len__") else f"{found!r:.40}"
+                raise EnvironmentMistake(f"{name} returned {said}, but there are {len(played)} completions.")
+        results: list[Any] = []
+        for place, mine in enumerate(own):
+            given = {name: found[place] for name, found in values.items()}
+            results.append(mine if isinstance(mine, Exception) else self._result(given | mine))
+        for one in played:
+            one._given_back()
+        return results
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        if self._success:
+            return parts[self._success] >= self._bounds[self._success].high - 1e-9
+        return super().success(parts, reward)
+
+    def _name_rewards(self, target: Mapping[str, Any]) -> None:
+        """Settles the parts of the reward: one for each function, and one for each class with a `get_reward`."""
+        weights = target.get("weights")
+        if weights is not None and (not isinstance(weights, list) or len(weights) != len(self._functions)):
+            raise LoadError(f"`weights` must have a number for each of {len(self._functions)} reward functions.")
+        ranges, clip = target.get("ranges") or {}, bool(target.get("clip"))
+        self._named: dict[str, Callable[..., Any]] = {}
+        described: dict[str, tuple[float, str]] = {}
+        for place, function in enumerate(self._functions):
+            name = plain = public_name(function)
+            while name in self._named:
+                name = f"{plain}_{len(self._named) + 1}"
+            self._named[name] = function
+            described[name] = float(weights[place] if weights else 1.0), first_line(inspect.getdoc(function) or "")
+        self._classes: list[type] = []
+        for chosen in self._factories:
+            with OwnRandom(0):
+                probe = self._factories[chosen]()
+            if not callable(getattr(type(probe), "reset", None)):
+                raise LoadError(f"{type(probe).__name__} must define reset(**row), as TRL's environments do.")
+            self._pool[chosen].append(probe)
+            if hasattr(type(probe), "get_reward") and type(probe) not in self._classes:
+                self._classes.append(type(probe))
+                described[type(probe).__name__] = 1.0, "what get_reward() of the environment returns"
+        if not described:
+            raise LoadError("No reward: give `reward_funcs`, or an environment with a get_reward() method.")
+        for name in ranges:
+            if name not in described:
+                raise LoadError(f"`ranges` names {name!r}. {nearest(name, described, 'Rewards')}")
+        self._bounds = {name: Bounds(ranges.get(name), clip, f"`ranges`.{name}") for name in described}
+        self.parts = {name: self._bounds[name].part(*described[name]) for name in described}
+        for name, part in self.parts.items():  # 0 stands for a reward that does not apply
+            self.parts[name] = Part(part.weight, min(part.low, 0.0), max(part.high, 0.0), part.description)
+        if self._factories or self.tools:
+            self.parts |= {name: part for name, part in TOOL_PARTS.items() if name not in self.parts}
+
+    def _columns(self, played: Sequence[Trl]) -> dict[str, Any]:
+        """The arguments of a reward function, for these rollouts."""
+        rows = [one.task.data["row"] for one in played]
+        keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")]
+        columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in keys}
+        columns["prompts"] = [one._asked[-1]["content"] if one._plain else copy.deepcopy(one._asked) for one in played]
+        columns["completions"] = [one._completion() for one in played]
+        columns["completion_ids"] = [list(one.tokens) or list(one.answer.encode()) for one in played]
+        columns |= {"trainer_state": _NoTrainer(), "log_extra": _unlogged, "log_metric": _unlogged}
+        if self._factories:
+            columns["environments"] = [one._environment for one in played]
+        return columns
+
+    def _completion(self) -> Any:
+        """What the policy said, in the form of the prompt: a text, or messages with their tool calls."""
+        if self._plain:
+            return self.answer
+        return [_as_trl(message) for message in self.messages[self._first :]]
+
+    def _own_rewards(self) -> dict[str, Any] | Exception:
+        """What the rollout's environment itself gives; None for the classes that it is not of."""
+        found: dict[str, Any] = {}
+        try:
+            for kind in self._classes:
+                mine = type(self._environment) is kind
+                found[kind.__name__] = self._resolved(self._environment.get_reward()) if mine else None
+        except Exception as error:
+            return error
+        return found
+
+    def _result(self, values: Mapping[str, Any]) -> Any:
+        try:
+            given = {name: value for name, value in values.items() if value is not None and value == value}
+            if not given:
+                raise EnvironmentMistake("no reward applies to this rollout: all returned None")
+            return {name: self._bounds[name].value(given[name], name) if name in given else 0.0 for name in values}
+        except EnvironmentMistake as error:
+            return error
+
+    def _resolved(self, value: Any) -> Any:
+        return self._awaiting_rewards.result(value) if inspect.iscoroutine(value) else value
+
+    def _taken(self, chosen: str | None) -> Any:
+        """An environment for one rollout: constructed once, reset often."""
+        if chosen not in self._factories:
+            there = nearest(str(chosen), [str(name) for name in self._factories], "There are")
+            raise EnvironmentMistake(f"The row has environment={chosen!r}. {there}")
+        pool = self._pool[chosen]
+        return pool.pop() if pool else self._factories[chosen]()
+
+    def _given_back(self) -> None:
+        """Lets another rollout have the environment, unless a call that was too slow may still be busy in it."""
+        late = any(call.failed and "did not answer within" in call.content for call in self.__dict__.get("calls", ()))
+        if self._environment is not None and not late:
+            self._pool[self._chosen].append(self._environment)
+        self._environment = None
+
+
+def make(target: str) -> Trl:
+    """The environment of a target. See the module.
+
+    Raises:
+        LoadError: The target is none, or the file does not have what it names.
+    """
+    return Trl(parsed(target, "trl", _KEYS))
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """A file with reward functions over `completions`, or a class with `reset` and `get_reward`, and its rows."""
+    rewards = [name for name, taken in functions(tree).items() if "completions" in taken and not name.startswith("_")]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and _looks_like_one(node)]
+    if not rewards and not classes:
+        return []
+    rows = data_beside(file, tree)
+    lone = classes[0] if len(classes) == 1 else None
+    problem = ""
+    if len(classes) > 1:
+        problem = f"{file.name} has {len(classes)} environment classes: keep one in a file."
+    elif not rows and lone is None:
+        problem = f"No rows: add a list `rows`, a function `rows()`, or {file.stem}.jsonl beside {file.name}."
+    target = {"file": str(file), "reward_funcs": rewards, "environment": lone.name if lone else "", "rows": rows}
+    said = first_line(ast.get_docstring(tree)) or (first_line(ast.get_docstring(lone)) if lone else "")
+    return [
+        Listed(
+            name=file.stem,
+            target=json.dumps({key: value for key, value in target.items() if value}),
+            description=said or f"Reward functions of {file.name}, as TRL has them",
+            turns=_TURNS if lone else 1,
+            tools=lone is not None,
+            tags=Trl.tags,
+            problem=problem,
+        )
+    ]
+
+
+def _looks_like_one(node: ast.ClassDef) -> bool:
+    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {"reset", "get_reward"} <= methods
+
+
+def _listed(target: Mapping[str, Any], key: str) -> list[str]:
+    given = target.get(key) or []
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise LoadError(f"`{key}` must be a list of names, not {given!r:.80}.")
+    return names
+
+
+def _callable(user: UserFile, name: str, what: str) -> Callable[..., Any]:
+    found = user.get(name, what)
+    if not callable(found):
+        raise LoadError(f"{user.path.name}: {name} is {type(found).__name__}, not {what} that can be called.")
+    return found
+
+
+def _reward(user: UserFile, name: str) -> Callable[..., Any]:
+    found = _callable(user, name, "a reward function")
+    if any(kind.__name__ == "Module" and kind.__module__.startswith("torch") for kind in type(found).__mro__):
+        raise LoadError(f"{name} is a model. Reward models are not run in an environment; give a function.")
+    return found
+
+
+def _factories(user: UserFile, given: Any) -> dict[str | None, Callable[[], Any]]:
+    if not given:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): _callable(user, str(one), "an environment") for name, one in given.items()}
+    return {None: _callable(user, str(given), "an environment")}
+
+
+def _own_rows(user: UserFile) -> str:
+    try:
+        return data_beside(user.path, ast.parse(user.path.read_bytes()))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+
+
+def _methods(kind: type) -> list[str]:
+    """The methods that are tools: all public ones but `reset` and `get_reward`."""
+    return [
+        name
+        for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)
+        if name not in ("reset", "get_reward") and not name.startswith("_")
+    ]
+
+
+def _chat(prompt: Any, whose: str) -> Any:
+    """A prompt as a text, or as messages of texts. TRL also has messages in blocks; those with images are refused."""
+    if isinstance(prompt, str) or not isinstance(prompt, list):
+        return prompt
+    return [{**message, "content": _text(message.get("content"), whose)} for message in prompt]
+
+
+def _text(content: Any, whose: str) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else [content]
+    if all(isinstance(block, Mapping) and block.get("type") == "text" for block in blocks):
+        return "".join(str(block["text"]) for block in blocks)
+    raise EnvironmentMistake(f"{whose} holds what is no text, such as an image; only texts can be shown here.")
+
+
+def _observed(message: Mapping[str, Any], observation: Any) -> dict[str, Any]:
+    before = _text(message.get("content"), "The prompt")
+    return {**message, "content": before + _text(observation, "What reset() returned")}
+
+
+def _as_trl(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as TRL hands it to reward functions: calls apart from the text."""
+    calls = calls_in(message["content"]) if message["role"] == "assistant" else []
+    good = [call for call in calls if not call.problem]
+    if not good:
+        return dict(message)
+    text = message["content"].split("<tool_call>", 1)[0].strip()
+    asked = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in good]
+    return {"role": "assistant", "content": text, "tool_calls": asked}
+
+
+def _unlogged(*arguments: Any, **named: Any) -> None:
+    """Stands for TRL's log_extra and log_metric: what matters is a part of the reward here."""
+
+
+def _said(environment: Trl) -> str:
+    rewards = ", ".join(environment._bounds)
+    return f"{environment._user.path.name}, written for TRL: {rewards}"
