@@ -1,9 +1,10 @@
 """Near duplicates: texts that share most of their words in the same places, found without comparing every pair.
 
-A text is the set of its runs of one, two and three words (casefolded, NFKC). MinHash signatures and bands (the library
-`rensa`) propose pairs; each proposed pair is then compared exactly, by the Jaccard index of the two sets, so whatever
-is called a near duplicate is one. How many rows a band has hangs on the threshold, so that a pair at the threshold is
-proposed with a probability of 0.999 at least.
+A text is the set of its runs of one, two and three words (casefolded, NFKC). Runs that more than a tenth of the texts
+have are boilerplate: the tasks of an environment often differ in a word or two of a long template, and what all of them
+say tells nothing about two of them. The rest is compared. MinHash signatures and bands (the library `rensa`) propose
+pairs; each is then compared exactly, by the Jaccard index, so whatever is called a near duplicate is one. How many rows
+a band has hangs on the threshold, so that a pair at the threshold is proposed with a probability of 0.999 at least.
 
 Broder, On the resemblance and containment of documents (1997); Leskovec et al., Mining of Massive Datasets, chapter 3.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -27,6 +30,11 @@ _PERMUTATIONS = 128
 _SEED = 42
 _RECALL = 0.999
 _BATCH = 2000
+_FEWEST = 128
+"""Texts below which nothing is boilerplate."""
+_COMMON = 0.1
+_SAMPLE = 2000
+"""Texts that boilerplate is found in."""
 
 
 def shingles(text: str) -> frozenset[int]:
@@ -64,39 +72,94 @@ def whole_text(item: TrajectoryItem) -> str:
 
 
 class _Index:
-    """Sets of shingles by number, and which of them are near one another."""
+    """Sets of shingles by number, and which of them are near one another.
 
-    def __init__(self, threshold: float) -> None:
+    Args:
+        threshold: From which Jaccard index on.
+        common: Boilerplate; None: found out on the way, whenever there are four times as many texts that were new.
+    """
+
+    def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
         if not 0 < threshold <= 1:
             raise InvalidValue(f"dedup_threshold must be above 0 and at most 1, not {threshold}.", hint="Usual: 0.85.")
         from rensa import RMinHash, RMinHashLSH
 
-        self._threshold, self._minhash = threshold, RMinHash
-        self._lsh = RMinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(threshold))
-        self.sets: list[frozenset[int]] = []
-        self.same: dict[frozenset[int], int] = {}
+        self._threshold, self._minhash, self._make = threshold, RMinHash, RMinHashLSH
+        self._lsh = self._empty()
+        self._look_at = _FEWEST if common is None else None
+        self.common = common or frozenset()
+        self._sets: list[array[int]] = []
+        self._same: dict[int, int] = {}
+        self._new: list[int] = []
 
-    def prepared(self, texts: Sequence[str]) -> Iterator[tuple[frozenset[int], Any]]:
-        """Each text's set and signature."""
-        for start in range(0, len(texts), _BATCH):
-            sets = [shingles(text) for text in texts[start : start + _BATCH]]
-            tokens = [[str(one) for one in words] for words in sets]
-            signatures = self._minhash.from_token_sets(tokens, num_perm=_PERMUTATIONS, seed=_SEED)
-            yield from zip(sets, signatures, strict=True)
+    def __len__(self) -> int:
+        return len(self._sets)
 
-    def near(self, words: frozenset[int], signature: Any) -> Iterator[int]:
-        """The numbers of near duplicates, the earliest first."""
-        for one in sorted(self._lsh.query(signature)):
-            if similarity(words, self.sets[one]) >= self._threshold:
-                yield one
+    def walk(self, texts: Sequence[str]) -> Iterator[tuple[int | None, list[int]]]:
+        """Takes texts in, in order: of each the number of an equal one, or None; and those near it that came before,
+        the earliest first. The caller says by `insert` before the next whether it is taken in."""
+        done = 0
+        while done < len(texts):
+            self._learn()
+            size = max(_FEWEST, min(_BATCH, len(self._new)))
+            sets = [shingles(text) for text in texts[done : done + size]]
+            done += len(sets)
+            rest = [words - self.common for words in sets]
+            for words, told, signature in zip(sets, rest, self._signed(rest), strict=True):
+                self._at = words, told, signature
+                same = self._same.get(hash(words))
+                yield same, [] if same is not None else self._near(told, signature)
 
-    def insert(self, words: frozenset[int], signature: Any) -> int:
-        """Takes a set in and returns its number."""
-        number = len(self.sets)
-        self.same[words] = number
-        self._lsh.insert(number, signature)
-        self.sets.append(words)
+    def insert(self, *, new: bool) -> int:
+        """Takes the text that `walk` is at in, and returns its number; `new`: nothing near it came before."""
+        words, told, signature = self._at
+        number = len(self._sets)
+        self._same[hash(words)] = number
+        self._sets.append(array("q", words))
+        if new:
+            self._new.append(number)
+        if told:
+            self._lsh.insert(number, signature)
         return number
+
+    def _near(self, told: frozenset[int], signature: Any) -> list[int]:
+        if not told:
+            return []
+        return [
+            one
+            for one in sorted(self._lsh.query(signature))
+            if similarity(told, frozenset(self._sets[one]) - self.common) >= self._threshold
+        ]
+
+    def _learn(self) -> None:
+        """Finds boilerplate anew where there are many more texts than the last time."""
+        if self._look_at is None or len(self._new) < self._look_at:
+            return
+        self._look_at = len(self._new) * 4
+        common = self.boilerplate()
+        if common == self.common:
+            return
+        self.common, self._lsh = common, self._empty()
+        for start in range(0, len(self._sets), _BATCH):
+            rest = [frozenset(words) - common for words in self._sets[start : start + _BATCH]]
+            for number, (told, signature) in enumerate(zip(rest, self._signed(rest), strict=True), start):
+                if told:
+                    self._lsh.insert(number, signature)
+
+    def boilerplate(self) -> frozenset[int]:
+        """Shingles that more than a tenth of the texts have that were new."""
+        if len(self._new) < _FEWEST:
+            return frozenset()
+        sample = self._new[:: -(-len(self._new) // _SAMPLE)]
+        counted = Counter(shingle for number in sample for shingle in self._sets[number])
+        return frozenset(shingle for shingle, count in counted.items() if count > _COMMON * len(sample))
+
+    def _signed(self, sets: Sequence[frozenset[int]]) -> Any:
+        tokens = [[str(one) for one in words] for words in sets]
+        return self._minhash.from_token_sets(tokens, num_perm=_PERMUTATIONS, seed=_SEED)
+
+    def _empty(self) -> Any:
+        return self._make(threshold=self._threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(self._threshold))
 
 
 class Deduplicator:
@@ -113,7 +176,7 @@ class Deduplicator:
         self._index = _Index(threshold)
 
     def __len__(self) -> int:
-        return len(self._index.sets)
+        return len(self._index)
 
     def add(self, texts: Sequence[str]) -> list[int | None]:
         """Takes texts in, in order.
@@ -122,15 +185,24 @@ class Deduplicator:
             For each the number of the earlier text (counted over those that were new) that it is a near duplicate of,
             None where it is new.
         """
-        answers: list[int | None] = []
-        for words, signature in self._index.prepared(texts):
-            found = self._index.same.get(words)
-            if found is None:
-                found = next(self._index.near(words, signature), None)
-            if found is None:
-                self._index.insert(words, signature)
-            answers.append(found)
-        return answers
+        return _judged(self._index, texts)
+
+
+def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:
+    answers: list[int | None] = []
+    for same, near in index.walk(texts):
+        found = same if same is not None else near[0] if near else None
+        if found is None:
+            index.insert(new=True)
+        answers.append(found)
+    return answers
+
+
+def _knowing(texts: Sequence[str], threshold: float) -> _Index:
+    """An empty index that knows the boilerplate of all these texts from the beginning."""
+    first = _Index(threshold)
+    _judged(first, texts)
+    return _Index(threshold, first.boilerplate())
 
 
 def deduplicate(
@@ -146,7 +218,8 @@ def deduplicate(
         text: What of an item is compared; by default what is asked and answered.
     """
     items = list(items)
-    found = Deduplicator(threshold).add([text(item) for item in items])
+    texts = [text(item) for item in items]
+    found = _judged(_knowing(texts, threshold), texts)
     kept = [item for item, near in zip(items, found, strict=True) if near is None]
     return kept, len(items) - len(kept)
 
@@ -170,12 +243,11 @@ class _Joined:
 
 def clusters(texts: Sequence[str], threshold: float) -> list[int]:
     """For each text the number of its cluster: texts are in one where a chain of near duplicates joins them."""
-    index, joined, owners = _Index(threshold), _Joined(), []
-    for words, signature in index.prepared(texts):
-        number = index.same.get(words)
+    index, joined, owners = _knowing(texts, threshold), _Joined(), []
+    for same, near in index.walk(texts):
+        number = same
         if number is None:
-            near = list(index.near(words, signature))
-            number = index.insert(words, signature)
+            number = index.insert(new=not near)
             for one in near:
                 joined.join(number, one)
         owners.append(number)

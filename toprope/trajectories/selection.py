@@ -12,7 +12,7 @@ from typing import Any
 from toprope.errors import InvalidValue, shown
 from toprope.trajectories.items import SEALED, TrajectoryItem
 
-__all__ = ["Query", "best_of_tasks"]
+__all__ = ["Query", "best_of_tasks", "place_of"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Query:
         best = None if self.per_task is None else best_of_tasks(filter(self.matches, items()), self.per_task)
         count = 0
         for item in filter(self.matches, items()):
-            if best is not None and _place(item) not in best:
+            if best is not None and place_of(item) not in best:
                 continue
             if self.limit is not None and count >= self.limit:
                 return
@@ -110,7 +110,7 @@ def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any,
     heaps: dict[tuple[Any, Any], list[tuple[float, int, tuple[Any, ...]]]] = {}
     for number, item in enumerate(items):
         heap = heaps.setdefault((item.metadata.get("environment"), item.metadata.get("task")), [])
-        entry = (item.reward, number, _place(item))
+        entry = (item.reward, number, place_of(item))
         if len(heap) < count:
             heapq.heappush(heap, entry)
         else:
@@ -118,7 +118,8 @@ def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any,
     return {place for heap in heaps.values() for _, _, place in heap}
 
 
-def _place(item: TrajectoryItem) -> tuple[Any, ...]:
+def place_of(item: TrajectoryItem) -> tuple[Any, ...]:
+    """What tells an item from all others: its place in its run, else what it says."""
     told = item.metadata
     if "group" in told:
         return told.get("run"), told.get("group"), told.get("rollout")

@@ -1,0 +1,65 @@
+"""The program that exports and builds: `python -P -m toprope.trajectories FOLDER`, with an order in the folder.
+
+It is a process of its own, because it loads what the server never does (pyarrow, a tokenizer) and may take an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from toprope.errors import TopropeError
+from toprope.records.folder import read_json, write_json
+from toprope.trajectories.jobs import hold
+from toprope.trajectories.orders import Order
+from toprope.trajectories.work import Work
+
+_NICE = 5
+"""Training comes first."""
+
+
+def main(arguments: list[str]) -> int:
+    """Does the order in the folder that is named; 0 when it was done, 1 when it could not be."""
+    folder = Path(arguments[0])
+    held = hold(folder)
+    if held is None:
+        print("another process is at it", flush=True)
+        return 1
+    os.nice(_NICE)
+    signal.signal(signal.SIGTERM, _ended)
+    failure: dict[str, str]
+    try:
+        order = Order.model_validate(read_json(folder / "order.json"))
+
+        def tell(doing: str, read: int, kept: int) -> None:
+            write_json(folder / "progress.json", {"doing": doing, "read": read, "kept": kept})
+
+        outcome = asyncio.run(Work(order, folder, tell).do())
+    except TopropeError as error:
+        failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    except (KeyboardInterrupt, SystemExit):
+        failure = {"kind": "NotPossibleNow", "message": "It was stopped.", "hint": "The same call goes on."}
+    except BaseException as error:
+        traceback.print_exc()
+        failure = {
+            "kind": "ComponentFailed",
+            "message": f"The program for data failed: {type(error).__name__}: {str(error)[:300]}",
+            "hint": f"Its log is {folder / 'job.log'}.",
+        }
+    else:
+        write_json(folder / "outcome.json", outcome.model_dump(mode="json"))
+        return 0
+    write_json(folder / "failure.json", failure)
+    return 1
+
+
+def _ended(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

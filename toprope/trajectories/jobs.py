@@ -1,0 +1,201 @@
+"""Orders as processes of their own: whoever asks waits for a while, and asks again for what takes longer.
+
+An order's folder holds `order.json`, `progress.json`, `job.log`, and in the end `outcome.json` or `failure.json`. The
+process holds a lock there for life, so whoever can take it knows that the process is gone. It outlives whoever started
+it; started again in the same folder it goes on with the state that it left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
+from toprope.records.folder import LEFT, misfits, read_json, write_json
+from toprope.sdk.link import worker_environment
+from toprope.trajectories.orders import Order, Outcome
+
+__all__ = ["Job", "Standing", "hold"]
+
+_START_S = 30.0
+_EVERY_S = 0.05
+_WORDS = 1500
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a job stands: `outcome` where it succeeded, `failure` where not, neither while it goes on."""
+
+    alive: bool
+    outcome: Outcome | None = None
+    failure: TopropeError | None = None
+    doing: str = ""
+    read: int = 0
+    kept: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None or self.failure is not None
+
+
+class Job:
+    """One order and its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, place: Path, order: Order) -> Job:
+        """The folder for an order below `place`, the same for the same order."""
+        digest = hashlib.sha256(order.model_dump_json().encode()).hexdigest()[:16]
+        return cls(place / digest)
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    def begin(self, order: Order, keys: Mapping[str, str] | None = None) -> None:
+        """Starts the process, unless it runs. What an ended one left behind as its result is forgotten; the state of
+        one that did not come to an end is taken up.
+
+        Args:
+            order: What is asked.
+            keys: Variables for the process beside the usual ones: keys of teachers.
+
+        Raises:
+            ComponentFailed: It does not start.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.alive():
+            return
+        if (self.folder / "outcome.json").exists():
+            (self.folder / "state.jsonl").unlink(missing_ok=True)
+        for name in ("outcome.json", "failure.json", "progress.json", "told"):
+            (self.folder / name).unlink(missing_ok=True)
+        write_json(self.folder / "order.json", order.model_dump(mode="json"))
+        with (self.folder / "job.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "toprope.trajectories", str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=worker_environment(keys),
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self.alive() or self.standing().ended:
+                return
+            if process.poll() is not None:
+                break
+            time.sleep(_EVERY_S)
+        if not self.standing().ended and not self.alive():
+            raise ComponentFailed(f"The program for data did not start: {self._last_words()}", hint="Try again.")
+
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        try:
+            descriptor = os.open(self.folder / "job.lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def standing(self) -> Standing:
+        """How it stands now.
+
+        Raises:
+            Corrupt: Its files are not what we wrote.
+        """
+        alive = self.alive()  # looked at first: one that ends meanwhile has left its result by then
+        if (outcome := self._read("outcome.json")) is not None:
+            try:
+                return Standing(alive, Outcome.model_validate(outcome))
+            except ValidationError as error:
+                raise Corrupt(f"{self.folder}/outcome.json: {misfits(error)}.", hint=LEFT) from None
+        if (failure := self._read("failure.json")) is not None:
+            return Standing(alive, failure=_error(failure))
+        told = self._read("progress.json") or {}
+        if not alive and (self.folder / "job.lock").exists():
+            words = self._last_words()
+            return Standing(
+                False,
+                failure=ComponentFailed(f"The program for data was ended: {words}", hint="The same call goes on."),
+            )
+        return Standing(
+            alive, doing=str(told.get("doing", "")), read=int(told.get("read", 0)), kept=int(told.get("kept", 0))
+        )
+
+    def wait(self, seconds: float) -> Standing:
+        """Waits for its end, so long at most."""
+        deadline = time.monotonic() + seconds
+        while not (now := self.standing()).ended and time.monotonic() < deadline:
+            time.sleep(_EVERY_S)
+        return now
+
+    def told(self) -> bool:
+        """Whether somebody was told its result."""
+        return (self.folder / "told").exists()
+
+    def tell(self) -> None:
+        """Notes that somebody was."""
+        (self.folder / "told").touch(mode=0o600)
+
+    def stop(self) -> bool:
+        """Ends the process and what it started; whether it ran. A build's state stays."""
+        told = self._read("pid.json")
+        if not self.alive() or not isinstance(told, dict):
+            return False
+        os.killpg(int(told["pid"]), signal.SIGTERM)
+        return True
+
+    def _read(self, name: str) -> Any:
+        try:
+            return read_json(self.folder / name)
+        except NotFound:
+            return None
+
+    def _last_words(self) -> str:
+        try:
+            said = (self.folder / "job.log").read_bytes()[-_WORDS:].decode(errors="replace").strip()
+        except OSError:
+            return "it said nothing"
+        return said.splitlines()[-1] if said else "it said nothing"
+
+
+def hold(folder: Path) -> int | None:
+    """Takes a job's lock for life; None where another process has it."""
+    descriptor = os.open(folder / "job.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    write_json(folder / "pid.json", {"pid": os.getpid()})
+    return descriptor
+
+
+def _error(told: Any) -> TopropeError:
+    """The failure as the error that it was."""
+    import toprope.errors as known
+
+    kind = getattr(known, str(told.get("kind", "")), ComponentFailed) if isinstance(told, dict) else ComponentFailed
+    if not (isinstance(kind, type) and issubclass(kind, TopropeError)):
+        kind = ComponentFailed
+    return kind(str(told.get("message", "")), hint=str(told.get("hint", "")))
