@@ -8,6 +8,7 @@ the owner's configuration folder. Nothing is created until it is needed: clients
       runs/       one folder a run        locks.yaml     instead of the shipped one; so is limits.yaml
       datasets/   files to train on       datasets/      the same
       policies/   embedded policies       presets/       before the shipped ones
+      exports/    rollouts as files       strategies/    Python files that judge, make or score data
       index.db    drafts, stamps          environments/  one Python file each
       ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
       interpreters/  of environments      http-token     of `toprope serve --http`
@@ -31,7 +32,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["Home", "HttpDoor", "MachineLimit", "OwnerSettings", "ServeRole", "StatusLimit"]
+__all__ = ["DataLimit", "Home", "HttpDoor", "MachineLimit", "OwnerSettings", "ServeRole", "StatusLimit"]
 
 SHIPPED = Path(toprope.__file__).resolve().parent.parent
 """The folder that holds `configs` beside the package, in a checkout and in a wheel alike."""
@@ -85,6 +86,21 @@ class ServeRole(BaseModel):
     """Sets of tools: plan, run, read; all when there are none."""
 
 
+class DataLimit(BaseModel):
+    """What agents may make of rollouts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    export: bool = True
+    """Whether export_trajectories is allowed."""
+    build: bool = True
+    """Whether build_dataset is."""
+    max_items: int = Field(5_000_000, ge=1)
+    """Most items of an export or a data set."""
+    at_once: int = Field(2, ge=1, le=64)
+    """Exports and builds that go on beside each other."""
+
+
 class MachineLimit(BaseModel):
     """What runs may have of this machine, all together. What is not set is found out."""
 
@@ -123,6 +139,8 @@ class OwnerSettings(BaseModel):
     """Beyond it runs are queued."""
     containment: Literal["auto", "bubblewrap", "guard"] = "auto"
     """How the processes of runs are held: in pid namespaces by bubblewrap where that works, always, or never."""
+    data: DataLimit = Field(default_factory=DataLimit)
+    """Exports and data sets."""
     serve: ServeRole = Field(default_factory=ServeRole)
     """Read when a server starts."""
     http: HttpDoor = Field(default_factory=HttpDoor)
@@ -201,6 +219,15 @@ class Home:
         return self.path / "environments.json"
 
     @property
+    def datasets(self) -> Path:
+        """Data sets that were built, by name and version, beside files to train on."""
+        return self.path / "datasets"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
     def settings_file(self) -> Path:
         return self.configuration / "settings.yaml"
 
@@ -242,6 +269,10 @@ class Home:
         """The owner's folders with environments. A relative path is one within the owner's configuration folder."""
         own = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
         return [*own, self.configuration / "environments"]
+
+    def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
+        """Where users' strategies, scorers and generators for data may lie: beside the owner's environments too."""
+        return [self.configuration / "strategies", *self.environment_folders(settings)]
 
     def lent_tools(self, settings: OwnerSettings) -> dict[str, dict[str, Any]]:
         """The owner's tools as workers are told of them."""
