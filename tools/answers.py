@@ -74,6 +74,9 @@ class EnvironmentItem(_Data):
     name: str
     summary: str
     state: str
+    ecosystem: str = "toprope"
+    tools: bool = False
+    tasks: int | None = None
 
 
 class Environments(_Data):
@@ -94,6 +97,11 @@ class Description(_Data):
     examples: list[dict[str, Any]]
     remarks: list[str]
     presets: dict[str, str]
+    ecosystem: str = "toprope"
+    state: str = "ready"
+    tools: bool = False
+    versions: dict[str, str] = {}
+    load_seconds: float = 0.0
 
 
 class FieldChange(_Data):

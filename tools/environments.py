@@ -50,7 +50,7 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     entries = await to_thread.run_sync(workshop.catalog.search, query or "")
     page = entries[start : start + _PAGE]
     more = str(start + _PAGE) if start + _PAGE < len(entries) else None
-    items = [answers.EnvironmentItem(name=one.name, summary=_summary(one), state=_state(one)) for one in page]
+    items = [_item(one) for one in page]
     if not items and not start:
         text = f"No environment matches {query!r}. Next: list_environments() for all."
     elif not items:
@@ -58,7 +58,10 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     else:
         which = f" that match {query!r}" if query else ""
         lines = [f"{len(entries)} environments{which}, {start + 1} to {start + len(items)}:"]
-        lines += [f"{item.name} [{item.state}] {item.summary}" for item in items]
+        lines += [f"{item.name} [{item.state}]{_facts(item)} {item.summary}" for item in items]
+        lacking = next((one.ecosystem for one in page if one.status == "needs install"), None)
+        if lacking and workshop.settings().installs == "allow":
+            lines.append(f"Install: {call('add_environment', what=lacking)}")
         if more:
             arguments = {"query": query, "cursor": more} if query else {"cursor": more}
             lines.append(f"More: {call('list_environments', **arguments)}")
@@ -87,7 +90,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     card = described.card
     presets = _presets(workshop, entry.name)
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
-    lines = [f"{entry.name}: {turns}. {clip(card.description, 300)}", *_knob_lines(card)]
+    lines = [f"{entry.name}: {turns}. {clip(card.description, 300)}", _nature(described), *_knob_lines(card)]
     lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
     if sizes:
@@ -108,6 +111,11 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         examples=[_example(example) for example in described.examples],
         remarks=[clip(remark, 300) for remark in described.remarks],
         presets=presets,
+        ecosystem=entry.ecosystem,
+        state=_state(entry),
+        tools=entry.tools,
+        versions=dict(list(card.versions.items())[:20]),
+        load_seconds=round(described.load_seconds, 2),
     )
     return Answer("\n".join(lines), data)
 
@@ -162,6 +170,10 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
 
 
 async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, examples: int) -> Description:
+    if entry.status == "needs install" and workshop.settings().installs == "allow":
+        raise EnvironmentFailed(
+            f"{entry.name} is not installed.", hint=f"Install it: {call('add_environment', what=entry.ecosystem)}"
+        )
     try:
         with anyio.fail_after(_LONGEST_S):
             return await workshop.catalog.describe(
@@ -206,6 +218,38 @@ def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
         tuned = " Has values for this environment." if environment in preset.environments else ""
         found[name] = f"{preset.description}{tuned}".strip()
     return found
+
+
+def _item(entry: Entry) -> answers.EnvironmentItem:
+    return answers.EnvironmentItem(
+        name=entry.name,
+        summary=_summary(entry),
+        state=_state(entry),
+        ecosystem=entry.ecosystem,
+        tools=entry.tools,
+        tasks=entry.tasks,
+    )
+
+
+def _facts(item: answers.EnvironmentItem) -> str:
+    """What the name does not say already."""
+    facts = [] if item.ecosystem == "toprope" or item.name.startswith(item.ecosystem) else [item.ecosystem]
+    facts += ["tools"] if item.tools else []
+    facts += [f"{item.tasks} tasks"] if item.tasks is not None else []
+    return f" ({', '.join(facts)})" if facts else ""
+
+
+def _nature(described: Description) -> str:
+    """Whose conventions it follows, where it runs, and what it needs."""
+    entry = described.entry
+    where = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
+    versions = ", ".join(f"{name} {one}" for name, one in described.card.versions.items() if name != "sha256")
+    needs = "" if entry.status == "ready" else f" It {_state(entry)}"
+    lends = ", gives the policy tools" if entry.tools else ""
+    return (
+        f"Ecosystem {entry.ecosystem}{lends}; runs in {where} ({clip(versions, 200)}), "
+        f"loaded in {described.load_seconds:.1f} s.{needs}"
+    )
 
 
 def _state(entry: Entry) -> str:

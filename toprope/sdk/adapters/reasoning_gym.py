@@ -30,6 +30,7 @@ from toprope.sdk.knobs import knob, nearest, settable
 
 __all__ = ["Listing", "ListedTask", "ReasoningGym", "make"]
 
+REQUIREMENTS = ("reasoning-gym==0.1.*",)
 PACKAGE = "reasoning_gym"
 _SEED = 0
 _HIDDEN = ("seed", "size", "data_file")
