@@ -1,0 +1,160 @@
+"""What verifiers needs of us to play within the worker: a harness without a process, and a key a rollout.
+
+verifiers runs every agent as a program of its own, which takes most of a second. Its contract is not the process but
+the interception server that the program's model calls go through, so that a loop in this process will do: `InProcess`.
+Towards the policy, verifiers knows one key a configuration; `Sessions` gives each rollout the key of its own.
+
+Both are made from the installed verifiers (private API of 0.4), which is imported when they are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from contextlib import AsyncExitStack
+from typing import Any
+
+__all__ = ["HARNESS", "client_config", "register_harness", "sessions_server"]
+
+HARNESS = "toprope_in_process"
+"""The id of our harness, as a configuration of verifiers names it."""
+_LONGEST_RESULT = 50_000
+
+
+def register_harness() -> None:
+    """Makes the harness importable by its id, as verifiers finds its plugins."""
+    if HARNESS in sys.modules:
+        return
+    import httpx
+    from verifiers.v1.configs.harness import HarnessConfig
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harness import Harness
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+    from verifiers.v1.runtimes import ProgramResult
+
+    class Config(HarnessConfig):
+        """No settings beside the general ones."""
+
+    class InProcess(Harness[Config]):  # type: ignore[misc]
+        """The chat loop of verifiers' `null` harness, without its process: asks, calls tools, until an answer calls
+        none."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            messages = [{"role": "system", "content": system}] if system else []
+            if isinstance(prompt, str):
+                messages.append({"role": "user", "content": prompt})
+            else:
+                messages += [message_to_wire(message) for message in prompt or ()]
+            async with AsyncExitStack() as stack:
+                tools, places, servers = [], {}, {}
+                if mcp_urls:
+                    timeout = self.config.tool_timeout
+                    specs = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
+                    tools, places, servers = await connect_mcp({"mcpServers": specs}, stack)
+                http = await stack.enter_async_context(_http(httpx))
+                while True:
+                    body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+                    answer = await http.post(
+                        f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+                    )
+                    if answer.status_code != 200:
+                        return ProgramResult(1, "", answer.text[-2000:])
+                    message = answer.json()["choices"][0]["message"]
+                    messages.append({name: value for name, value in message.items() if value is not None})
+                    if not message.get("tool_calls"):
+                        return ProgramResult(0, "", "")
+                    for call in message["tool_calls"]:
+                        said = await _called(call["function"], places, lambda *named: call_mcp(servers, places, *named))
+                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+
+    module = types.ModuleType(HARNESS)
+    InProcess.__module__ = Config.__module__ = HARNESS
+    module.__dict__.update(InProcess=InProcess, Config=Config, __all__=["InProcess"])
+    sys.modules[HARNESS] = module
+
+
+def _http(httpx: Any) -> Any:
+    # Loopback without TLS: a context for it would take longer than the request.
+    return httpx.AsyncClient(timeout=None, verify=False, trust_env=False)
+
+
+async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -> Any:
+    """A tool's result, or in words what went wrong: the policy reads it either way."""
+    name = function["name"]
+    if name not in places:
+        return f"error: unknown tool {name!r}; there are {', '.join(places) or 'none'}"
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: the arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments must be a JSON object"
+    said = await call(name, arguments)
+    return said[:_LONGEST_RESULT] if isinstance(said, str) else said
+
+
+def client_config(base_url: str, key: str, judge_key: str) -> Any:
+    """An endpoint as verifiers describes it, with the keys of one rollout."""
+    from verifiers.v1.clients import EvalClientConfig
+
+    config = EvalClientConfig(base_url=base_url, api_key_var="TOPROPE_HAS_NO_SUCH_VARIABLE")
+    # Aside from the model's fields: what verifiers records of a client is not to hold keys.
+    object.__setattr__(config, "_toprope_keys", (key, judge_key or key))
+    return config
+
+
+def sessions_server(secrets: tuple[str, ...]) -> Any:
+    """An interception server that gives each rollout the key of its own; use it with `async with`.
+
+    Args:
+        secrets: Of the environment's shared tool servers.
+    """
+    import httpx
+    from verifiers.v1.clients.eval import EvalClient
+    from verifiers.v1.interception import InterceptionServer
+
+    class SessionClient(EvalClient):  # type: ignore[misc]
+        def __init__(self, base_url: str, key: str, client: Any) -> None:
+            self.base_url, self.api_key, self.headers, self.client = base_url, key, {}, client
+
+    class Sessions(InterceptionServer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(state_service_secrets=secrets)
+            self._shared = httpx.AsyncClient(
+                timeout=None,
+                verify=False,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            )
+            self.stack.push_async_callback(self._shared.aclose)
+
+        def register(self, session: Any) -> tuple[str, str]:
+            made: tuple[str, str] = super().register(session)
+            config = session.ctx.client
+            if keys := getattr(config, "_toprope_keys", None):
+                agent = session.trace.agent
+                key = keys[0] if agent is None or agent.trainable else keys[1]
+                session.client = SessionClient(config.base_url, key, self._shared)
+            return made
+
+        def _client(self, config: Any) -> Any:
+            return None if hasattr(config, "_toprope_keys") else super()._client(config)
+
+    return Sessions()

@@ -1,0 +1,383 @@
+"""Environments written for verifiers 0.4: a taskset with its rewards and metrics, and whatever environment it brings.
+
+The target is the module that exports a taskset (an installed package, as `vf-eval` takes it), or a user's file, with
+`:Class` where it has several. verifiers plays, with the session's key; by default through a harness in this process
+(see _verifiers_play), or through one of its own, which the knob `harness` names. Nothing of it leaves the machine: its
+remote runtime, which is its default, is replaced by the local one, and results are pushed nowhere.
+
+Every reward is a part with the weight that its author gave it, every metric one of weight 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import os
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._verifiers_files import declared, installed
+from toprope.sdk.adapters._verifiers_play import HARNESS, client_config, register_harness, sessions_server
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Messages, Part, Task
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.knobs import knob, settable
+from toprope.sdk.own_loop import OwnLoop, Played, Session
+
+__all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make"]
+
+REQUIREMENTS = ("verifiers==0.4.*", "uv")
+PACKAGE = "verifiers"
+_OTHER = "other"
+_OTHER_LIMIT = 1e6
+_REFERENCES = ("answer", "reference", "solution", "expected", "ground_truth", "target")
+_OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "config")
+
+
+class Verifiers(OwnLoop):
+    """An environment of verifiers."""
+
+    packages = ("verifiers",)
+    tags = ("verifiers",)
+
+    def __init__(self, taskset: str) -> None:
+        from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
+        self._taskset_id = taskset
+        cls = taskset_class(taskset)
+        self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"  # type: ignore[misc]
+        self.__doc__ = first_line(cls.__doc__) or first_line(sys.modules[cls.__module__].__doc__) or self.name
+        self._fields, knobs = _knobs(taskset_config_type(taskset))
+        self.Knobs = knobs  # type: ignore[assignment]
+        self._env: Any = None
+        self._open: dict[str, Any] = {}
+        """What rollouts share once the first one has begun: they play on copies of this environment."""
+
+    def setup(self) -> None:
+        from pydantic import ValidationError
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        own = {name: getattr(self.knobs, name) for name in _OURS}
+        values = {field: getattr(self.knobs, name) for name, field in self._fields.items()}
+        changed = {field: value for field, value in values.items() if value is not None}
+        given = dict(own["config"])
+        given["taskset"] = {**given.get("taskset", {}), **changed, "id": self._taskset_id}
+        register_harness()
+        _find_programs()
+        try:
+            config = resolve_env_config(given)
+            config = self._at_home(config, own["harness"])
+            self._env = load_environment(config)
+            first = next(iter(self._env.taskset), None)
+        except (ValidationError, TypeError, ValueError, ModuleNotFoundError) as error:
+            raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
+        self._open = {}
+        if first is None:
+            raise EnvironmentMistake(f"The taskset {self._taskset_id} holds no tasks.")
+        if type(first).NEEDS_CONTAINER:
+            raise InvalidRequest(
+                f"{type(first).__name__} needs a container, and environments run on this machine: take another taskset."
+            )
+        self.parts = self._parts(first)
+        taskset = self._env.taskset
+        tools = [*first.toolsets(first.config), *taskset.toolsets(taskset.config)]
+        for server in tools:
+            _check_server(server)
+        plain = own["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
+        self.max_turns = 1 if plain else own["turns"]
+
+    def tasks(self) -> Iterator[Task]:
+        for task in self._env.taskset:
+            yield Task(_messages(task.data), reference=_reference(task.data), data={"task": task})
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        """Whether the reward is what `success_reward` asks for: by default the most that the rewards can give."""
+        wanted = self.knobs.success_reward
+        if wanted is None:
+            wanted = sum(
+                max(part.weight * part.low, part.weight * part.high)
+                for name, part in self.parts.items()
+                if name != _OTHER
+            )
+        return reward >= (wanted or 1.0) - 1e-9
+
+    async def rollout(self, session: Session) -> Played:
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.types import SamplingConfig
+
+        await self._served()
+        sampling: dict[str, Any] = {
+            "temperature": session.temperature,
+            "top_p": session.top_p,
+            "max_tokens": session.max_tokens,
+        }
+        if session.stop:
+            sampling["stop"] = list(session.stop)
+        if session.seed is not None:
+            sampling["seed"] = session.seed
+        context = ModelContext(
+            model=session.model,
+            client=client_config(session.base_url, session.api_key, session.judge_key),
+            sampling=SamplingConfig(**sampling),
+        )
+        episode = await self._env.run_episode(self.task.data["task"], context)
+        return self._played(episode)
+
+    def _at_home(self, config: Any, harness: str) -> Any:
+        """The configuration with every agent on this machine, and with the harness that was chosen."""
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.configs.env import default_agent_harness
+        from verifiers.v1.runtimes import SubprocessConfig
+        from verifiers.v1.utils.loaders import harness_config_type
+
+        default = default_agent_harness(config.taskset.id)
+        update = {}
+        for name, agent in agent_config_fields(config).items():
+            chosen = agent.harness
+            if harness != "auto":
+                chosen = harness_config_type(harness).model_validate({"id": harness})
+            elif chosen is None and default.id == "bash":
+                # Its author named none. verifiers would take bash, which lets the model run commands on this machine.
+                chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS})
+            update[name] = agent.model_copy(update={"harness": chosen, "runtime": SubprocessConfig()})
+        return config.model_copy(update=update)
+
+    def _parts(self, task: Any) -> dict[str, Part]:
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        if low >= high:
+            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
+        parts: dict[str, Part] = {}
+        keyed = "finalize" in _overridden(type(self._env), "Env")
+        for function in task.hooks("reward"):
+            weight = float(getattr(function, "_vf_weight", 1.0))
+            if not _gives_a_number(function):
+                keyed = True
+            parts[function.__name__] = Part(weight, low, high, first_line(function.__doc__))
+        for judge in task.plugged_judges():
+            parts[judge.reward_name] = Part(float(judge.config.weight), low, high, "a judge's verdict")
+        if keyed or not parts:
+            parts[_OTHER] = Part(1.0, -_OTHER_LIMIT, _OTHER_LIMIT, "rewards whose names its author does not declare")
+        for function in task.hooks("metric"):
+            parts.setdefault(
+                function.__name__, Part(0.0, -_OTHER_LIMIT, _OTHER_LIMIT, first_line(function.__doc__) or "a metric")
+            )
+        return parts
+
+    async def _served(self) -> None:
+        """Brings up what rollouts share, once, on the event loop that they run on."""
+        if "ready" not in self._open:
+            ready = self._open["ready"] = asyncio.get_running_loop().create_future()
+            self._open["serving"] = asyncio.create_task(self._serve(self._env, ready))
+        await asyncio.shield(self._open["ready"])
+
+    async def _serve(self, env: Any, ready: asyncio.Future[None]) -> None:
+        try:
+            env._agent_specs = {
+                name: spec.model_copy(update={"max_turns": min(spec.max_turns or self.max_turns, self.max_turns)})
+                for name, spec in env._agent_specs.items()
+            }
+            async with env.serving():
+                secrets = tuple(one.state_secret for one in env._shared_tools.values() if one.state_secret)
+                async with sessions_server(secrets) as server:
+                    env._interception = server
+                    ready.set_result(None)
+                    await asyncio.Event().wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    def _played(self, episode: Any) -> Played:
+        traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable] or episode.traces
+        turns = sum(trace.num_turns for trace in traces)
+        truncated = any(trace.is_truncated for trace in traces)
+        if not episode.ok:
+            failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), None)
+            said = (
+                f"{failed.type}: {failed.message}"
+                if failed
+                else "verifiers calls the episode failed without saying why"
+            )
+            return Played({}, turns=turns, truncated=truncated, error=said)
+        from verifiers.v1.dialects.chat import message_to_wire
+
+        parts = dict.fromkeys(self.parts, 0.0)
+        for trace in traces:
+            for name, reward in trace.rewards.items():
+                if reward is None:
+                    continue
+                if name in parts and name != _OTHER:
+                    parts[name] += self._within(name, float(reward.score)) / len(traces)
+                elif _OTHER in parts:
+                    parts[_OTHER] += float(reward.value) / len(traces)
+                else:
+                    raise EnvironmentMistake(
+                        f"The rewards gave {name!r}, which no reward function is called. A function that returns "
+                        "several by name says so: annotate it with -> dict[str, float]."
+                    )
+            for name, value in trace.metrics.items():
+                if value is not None and name in parts:
+                    parts[name] += float(value) / len(traces)
+        messages = [message_to_wire(message) for trace in traces for message in trace.messages]
+        return Played(parts, messages=messages, turns=turns, truncated=truncated)
+
+    def _within(self, name: str, value: float) -> float:
+        part = self.parts[name]
+        if not part.low <= value <= part.high:
+            raise EnvironmentMistake(
+                f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: "
+                "set the knobs reward_low and reward_high."
+            )
+        return value
+
+
+def make(target: str) -> Verifiers:
+    """The environment of a taskset. See the module.
+
+    Raises:
+        LoadError: verifiers is not installed, is too old, or finds no such taskset.
+    """
+    try:
+        import verifiers
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"verifiers is not installed for {sys.executable} ({error}). Make it an interpreter of its own with "
+            f"{', '.join(REQUIREMENTS)}."
+        ) from error
+    try:
+        importlib.import_module("verifiers.v1")
+    except ModuleNotFoundError as error:
+        version = getattr(verifiers, "__version__", "?")
+        raise LoadError(
+            f"verifiers {version} does not have the API of 0.4 ({error}): it needs {', '.join(REQUIREMENTS)} in an "
+            "interpreter of its own."
+        ) from error
+    return Verifiers(_taskset(target))
+
+
+def _taskset(target: str) -> str:
+    """The id by which verifiers finds the taskset; a user's file becomes a module that it can import."""
+    file, _, attribute = target.partition(".py")
+    if not target.startswith("/") and ".py" not in target:
+        return target
+    path = Path(file + ".py")
+    if not path.is_file():
+        raise LoadError(f"The file {path} does not exist.")
+    folder = str(path.parent)
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    _prepend("PYTHONPATH", folder)  # verifiers starts tool servers as programs that import the module
+    module = importlib.import_module(path.stem)
+    if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
+        raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
+    from verifiers.v1.taskset import Taskset
+
+    named = attribute.lstrip(":")
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Taskset) and value.__module__ == module.__name__
+    ]
+    if named and named not in own:
+        raise LoadError(f"{path.name} has no taskset {named!r}. Tasksets: {', '.join(own) or 'none'}.")
+    if not named and len(own) != 1:
+        raise LoadError(f"{path.name} has {len(own)} tasksets ({', '.join(own)}): name one as {path}:Class.")
+    others = [name for name in getattr(module, "__all__", ()) if name not in own]
+    module.__all__ = [*others, named or own[0]]  # type: ignore[attr-defined]
+    return path.stem
+
+
+def _knobs(config: Any) -> tuple[dict[str, str], type]:
+    """The taskset's own settings that JSON can say, as field by knob, and the knobs with ours before them."""
+    ours: list[tuple[str, Any, Any]] = [
+        ("harness", str, knob("auto", help="auto: the taskset's own, else one in this process; or an id of verifiers")),
+        ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
+        ("reward_low", float, knob(0.0, help="smallest value of a reward")),
+        ("reward_high", float, knob(1.0, help="largest value of a reward")),
+        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the most there is")),
+        ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
+    ]
+    fields, made = {}, ours
+    for name, field in config.model_fields.items():
+        if name in ("id", "task", "system_prompt") or not settable(field.annotation) or field.is_required():
+            continue
+        default = field.get_default(call_default_factory=True)
+        taken = f"taskset_{name}" if name in _OURS else name
+        fields[taken] = name
+        made.append((taken, field.annotation, knob(default, help=field.description or "")))
+    return fields, dataclasses.make_dataclass("Knobs", made)
+
+
+def _overridden(cls: type, base: str) -> set[str]:
+    """Names that a class's own bases below `base` define."""
+    names: set[str] = set()
+    for one in cls.__mro__:
+        if one.__name__ == base:
+            break
+        names |= set(vars(one))
+    return names
+
+
+def _gives_a_number(function: Any) -> bool:
+    try:
+        hint = typing.get_type_hints(function).get("return")
+    except Exception:  # an annotation may name what exists for type checkers only
+        hint = None
+    return hint in (float, int, bool)
+
+
+def _messages(data: Any) -> Messages:
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    from verifiers.v1.types import content_text
+
+    said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
+    if not said:  # the environment opens the conversation
+        said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
+    return [*messages, *said]
+
+
+def _reference(data: Any) -> Any:
+    for name in _REFERENCES:
+        value = getattr(data, name, None)
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+def _check_server(server: Any) -> None:
+    """A tool server is a program, `python -m module`; one that ends at once would be waited for for three minutes.
+
+    Raises:
+        InvalidRequest: The module does nothing as a program.
+    """
+    try:
+        type(server)._config_cls()
+    except TypeError as error:
+        raise InvalidRequest(f"verifiers cannot start a tool server: {error}") from error
+    module = sys.modules.get(type(server).__module__)
+    file = Path(getattr(module, "__file__", None) or "/")
+    if server.config.url or file.name == "__init__.py" or not file.is_file():
+        return
+    if "__main__" not in file.read_text(errors="replace"):
+        name = type(server).__name__
+        raise InvalidRequest(
+            f"verifiers starts {name} as a program, but {file.name} runs nothing: end it with "
+            f'if __name__ == "__main__": {name}.run()'
+        )
+
+
+def _find_programs() -> None:
+    """Programs that came with this interpreter's packages (uv) are found by the harnesses that need them."""
+    _prepend("PATH", os.path.dirname(sys.executable))
+
+
+def _prepend(variable: str, folder: str) -> None:
+    places = os.environ.get(variable, "")
+    if folder not in places.split(os.pathsep):
+        os.environ[variable] = os.pathsep.join(filter(None, [folder, places]))
