@@ -83,6 +83,21 @@ def test_the_inputs_are_equal_for_the_same_run_and_differ_by_name(folder, tmp_pa
     assert set(found) == {"environment.sha256", f"environment.files.{data}"}
 
 
+def test_an_interpreter_of_its_own_is_recorded_package_by_package(folder, tmp_path):
+    site = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    (site / "tiny_rules-1.5.dist-info").mkdir(parents=True)
+    (site / "tiny_rules-1.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tiny-rules\nVersion: 1.5\n"
+    )
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    run = specification(tmp_path)
+    assert collect(folder, run).environment.packages == {}
+    there = run.environment.model_copy(update={"interpreter": str(tmp_path / "venv" / "bin" / "python")})
+    recorded = collect(folder, run.model_copy(update={"environment": there}))
+    assert recorded.environment.packages == {"tiny-rules": "1.5"}
+    assert recorded.inputs["environment"]["packages"] == {"tiny-rules": "1.5"}
+
+
 def test_a_policy_is_known_by_its_contents_and_a_huge_one_by_names_and_sizes(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     first = hash_of_policy("m", tmp_path)

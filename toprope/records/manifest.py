@@ -63,6 +63,8 @@ class EnvironmentInputs(_Section):
     """The interpreter that it runs in; empty: ours."""
     versions: dict[str, str] = {}
     """Packages that it says it depends on, from its own interpreter."""
+    packages: dict[str, str] = {}
+    """Everything that is installed in an interpreter of its own; empty where it runs in ours."""
 
 
 class Policy(_Section):

@@ -23,6 +23,7 @@ import toprope
 from toprope.analysis.reproduction import differing_inputs
 from toprope.records.crew import Checked, Ready, Report
 from toprope.records.folder import RunFolder
+from toprope.records.interpreters import packages_in, site_packages_of
 from toprope.records.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.records.specification import Specification
 from toprope.supervisor.ledger import gpu_names
@@ -231,7 +232,14 @@ def _environment(specification: Specification) -> EnvironmentInputs:
         sha256=_hash_of(path) if path is not None and there else None,
         files=files,
         python=source.interpreter or "",
+        packages=_installed_in(source.interpreter),
     )
+
+
+def _installed_in(interpreter: str | None) -> dict[str, str]:
+    """Versions of everything in an interpreter of the environment's own, as far as its folders tell."""
+    site = site_packages_of(interpreter) if interpreter else None
+    return packages_in(site) if site is not None else {}
 
 
 def _is_small_file(name: str) -> bool:
