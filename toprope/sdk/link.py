@@ -94,6 +94,7 @@ class Link:
         self._waiting: dict[int, _Call] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timed_out: str = ""
+        self._ended_for: str = ""
         self._tail: deque[bytes] = deque()
         self._sealed: _Seal | None = None
         self._end: WorkerDied | WorkerTimeout | None = None
@@ -224,6 +225,11 @@ class Link:
         self._kill()
         await asyncio.wait([self._watch_task])
 
+    def end(self, why: str) -> None:
+        """Kills the worker; those who wait for it are told why."""
+        self._ended_for = why
+        self._kill()
+
     async def __aenter__(self) -> Link:
         return self
 
@@ -318,6 +324,8 @@ class Link:
                 timer.cancel()
         if self._timed_out:
             self._end = WorkerTimeout(self._timed_out)
+        elif self._ended_for:
+            self._end = WorkerDied(self._ended_for, None, self._last_words())
         else:
             self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
         # Which of those beside each other it ended over, nobody can tell.

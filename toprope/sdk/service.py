@@ -36,7 +36,7 @@ __all__ = ["BESIDE", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 OPERATIONS = (
     *("open", "card", "tasks", "survey", "begin", "advance", "settle", "solve", "discard", "score"),
     *("ping", "mark", "make", "invoke"),
-    *("run", "vary"),
+    *("run", "vary", "limit"),
 )
 BESIDE = frozenset({"run"})
 """Operations that are carried out beside the others, many at a time, and answered when they are done."""
@@ -113,6 +113,15 @@ class Service:
 
     def _ping(self) -> str:
         return "pong"
+
+    def _limit(self, memory_mb: int = 0, network: bool = True) -> None:
+        """Gives up memory beyond so many MB (0: none is given up) and the network, for good."""
+        from toprope.sdk.limits import deny_network, limit_memory
+
+        if memory_mb:
+            limit_memory(memory_mb)
+        if not network:
+            deny_network()
 
     def _mark(self, text: str) -> None:
         """Writes a line to standard error, after everything that was printed before."""

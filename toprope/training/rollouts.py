@@ -130,7 +130,9 @@ class RolloutMaker:
         while True:
             link = await self._worker.link()
             try:
-                return await self._play(link, split, index, size, sampling, variant)
+                made = await self._play(link, split, index, size, sampling, variant)
+                self._worker.played()
+                return made
             except (WorkerDied, WorkerTimeout) as error:
                 await self._worker.lost(link, error)
                 deaths += not _killed(error)
@@ -179,6 +181,10 @@ class RolloutMaker:
             seconds=time.monotonic() - began,
             talks=[_talk(rollout, len(own[place] if own else first)) for place, rollout in enumerate(rollouts)],
         )
+
+    def environment_of(self, split: str, index: int) -> str:
+        """Whose task number `index` of a split is: nobody has to be told while there is one environment."""
+        return ""
 
     def _how(self, variant: str) -> dict[str, Any]:
         """What the worker is told beside the task."""

@@ -19,7 +19,10 @@ from toprope.sdk.link import Link
 from toprope.settings.allowance import Allowance
 from toprope.settings.schema import LauncherSection
 
-__all__ = ["Worker"]
+__all__ = ["ENOUGH_WORK", "Worker"]
+
+ENOUGH_WORK = 100
+"""Groups played by a worker after which its end counts against nobody's allowance."""
 
 _LAST_WORDS = ". Its last lines:\n"
 
@@ -44,6 +47,8 @@ class Worker:
         self._opened, self._link, self._report = opened, link, report
         self._allowance = Allowance(section)
         self._lock = asyncio.Lock()
+        self._done = 0
+        """Groups that were played since the last start."""
         self._seals: AsyncExitStack | None = None
 
     @classmethod
@@ -65,6 +70,10 @@ class Worker:
         async with self._lock:
             return self._link
 
+    def played(self) -> None:
+        """A group came to its end."""
+        self._done += 1
+
     async def lost(self, link: Link, error: WorkerDied | WorkerTimeout) -> None:
         """The worker behind `link` has ended with `error`; returns when there is another.
 
@@ -78,12 +87,14 @@ class Worker:
             while True:
                 now = time.monotonic()
                 before = self._allowance.used(now)
-                wait_s = self._allowance.take(now)
+                # One that did a good deal of work may end over an odd task or a leak for as long as the run goes on.
+                earned, self._done = self._done >= ENOUGH_WORK, 0
+                wait_s = 0.0 if earned else self._allowance.take(now)
                 if wait_s is None:
                     raise _given_up(end, before, self._allowance.window_s)
                 said = str(end).partition(_LAST_WORDS)[0] if self._seals is not None else str(end)
                 print(f"the worker is started again: {said}", file=sys.stderr, flush=True)
-                self._report(Renewed("worker", said, before + 1, self._allowance.limit))
+                self._report(Renewed("worker", said, before + (not earned), self._allowance.limit))
                 await self._link.close(grace=0)
                 await asyncio.sleep(wait_s)
                 try:

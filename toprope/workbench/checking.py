@@ -8,6 +8,8 @@ of it runs here, all of it has time limits, and nothing outlives the answer. Hel
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -115,6 +117,7 @@ async def check(
     """
     require_usable(entry)
     form = _FULL if full else _QUICK
+    rewards = [one.model_dump() for one in entry.environment.rewards]
     began = time.monotonic()
     until = began + (seconds or (FULL_S if full else QUICK_S))
     checked = _Check(
@@ -124,6 +127,7 @@ async def check(
             knobs=dict(knobs or {}),
             reward_weights=dict(reward_weights or {}),
             max_turns=max_turns,
+            **({"rewards": rewards} if rewards else {}),
         ),
         form,
         until,
@@ -131,7 +135,9 @@ async def check(
         dict(variables or {}),
     )
     try:
-        await checked.run(full)
+        # A folder of its own, as a run has: what it leaves there is seen, and gone afterwards.
+        with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
+            await checked.run(full, folder)
     except WorkerFailure as failure:
         raise failed(entry, failure) from failure
     finally:
@@ -157,12 +163,14 @@ class _Check:
         self.marks = [self._mark]
         """Of the workers that are tried, and of each other one."""
         self._printed = _Count()
+        self._folder: str | None = None
         self._card: Card | None = None
         self._trial = Trial(lambda: self._opened(_HASH_SEED, tried=True), call_timeout_s=self._call_s, until=until)
         self.seen = self._trial.seen
 
-    async def run(self, full: bool) -> None:
+    async def run(self, full: bool, folder: str) -> None:
         """Raises WorkerFailure where the environment does not load."""
+        self._folder = folder
         form, trial, seen = self._form, self._trial, self.seen
         beside: asyncio.Task[Link] | None = None
         try:
@@ -193,7 +201,11 @@ class _Check:
             self.marks.append(mark := new_mark())
         given = worker_environment({**self._variables, MARK: mark, "PYTHONHASHSEED": hash_seed})
         link = await Link.start(
-            self._entry.environment.interpreter, env=given, stderr=self._printed, timeout=self._load_s
+            self._entry.environment.interpreter,
+            env=given,
+            cwd=self._folder,
+            stderr=self._printed,
+            timeout=self._load_s,
         )
         try:
             started = time.monotonic()
@@ -246,6 +258,7 @@ class _Check:
         if link is None:
             return
         await asyncio.shield(link.close(_GRACE_S))
+        self.seen.left_files = await asyncio.to_thread(_names, self._folder)
         self.seen.left_processes = len(await asyncio.to_thread(marked, self._mark))
 
     async def _compare(self, beside: asyncio.Task[Link]) -> None:
@@ -335,6 +348,13 @@ def _difference(one: Any, other: Any) -> str:
     at = next((place for place, (a, b) in enumerate(zip(one.prompt, other.prompt, strict=False)) if a != b), 0)
     start = max(0, at - 20)
     return f"{one.prompt[start : at + 20]!r} here, {other.prompt[start : at + 20]!r} there."
+
+
+def _names(folder: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder))) if folder else ()
+    except OSError:
+        return ()
 
 
 def _family(pid: int) -> set[int]:

@@ -117,4 +117,18 @@ def memory(seen: Observed) -> Finding | None:
     )
 
 
-CONDUCT = (hangs, slow, processes, memory, prints)
+def files(seen: Observed) -> Finding | None:
+    """It writes into the folder that it is started in."""
+    if not seen.left_files:
+        return None
+    return Finding(
+        "leaves_files",
+        "note",
+        f"It writes files where it is started: {', '.join(cut(name) for name in seen.left_files[:3])}.",
+        "nothing is written outside of temporary folders",
+        "write with tempfile, and remove what a rollout wrote; in a run the folder is the run's",
+        {"files": len(seen.left_files)},
+    )
+
+
+CONDUCT = (hangs, slow, processes, memory, files, prints)

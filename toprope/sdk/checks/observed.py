@@ -100,6 +100,8 @@ class Observed:
     printed_bytes: int = 0
     left_processes: int = 0
     """Processes that the environment had started and left when its worker was gone."""
+    left_files: tuple[str, ...] = ()
+    """Names of what it wrote into the folder that it was started in."""
     children: int = 0
     """Processes that it had running when all answers were scored, beyond those after loading."""
     memory_mb: float = 0.0

@@ -87,22 +87,21 @@ class Trial:
         if first is not None:
             seen.splits["train"] = SplitSeen(tasks_of(first["tasks"]), first["known"], first["exhausted"])
         began = time.monotonic()
-        sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds) or {}
-        taken, made = time.monotonic() - began, sum(size["known"] for size in sizes.values())
-        if made > 1:
+        sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds)
+        taken = time.monotonic() - began
+        if sizes is None:  # what was found before it raised is there
+            sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
+        elif (made := sum(size["known"] for size in sizes.values())) > 1:
             seen.tasks_s, seen.tasks_made = taken / made, made
         for split in _SPLITS:
-            size = sizes.get(split) or {"known": listed[split] if not sizes else 0, "exhausted": False}
+            size = sizes.get(split, {"known": 0, "exhausted": False})
             count = min(size["known"], listed[split])
-            if not count:
-                seen.splits[split] = SplitSeen((), 0, bool(size["exhausted"]))
-                continue
-            found = await self._ask("tasks", "tasks", split=split, start=0, count=count if sizes else 1)
-            if found is None:
-                continue
+            found = await self._ask("tasks", "tasks", split=split, start=0, count=count) if count else None
+            if found is None and split == "train" and split in seen.splits:
+                continue  # the first one is known
             seen.splits[split] = SplitSeen(
-                tasks_of(found["tasks"]),
-                max(size["known"] if sizes else 0, len(found["tasks"])),
+                tasks_of(found["tasks"]) if found is not None else (),
+                size["known"],
                 bool(size["exhausted"]),
                 int(size.get("leaked", 0)),
             )

@@ -57,8 +57,8 @@ def never_varies(seen: Observed) -> Finding | None:
         )
     return Finding(
         "never_varies",
-        "note",
-        f"{said} all get the reward {value:g}; no right answer is known that could be played, so this may be well.",
+        "warning" if seen.max_turns == 1 else "note",
+        f"{said} all get the reward {value:g}, and no right answer is known: nobody can say that anything earns more.",
         threshold,
         "give tasks a reference, write solve(), or see with test_inference whether rewards vary",
         observed,
@@ -156,13 +156,11 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
             level = "critical" if kind == "other" else "warning"
     if not told:
         return None
-    if any(seen.of(kind) and float(observed.get(kind, 0)) >= 0.25 for kind in observed) and level == "note":
-        level = "warning"
     return Finding(
         "wrong_rewarded",
         level,
         f"Wrong answers count as right: {', and '.join(told)}.",
-        "another task's answer, and one with a digit or letter changed, do not succeed (warning from 25 % of tasks)",
+        "another task's answer, and one with a digit or letter changed, do not succeed (half of the tasks: no chance)",
         "compare the whole answer; where several answers are right, this may be one of them",
         observed,
     )
