@@ -149,6 +149,10 @@ class Job:
             time.sleep(_EVERY_S)
         return now
 
+    def ended(self) -> bool:
+        """Whether it came to an end, good or bad, and left word of it."""
+        return any((self.folder / name).exists() for name in ("outcome.json", "failure.json"))
+
     def told(self) -> bool:
         """Whether somebody was told its result."""
         return (self.folder / "told").exists()

@@ -19,7 +19,15 @@ from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset
 from toprope.settings.yamlfiles import nearest
 
-__all__ = ["MOST_MODELS", "known_models", "require_keys", "resolve_models", "resolve_teacher", "variables_for"]
+__all__ = [
+    "MOST_MODELS",
+    "keys_for",
+    "known_models",
+    "require_keys",
+    "resolve_models",
+    "resolve_teacher",
+    "variables_for",
+]
 
 MOST_MODELS = 8
 _URLISH = ("://", "http:", "https:", "www.")
@@ -110,6 +118,13 @@ def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, sett
             hint=f"The owner puts it into {settings_file}: variables: {{{MODELS}: {{{first}: <the key>}}}}. Until then "
             f'test_inference(models=["{BASE}"]) measures the draft\'s own policy without any key.',
         )
+
+
+def keys_for(models: Sequence[ModelUnderTest], settings: OwnerSettings) -> dict[str, str]:
+    """The keys of these models by their names, as far as there are any; for a process that asks them, and no file."""
+    names = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
+    found = {name: _key(name, settings, os.environ) for name in sorted(names)}
+    return {name: key for name, key in found.items() if key is not None}
 
 
 def variables_for(
