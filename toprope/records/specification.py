@@ -27,6 +27,7 @@ __all__ = [
     "SweepMember",
     "SweepPlan",
     "TestPlan",
+    "TrainerSource",
 ]
 
 SPECIFICATION_VERSION = 1
@@ -77,6 +78,17 @@ class ModelUnderTest(BaseModel):
 
     name: str
     endpoint: Endpoint | None = None
+
+
+class TrainerSource(BaseModel):
+    """A class of the owner's own that trains, as it was when the run was frozen."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    file: str
+    attribute: str
+    sha256: str
+    """Of the file."""
 
 
 class TestPlan(BaseModel):
@@ -207,6 +219,8 @@ class Specification(BaseModel):
     """Fields whose value is not the preset's, each with the preset's value and this one."""
     teacher: ModelUnderTest | None = None
     """Who demonstrates in a run of kind `sft`, where it is a model at an endpoint."""
+    trainer: TrainerSource | None = None
+    """Who trains, where it is a class of the owner's own."""
     base_run: str | None = None
     """The run whose checkpoint the policy begins as, where the configuration named one."""
     reproduces: str | None = None

@@ -128,6 +128,8 @@ class OwnerSettings(BaseModel):
     """More folders with environments, one Python file each."""
     tools: dict[str, LentTool] = Field(default_factory=dict)
     """Tools that the environment `orchestrator` may lend to policies, beside its own."""
+    trainers: list[str] = Field(default_factory=list)
+    """Folders with trainers of one's own, for algorithm.trainer. What lies there runs as the trainer of a run."""
     datasets: list[str] = Field(default_factory=list)
     """More folders whose files the environment `dataset` may read."""
     models: dict[str, Endpoint] = Field(default_factory=dict)
@@ -273,6 +275,10 @@ class Home:
     def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
         """Where users' strategies, scorers and generators for data may lie: beside the owner's environments too."""
         return [self.configuration / "strategies", *self.environment_folders(settings)]
+
+    def trainer_folders(self, settings: OwnerSettings) -> list[Path]:
+        """The folders whose classes may train. A relative path is one within the configuration folder."""
+        return [self.configuration / Path(folder).expanduser() for folder in settings.trainers]
 
     def lent_tools(self, settings: OwnerSettings) -> dict[str, dict[str, Any]]:
         """The owner's tools as workers are told of them."""

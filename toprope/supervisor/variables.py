@@ -51,6 +51,8 @@ def _allowed(surroundings: Mapping[str, str]) -> dict[str, str]:
 def _is_for(name: str, component: str, specification: Specification) -> bool:
     if name == "WANDB_API_KEY" and specification.config.logging.wandb != "online":
         return False
+    if specification.trainer is not None and component == "trainer" and name in _USERS:
+        return False  # user code: what the owner names for `trainer` it gets, and nothing that lies about
     return _USERS.get(name, component) == component
 
 

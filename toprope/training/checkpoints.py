@@ -19,7 +19,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from toprope.records.checkpoints import STATE_VERSION, problem_of, seal, set_asi
 from toprope.records.folder import checkpoints_in
 from toprope.records.lines import NO_ROOM
 
-__all__ = ["CheckpointState", "latest", "load", "load_moments", "load_weights", "save"]
+__all__ = ["CheckpointState", "keep_checkpoint", "latest", "load", "load_moments", "load_weights", "save"]
 
 
 _HASH_BYTES = 1 << 26
@@ -74,13 +74,33 @@ def save(
         beside: Modules that are trained beside the model, by the name of their file.
 
     Returns:
+        Its path.
+
+    Raises:
+        OSError: See `keep_checkpoint`.
+    """
+    beside = beside or {}
+    write = lambda aside: _write(aside, state, model, tokenizer, optimizer, scheduler, beside)  # noqa: E731
+    return keep_checkpoint(folder, state.step, write, keep)
+
+
+def keep_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    """Has a checkpoint written aside, seals it, puts it into its place, and removes all but the newest `keep`.
+
+    Args:
+        folder: Where checkpoints lie.
+        step: Its number.
+        write: Writes everything of it into the folder that it is given, and makes that.
+        keep: Checkpoints that stay.
+
+    Returns:
         Its path. If it was there already and is sound it is left as it is; a damaged one gets another name.
 
     Raises:
         OSError: It could not be written, for lack of room perhaps. What was written of it is gone again, and the
             checkpoints before it stand.
     """
-    final = folder / f"step-{state.step:06d}"
+    final = folder / f"step-{step:06d}"
     if final.exists():
         if problem_of(final) is None:
             return final
@@ -88,7 +108,7 @@ def save(
     aside = folder / f".writing-{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        _write(aside, state, model, tokenizer, optimizer, scheduler, beside or {})
+        write(aside)
         seal(aside)
         os.rename(aside, final)
     except Exception as error:

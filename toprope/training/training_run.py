@@ -330,7 +330,7 @@ class TrainingRun:
         Raises:
             TopropeError: It cannot be written for another reason.
         """
-        from toprope.training.checkpoints import CheckpointState, save
+        from toprope.training.checkpoints import CheckpointState
 
         if self._saved_step == self._step:
             return True
@@ -347,16 +347,7 @@ class TrainingRun:
             self._step, source.cursor, self._publisher.version, self._elapsed(), source.rollouts, dict(source.dropped)
         )
         try:
-            path = save(
-                self._member.folder.checkpoints,
-                state,
-                model=self._model,
-                tokenizer=self._tokenizer,
-                optimizer=self._optimizer,
-                scheduler=self._scheduler,
-                keep=self._config.logging.save_total_limit,
-                beside=self._beside(),
-            )
+            path = self._write(state)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise TopropeError(f"The checkpoint of step {self._step} could not be written: {error}.") from error
@@ -369,6 +360,21 @@ class TrainingRun:
         with suppress(DiskFull, PeerAway):  # whoever goes on from here says it again
             self._api.commit(state.cursor)
         return True
+
+    def _write(self, state: Any) -> Path:
+        """Writes the checkpoint of this state. Raises: OSError."""
+        from toprope.training.checkpoints import save
+
+        return save(
+            self._member.folder.checkpoints,
+            state,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            keep=self._config.logging.save_total_limit,
+            beside=self._beside(),
+        )
 
 
 def all_finite(tensors: Iterable[Any]) -> bool:

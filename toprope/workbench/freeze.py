@@ -13,7 +13,7 @@ from typing import Literal
 
 import toprope
 from toprope.errors import InvalidValue
-from toprope.records.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan
+from toprope.records.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan, TrainerSource
 from toprope.settings.fields import KNOBS, all_fields, apply, get_value
 from toprope.settings.locks import Locks
 from toprope.workbench.drafts import Draft
@@ -46,6 +46,7 @@ def freeze(
     ask: AskPlan | None = None,
     sweep: SweepPlan | None = None,
     teacher: ModelUnderTest | None = None,
+    trainer: TrainerSource | None = None,
     base: tuple[str, str] | None = None,
     now: float | None = None,
 ) -> Specification:
@@ -61,6 +62,7 @@ def freeze(
         ask: The plan of a run of kind `ask`.
         sweep: The plan of a run of kind `sweep`.
         teacher: Who demonstrates in a run of kind `sft`; None: the environment's own solver.
+        trainer: Who trains, where it is a class of the owner's own.
         base: Where `policy.model` names a run: its id, and the folder of the weights that it left.
         now: Seconds since the epoch; the clock where it is None.
 
@@ -104,6 +106,7 @@ def freeze(
         ask=ask,
         sweep=sweep,
         teacher=teacher,
+        trainer=trainer,
         base_run=base[0] if base else None,
         policy_cache=policy_cache,
     )

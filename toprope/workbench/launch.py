@@ -27,6 +27,7 @@ from toprope.workbench.freeze import freeze
 from toprope.workbench.history import beside_preset
 from toprope.workbench.lineage import base_of
 from toprope.workbench.requirements import require_wandb
+from toprope.workbench.trainers import trainer_of
 
 __all__ = ["CONDUCTOR", "Kind", "frozen", "machine_of", "runs_of", "start", "to_go_on", "variables_of"]
 
@@ -109,6 +110,9 @@ def frozen(
     if kind == "train" and first.algorithm.name == "sft":
         made = "sft"
         teacher = resolve_teacher(first.sft.teacher, home.settings(), home.preset_folders, home.settings_file)
+    trainer = None
+    if kind in ("train", "sweep"):
+        trainer = trainer_of(first, home.trainer_folders(home.settings()), home.settings_file)
     found = [
         freeze(
             one,
@@ -120,6 +124,7 @@ def frozen(
             ask=ask,
             sweep=sweep,
             teacher=teacher,
+            trainer=trainer,
             base=base or (None if kind == "sweep" else base_of(one.config.policy.model, home.runs)),
         )
         for one in drafts
