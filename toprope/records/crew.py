@@ -20,6 +20,7 @@ __all__ = [
     "Evaluated",
     "Failed",
     "Finished",
+    "Leveled",
     "Making",
     "NoRoom",
     "Order",
@@ -135,6 +136,10 @@ class Making(msgspec.Struct, tag="making"):
     posting: int
     posted: int
     given_up: dict[str, int] = {}
+    rollouts: int = 0
+    """Rollouts of groups that were played to their end."""
+    errors: dict[str, int] = {}
+    """How many of them ended in an error of the environment, by its kind."""
 
 
 class Renewed(msgspec.Struct, tag="renewed"):
@@ -144,6 +149,20 @@ class Renewed(msgspec.Struct, tag="renewed"):
     reason: str
     number: int
     limit: int
+
+
+class Leveled(msgspec.Struct, tag="leveled"):
+    """An environment's curriculum opened number `level` (from 0, of `levels`), where its knob has `value`: `successes`
+    of `tasks` validation tasks of the level before were solved after `step` steps."""
+
+    environment: str
+    knob: str
+    level: int
+    levels: int
+    value: Any
+    successes: int
+    tasks: int
+    step: int
 
 
 class Warned(msgspec.Struct, tag="warned"):
@@ -173,6 +192,7 @@ Report = (
     | Beat
     | Making
     | Renewed
+    | Leveled
 )
 
 

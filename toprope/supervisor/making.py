@@ -52,4 +52,6 @@ class Account:
             "posted": before.get("posted", 0) + self._now.posted,
             "unanswered": before.get("unanswered", 0) + unanswered,
             "given_up": dict(total),
+            "rollouts": before.get("rollouts", 0) + self._now.rollouts,
+            "errors": dict(Counter(before.get("errors", {})) + Counter(self._now.errors)),
         }

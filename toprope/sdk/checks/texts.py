@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 __all__ = ["Overlap", "overlap", "words_of"]
 
-_WORD = re.compile(r"\w+|[^\w\s]")
+_WORD = re.compile(r"\w+|(?:([^\w\s])\1*)")
+"""A word, or the same sign so many times: in a drawing it matters how they stand together."""
 _LABEL = re.compile(
     r"^\s*(?:(?:task|question|problem|item|example|exercise|number|no|nr|q)\W{0,3}\d+\W{0,3}\s|#?\d+[.:)]\s)\s*"
 )
@@ -48,7 +49,7 @@ def words_of(text: str) -> list[str]:
     plain = unicodedata.normalize("NFKC", text).translate(_QUOTES).casefold()
     plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")
     plain = _LABEL.sub("", plain, count=1)
-    return _WORD.findall(plain.rstrip(" \t\r\n.!?"))
+    return [match.group() for match in _WORD.finditer(plain.rstrip(" \t\r\n.!?"))]
 
 
 def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, str | None]]) -> Overlap:

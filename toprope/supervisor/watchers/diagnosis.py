@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import ranked, severity
+from toprope.analysis.findings.mishaps import Mishaps
 from toprope.analysis.findings.standstill import standstill
-from toprope.records.crew import CountsReport, Evaluated, Report, Stepped
+from toprope.records.crew import CountsReport, Evaluated, Making, Report, Stepped
 from toprope.records.findings import Finding
 from toprope.records.metrics import read_history
 
@@ -29,6 +30,8 @@ class DiagnosisWatcher:
         self._hands, self._config = hands, hands.specification.config
         self._diagnosis = Diagnosis(self._config)
         self._stands: Finding | None = None
+        self._mishaps = Mishaps()
+        self._lost: Finding | None = None
         self._step = 0
         self._dropped: Counter[str] = Counter()
         """Groups dropped up to the last step, by reason."""
@@ -48,6 +51,8 @@ class DiagnosisWatcher:
                 self._stepped(report)
             case CountsReport():
                 self._count(report)
+            case Making():
+                self._made(report)
             case Evaluated() if report.label == "before":
                 self._accuracy = report.summary.get("accuracy")
             case _:
@@ -55,6 +60,16 @@ class DiagnosisWatcher:
 
     def looked(self, now: float) -> None:
         """See `Watcher.looked`: what rows and accounts do not show is another watcher's."""
+
+    def _made(self, report: Making) -> None:
+        """Tells of groups that come to nothing when that begins, when it gets worse, and when it is over."""
+        now, told = self._mishaps.take(report.begun, report.given_up, report.errors), self._lost
+        if now is not None and (told is None or severity(now.level) > severity(told.level)):
+            self._lost = now.model_copy(update={"step": self._step})
+            self._tell([self._lost])
+        elif now is None and told is not None:
+            self._lost = None
+            self._tell([told.model_copy(update={"level": "over", "next": "", "step": self._step})])
 
     def _stepped(self, report: Stepped) -> None:
         self._step = report.step
@@ -79,6 +94,7 @@ class DiagnosisWatcher:
     def _tell(self, told: list[Finding]) -> None:
         for finding in told:
             if severity(finding.level) != 1 and not self._was_note(finding):
+                finding = self._with_kinds(finding)
                 self._hands.event("finding", **finding.model_dump(mode="json"))
         if told:
             self._show()
@@ -89,5 +105,16 @@ class DiagnosisWatcher:
         return finding.level == "over" and all(one.level == "note" for one in known)
 
     def _show(self) -> None:
-        stands = [self._stands] if self._stands is not None else []
-        self._hands.update(findings=ranked([*stands, *self._diagnosis.open]))
+        others = [finding for finding in (self._stands, self._lost) if finding is not None]
+        opened = [self._with_kinds(finding) for finding in self._diagnosis.open]
+        self._hands.update(findings=ranked([*others, *opened]))
+
+    def _with_kinds(self, finding: Finding) -> Finding:
+        """Errors of the scorer with their kinds, which the trainer's rows do not tell."""
+        kinds = self._mishaps.kinds()
+        if finding.rule != "scorer_errors" or not kinds:
+            return finding
+        most = ", ".join(f"{kind} ({count})" for kind, count in kinds)
+        return finding.model_copy(
+            update={"what": f"{finding.what} Most are {most}.", "observed": {**finding.observed, **dict(kinds)}}
+        )

@@ -1,0 +1,92 @@
+"""What goes wrong in the making of groups, which no metric of the trainer shows: groups that came to nothing, by
+reason, and the kinds of errors in which rollouts ended.
+
+The driver counts them (`making` of a run's status). A share is of the newest groups, so that what was mended, or began
+late, is told as it is now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toprope.analysis.findings.rules import MEASURED
+from toprope.records.findings import Finding
+
+__all__ = ["HARMLESS", "Mishaps"]
+
+HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended"})
+"""Reasons of which no environment is guilty."""
+
+_WINDOW, _FEWEST, _LEAST = 200, 20, 3
+"""Groups that a share is of, at most; groups and mishaps below which nothing is said."""
+_WARNING, _CRITICAL = 0.05, 0.25
+_NEXT = {
+    "the prompt left no room": "raise policy.max_context, lower rollout.max_new_tokens, or make prompts shorter by the "
+    "environment's knobs",
+    "nothing was sampled": 'read_logs(component="inference") shows why no token came',
+}
+_LOOK = 'read_logs(component="environment") shows what it raised, and check_environment tries it; mend it, then '
+_LOOK += "start_training again"
+
+
+@dataclass
+class _Seen:
+    begun: int = 0
+    given_up: Counter[str] = field(default_factory=Counter)
+
+
+class Mishaps:
+    """The account of one run, as its driver tells it. A driver that was started again begins anew."""
+
+    def __init__(self) -> None:
+        self._seen: deque[_Seen] = deque([_Seen()])
+        self._errors: Counter[str] = Counter()
+        self._told = False
+
+    def take(self, begun: int, given_up: Mapping[str, int], errors: Mapping[str, int] | None = None) -> Finding | None:
+        """The next account.
+
+        Args:
+            begun: Groups that were begun so far.
+            given_up: How many of them came to nothing, by reason.
+            errors: Rollouts that ended in an error of the environment, by kind.
+
+        Returns:
+            What is to be said of the newest groups; None where little goes wrong.
+        """
+        now = _Seen(begun, Counter({why: count for why, count in given_up.items() if why not in HARMLESS}))
+        self._errors = Counter(errors or {})
+        if begun < self._seen[-1].begun:
+            self._seen = deque([_Seen()])
+        if begun - self._seen[-1].begun >= _WINDOW // 20 or now.given_up != self._seen[-1].given_up:
+            self._seen.append(now)
+        while len(self._seen) > 1 and begun - self._seen[1].begun >= _WINDOW:
+            self._seen.popleft()
+        first = self._seen[0]
+        made, lost = begun - first.begun, now.given_up - first.given_up
+        total = lost.total()
+        limit = _WARNING / 2 if self._told else _WARNING  # what was told is over when it is clearly better
+        self._told = made >= _FEWEST and total >= _LEAST and total / made >= limit
+        if not self._told:
+            return None
+        share, (why, most) = total / made, lost.most_common(1)[0]
+        level: Literal["warning", "critical"] = "critical" if share >= _CRITICAL else "warning"
+        return Finding(
+            rule="groups_given_up",
+            level=level,
+            what=f"{share:.0%} of the last {made} groups came to nothing: "
+            + ", ".join(f"{reason} ({count})" for reason, count in lost.most_common(3))
+            + ".",
+            observed={"share": round(share, 3), "groups": made, **dict(lost.most_common(4))},
+            threshold="5 % of the groups: warning, 25 %: critical; of the last 200, 3 at least",
+            source=MEASURED,
+            confidence="high",
+            next=_NEXT.get(why, _LOOK) if most * 2 > total else _LOOK,
+        )
+
+    def kinds(self) -> list[tuple[str, int]]:
+        """The kinds of errors in which rollouts ended, the most frequent first."""
+        return self._errors.most_common(3)
