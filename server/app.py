@@ -56,6 +56,7 @@ _NEXT = {
     "edit_config": "get_config shows fields, types, bounds and locks.",
     "test_inference": "get_config shows the draft.",
     "start_training": "get_config shows the draft.",
+    "start_sweep": "get_config shows the fields of the draft.",
     "stop_training": 'list_runs(state="live") names the live runs.',
     "resume_training": 'list_runs(state="ended") names the runs that ended.',
     "check_status": "check_status() names the open runs.",
@@ -69,6 +70,8 @@ _NEXT = {
     "fork_config": "list_runs names the runs there are.",
     "reproduce_run": "list_runs names the runs there are.",
     "browse_rollouts": "list_runs names the runs there are.",
+    "export_trajectories": "list_runs names the runs there are.",
+    "build_dataset": "list_runs names the runs there are.",
     "note_experiment": "get_handoff lists the experiments.",
     "get_handoff": "list_runs names the runs there are.",
 }

@@ -32,7 +32,7 @@ Tools = Annotated[
     str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read.")
 ]
 Run = Annotated[str, typer.Argument(help="The run's id, as 'toprope runs' shows it.")]
-COMPONENTS = "keeper, policy, api, inference, trainer or environment"
+COMPONENTS = "keeper, policy, api, inference, trainer, environment or conductor"
 
 
 def build() -> typer.Typer:

@@ -15,12 +15,14 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
 
 from server.arguments import strict
+from server.surfaces.data import Data
 from server.surfaces.installing import Installing
 from server.surfaces.memory import Memory
 from server.surfaces.planning import Planning
 from server.surfaces.reading import Reading
 from server.surfaces.research import Research
 from server.surfaces.running import Running
+from server.surfaces.sweeping import Sweeping
 
 __all__ = ["INSTRUCTIONS", "Surface"]
 
@@ -49,7 +51,7 @@ _READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": 
 _ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
 
 
-class Surface(Planning, Running, Reading, Research, Memory, Installing):
+class Surface(Planning, Running, Sweeping, Reading, Research, Memory, Installing, Data):
     """The tools as bound methods over a workshop that is opened at the first call."""
 
     def tools(self) -> list[Tool]:
@@ -67,6 +69,7 @@ class Surface(Planning, Running, Reading, Research, Memory, Installing):
             (self.fork_config, "Fork a run's configuration", _ADDS),
             (self.test_inference, "Test policy or models", _ADDS | {"open_world_hint": True}),
             (self.start_training, "Start training", _ADDS | {"open_world_hint": True}),
+            (self.start_sweep, "Search settings", _ADDS | {"open_world_hint": True}),
             (self.stop_training, "Stop a run", _ADDS | {"destructive_hint": True, "idempotent_hint": True}),
             (self.resume_training, "Resume a run", _ADDS | {"open_world_hint": True}),
             (self.reproduce_run, "Repeat a run", _ADDS | {"open_world_hint": True}),
@@ -75,6 +78,8 @@ class Surface(Planning, Running, Reading, Research, Memory, Installing):
             (self.get_results, "Get a run's results", _READS),
             (self.compare_runs, "Compare runs", _READS),
             (self.browse_rollouts, "Browse rollouts", _READS),
+            (self.export_trajectories, "Export rollouts", _ADDS | {"idempotent_hint": True}),
+            (self.build_dataset, "Build a data set", _ADDS | {"open_world_hint": True}),
             (self.ask_checkpoint, "Ask a policy", _ADDS),
             (self.read_logs, "Read a component's log", _READS),
             (self.note_experiment, "Note an experiment", _ADDS),

@@ -18,8 +18,10 @@ UPDATE = "TOPROPE_UPDATE_SNAPSHOTS"
 ORDER = [
     "list_environments", "describe_environment", "check_environment",
     "select_environment", "get_config", "edit_config", "undo_edit",
-    "diff_config", "fork_config", "test_inference", "start_training", "stop_training", "resume_training",
-    "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts", "ask_checkpoint",
+    "diff_config", "fork_config", "test_inference", "start_training", "start_sweep",
+    "stop_training", "resume_training",
+    "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts",
+    "export_trajectories", "build_dataset", "ask_checkpoint",
     "read_logs", "note_experiment", "get_handoff",
 ]  # fmt: skip
 ERAS = ["auto", "legacy"]

@@ -13,6 +13,7 @@ from anyio import to_thread
 from tools import memory_answers as answers
 from tools.answers import Answer, call, clip, cut, fitting, value
 from tools.config import said_changes
+from tools.sweeps import best_of_sweep
 from tools.workshop import machine_of
 from toprope.analysis.report import gather, read_rows
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
@@ -51,6 +52,8 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
     run = await to_thread.run_sync(_specification, workshop, run_id)
     if run.kind == "ask":
         raise InvalidValue(f"{run_id} only asked questions.", hint="Fork the run that was asked about.")
+    if run.kind == "sweep":
+        run = await to_thread.run_sync(best_of_sweep, workshop.runs.folder(run_id), run)
     entry = await to_thread.run_sync(workshop.catalog.find, run.environment.name)
     locks = workshop.home.locks()
     knobs = await to_thread.run_sync(_known_knobs, workshop, run)

@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from tools import answers
 from tools.answers import Answer, ago, call, clip, percent
+from tools.sweeps import best_line, member_of
 from toprope.errors import InvalidValue
 from toprope.records.folder import RUN_ID
 from toprope.records.status import LIVE, Status
@@ -109,6 +110,8 @@ def run_row(run: Status) -> str:
     """A run as one line of a list."""
     summary = _summary(run)
     parts = [run.state, run.kind, run.environment, ago(run.created_at), *([summary] if summary else [])]
+    if (member := member_of(run.run_id)) is not None:
+        parts.append(member)
     if (group := group_of(run.run_id)) is not None:
         parts.append(f"seed {group[1]} of group {group[0]}")
     return f"{run.run_id}: {', '.join(parts)}"
@@ -118,6 +121,8 @@ def _summary(run: Status) -> str:
     """What is worth a few words in a list; a live run's numbers are check_status's."""
     if run.failure is not None:
         return clip(f"{run.failure.component}: {run.failure.reason}", 100)
+    if run.kind == "sweep":
+        return best_line(run)
     before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
     if after.get("accuracy") is not None:
         return f"accuracy {percent(before.get('accuracy'))} -> {percent(after['accuracy'])}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPONENTS", "read_logs"]
 
-COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment")
+COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment", "conductor")
 _MOST_LINES = 200
 _MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000
 """A line is said twice, in the text and in the structure."""

@@ -28,7 +28,19 @@ _QUIET = frozenset({"checkpoint", "first_step"})
 """Events that are no news. All others pass, those of versions to come as well."""
 _WAKING_STATES = frozenset({"paused"}) | ENDED
 """States whose coming ends a wait. Of the others the next answer tells: an evaluation or numbers follow soon."""
-_NUMBERS = ("step", "total_steps", "reward", "success", "loss", "rollouts_per_second", "eta_s", "what", "done", "total")
+_NUMBERS = (
+    "step",
+    "total_steps",
+    "reward",
+    "success",
+    "loss",
+    "rollouts_per_second",
+    "eta_s",
+    "what",
+    "done",
+    "total",
+    "best",
+)
 
 
 @dataclass(frozen=True)

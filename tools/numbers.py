@@ -16,6 +16,8 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
     if "what" in numbers:
         total = f"/{numbers['total']}" if numbers.get("total") else ""
         parts.append(f"{clip(numbers['what'], 60)} {numbers.get('done', 0)}{total}")
+    if "best" in numbers:
+        parts.append(f"best {number(numbers['best'])}")
     if "step" in numbers:
         total = f"/{numbers['total_steps']}" if numbers.get("total_steps") else ""
         parts.append(f"step {numbers['step']}{total}")

@@ -16,6 +16,7 @@ from tools.history import compared_with_original
 from tools.integrity import believed
 from tools.pictures import with_picture
 from tools.previewing import used
+from tools.sweeps import member_of, sweep_lines, sweep_structure
 from tools.withheld import as_told
 from toprope.analysis.report import (
     RESULTS_VERSION,
@@ -85,6 +86,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     lines = [_head(status, report)]
     if report.tested is not None:
         lines += _models(report.tested)
+    elif specification.sweep is not None:
+        lines += sweep_lines(folder, specification.sweep)
     elif specification.ask is not None:
         lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
     else:
@@ -116,6 +119,11 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["integrity"] = checks
     if repeated is not None:
         structure["reproduction"] = {"same": repeated.same, **repeated.model_dump(mode="json")}
+    if specification.sweep is not None:
+        structure["sweep"] = sweep_structure(folder, specification.sweep)
+    if specification.member is not None:
+        structure["member"] = specification.member.model_dump(mode="json", exclude_defaults=True)
+        lines.insert(1, f"It is {member_of(run_id)}; get_results of that tells all candidates.")
     if findings := findings_told(status, events, detailed=detailed):
         structure["findings"] = findings
     if said:
@@ -385,6 +393,8 @@ def _next(status: Status, detailed: bool) -> str:
         return f"Next: {call('read_logs', run_id=run_id, component=status.failure.component)}"
     if not detailed:
         return f"More: {call('get_results', run_id=run_id, detail='detailed')}"
+    if status.kind == "sweep":
+        return f"Next: {call('fork_config', run_id=run_id)}, then start_training with the whole budget."
     if status.kind != "train":
         return "Next: edit_config and start_training."
     note, fork = call("note_experiment", run_ids=[run_id]), call("fork_config", run_id=run_id)

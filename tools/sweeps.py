@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import to_thread
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tools import answers
 from tools.answers import Answer, call, number, percent
@@ -19,8 +21,9 @@ from tools.previewing import said, structured
 from tools.workshop import machine_of
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow, shown
 from toprope.records import start_keys
-from toprope.records.folder import RunFolder
+from toprope.records.folder import RunFolder, misfits
 from toprope.records.specification import Specification, SweepMember, SweepPlan, TestPlan
+from toprope.records.status import Status
 from toprope.records.sweep import Standing, read_standing
 from toprope.settings.fields import apply
 from toprope.supervisor.ledger import accounts, pencilled_in, the_books
@@ -33,12 +36,55 @@ from toprope.workbench.preview import Preview, needs_confirmation, preview
 if TYPE_CHECKING:
     from tools.workshop import Workshop
 
-__all__ = ["best_of_sweep", "lineage", "start_sweep", "sweep_lines", "sweep_structure"]
+__all__ = [
+    "best_line",
+    "best_of_sweep",
+    "lineage",
+    "member_of",
+    "start_sweep",
+    "sweep_lines",
+    "sweep_structure",
+]
 
 _WAIT_S = 900
 _SHOWN = 12
 """Candidates in the text of get_results; the structure has more."""
 _MOST = 64
+_MEMBER = re.compile(r"^(?P<sweep>.+-\d{6}-\d{4}-[a-z0-9]{4})-(?:m(?P<number>\d{2,4})|final)$")
+
+
+class Options(BaseModel):
+    """What else a sweep may be told."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps of a candidate's run in the first epoch; the draft's budget when None."""
+    evaluate: Literal["train", "test"] = "train"
+    """`test`: measure the policy as it is, for knobs and prompts."""
+    selection_ratio: float = Field(0.5, gt=0, le=1)
+    """Share that survives an epoch."""
+    mutation_rate: float = Field(0.3, ge=0, le=1)
+    """How much new candidates differ."""
+    name: str | None = Field(None, max_length=64)
+    """Begins the run's id."""
+    again: bool = False
+    """Start although a sweep of this draft's revision is live."""
+    key: str | None = Field(None, min_length=1, max_length=80)
+    """Names this start, as that of start_training."""
+    preview: bool = False
+    """Start nothing; tell what it would take."""
+    confirm: str | None = Field(None, max_length=64)
+    """The hash of a preview that the owner's person agreed to."""
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        raise InvalidValue(
+            f"options: {misfits(error)}. Nothing was started.", hint=f"There are {', '.join(Options.model_fields)}."
+        ) from None
 
 
 async def start_sweep(
@@ -49,15 +95,7 @@ async def start_sweep(
     strategy: str = "evolution",
     population: int = 8,
     epochs: int = 3,
-    steps: int | None = None,
-    evaluate: Literal["train", "test"] = "train",
-    selection_ratio: float = 0.5,
-    mutation_rate: float = 0.3,
-    name: str | None = None,
-    again: bool = False,
-    key: str | None = None,
-    preview: bool = False,
-    confirm: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Freezes a draft and starts a sweep over some of its fields; answers as soon as it has its keeper.
 
@@ -68,24 +106,19 @@ async def start_sweep(
         strategy: evolution, pbt, halving, random, optuna, or `file:Class` of the owner's.
         population: Candidates of an epoch.
         epochs: How many.
-        steps: Optimizer steps of a candidate's run in the first epoch; the draft's budget when None.
-        evaluate: `train`, or `test`: measure the policy as it is, for knobs and prompts.
-        selection_ratio: Share that survives an epoch.
-        mutation_rate: How much new candidates differ.
-        name: Begins the run's id.
-        again: Start although a sweep of this draft's revision is live.
-        key: Names this start, as that of start_training.
-        preview: Start nothing; tell what it would take.
-        confirm: The hash of a preview that the owner's person agreed to.
+        options: See `Options`.
 
     Raises:
         NotFound, LockedField, InvalidValue: Draft, space or strategy do not fit; nothing was started.
         NotPossibleNow: A limit does not allow it, or it is to be confirmed.
     """
 
+    chosen = _options(options or {})
+    key = chosen.key
+
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
-        if key is not None and not preview and (known := _of_key(workshop, key, draft_id)) is not None:
+        if key is not None and not chosen.preview and (known := _of_key(workshop, key, draft_id)) is not None:
             return known
         plan = make_plan(
             draft,
@@ -94,15 +127,15 @@ async def start_sweep(
             strategy=strategy,
             population=population,
             epochs=epochs,
-            selection_ratio=selection_ratio,
-            mutation_rate=mutation_rate,
-            steps=steps,
-            evaluate=evaluate,
+            selection_ratio=chosen.selection_ratio,
+            mutation_rate=chosen.mutation_rate,
+            steps=chosen.steps,
+            evaluate=chosen.evaluate,
             strategies=workshop.home.strategies,
         )
-        if preview:
-            return _previewed(workshop, draft, plan, name)
-        return _started(workshop, draft, plan, name, again, key, confirm)
+        if chosen.preview:
+            return _previewed(workshop, draft, plan, chosen.name)
+        return _started(workshop, draft, plan, chosen)
 
     return await to_thread.run_sync(work)
 
@@ -191,8 +224,8 @@ def _previewed(workshop: Workshop, draft: Draft, plan: SweepPlan, name: str | No
     why = needs_confirmation(workshop.home.limits(), found)
     lines = ["Nothing was started.", _said(found, plan)]
     if why:
-        lines.append(f"{why} Show this to the person whom you work for; start_sweep then takes confirm={found.hash!r}.")
-    lines.append(f"Next: the same call without preview{f', with confirm={found.hash!r}' if why else ''}.")
+        lines.append(f"{why} Show this to the person whom you work for; then pass confirm in options.")
+    lines.append(f"Next: the same call without preview{f', with confirm {found.hash!r} in options' if why else ''}.")
     data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": structured(found)})
     return Answer("\n".join(lines), data)
 
@@ -201,15 +234,12 @@ def _started(
     workshop: Workshop,
     draft: Draft,
     plan: SweepPlan,
-    name: str | None,
-    again: bool,
-    key: str | None,
-    confirm: str | None,
+    chosen: Options,
 ) -> Answer:
     with ExitStack() as stack:
         with the_books(workshop.home.ensure().runs):
-            sweep, found = _frozen(workshop, draft, plan, name, stack)
-            limits = workshop.home.limits()
+            sweep, found = _frozen(workshop, draft, plan, chosen.name, stack)
+            limits, confirm = workshop.home.limits(), chosen.confirm
             why = needs_confirmation(limits, found)
             if confirm != found.hash and (why or confirm is not None):
                 head = f"{why} (confirm, set by {limits.source})"
@@ -218,16 +248,17 @@ def _started(
                 raise NotPossibleNow(
                     f"Nothing was started: {head}\n{_said(found, plan)}",
                     hint="Show this to the person whom you work for. Once they agree repeat the call with "
-                    f"confirm={found.hash!r}. A changed draft or sweep has another hash.",
+                    f"confirm {found.hash!r} in options. A changed draft or sweep has another hash.",
                 )
         try:
-            start_frozen(workshop, draft, [sweep], again=again, key=key)
+            start_frozen(workshop, draft, [sweep], again=chosen.again, key=chosen.key)
         except Taken as other:
             return _known(other.start.run_id, other.start.draft_id)
     trains = f" and {plan.total_steps} optimizer steps" if plan.evaluate == "train" else ""
     text = (
         f"Started the sweep {sweep.run_id}: {plan.strategy} over {', '.join(plan.space)}, {plan.population} "
-        f"candidates, {plan.epochs} epochs, at most {plan.runs} runs{trains}; then the best is measured on held-out tasks, once. "
+        f"candidates, {plan.epochs} epochs, at most {plan.runs} runs{trains}; then the best is measured on held-out "
+        f"tasks, once. "
         f"It goes on whatever happens to this server.\n{_next(sweep.run_id)}"
     )
     return Answer(text, _data(sweep), brief=True)
@@ -248,6 +279,25 @@ def _next(run_id: str) -> str:
 
 
 # Results
+
+
+def member_of(run_id: str) -> str | None:
+    """What a run is to its sweep, in words; None for a run of none, as its id tells."""
+    found = _MEMBER.match(run_id)
+    if found is None:
+        return None
+    if found["number"] is None:
+        return f"the held-out measurement of the sweep {found['sweep']}"
+    return f"candidate c{int(found['number']):03d} of the sweep {found['sweep']}"
+
+
+def best_line(sweep: Status) -> str:
+    """What a sweep has come to, in a few words of its status."""
+    heldout = sweep.evaluations.get("heldout", {})
+    if heldout.get("accuracy") is not None:
+        return f"best {percent(heldout['accuracy'])} held out"
+    found = [one for label, one in sweep.evaluations.items() if label.startswith("epoch-")]
+    return f"best {number(found[-1].get('score'))} after {len(found)} epochs" if found else ""
 
 
 def best_of_sweep(folder: RunFolder, sweep: Specification) -> Specification:

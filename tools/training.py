@@ -19,7 +19,9 @@ from toprope.records import start_keys
 from toprope.records.specification import TRAINING, Specification
 from toprope.records.start_keys import StartKey
 from toprope.records.status import RESUMABLE, Status
+from toprope.records.sweep import members_in
 from toprope.supervisor.ledger import the_books
+from toprope.supervisor.watchers.members import stop_members
 from toprope.workbench.budgets import may_go_on
 from toprope.workbench.seeds import expand, group_of, members
 
@@ -97,6 +99,8 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
     if group != [run_id]:
         return await _stop_group(workshop, run_id, group)
     before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
+    if before.kind == "sweep":
+        return await _stop_sweep(workshop, before)
     if before.ended and before.resume_at is not None:
         after = await to_thread.run_sync(workshop.runs.stop, run_id)
         text = f"{run_id} was lost and would have gone on by itself; now it is {after.state}. resume_training goes on."
@@ -133,6 +137,8 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
         text += "; its metrics, rollouts and evaluation before training stay."
     elif kind in TRAINING:
         text += " starts again at step 0, because the run has no checkpoint."
+    elif kind == "sweep":
+        text += " goes on after what was measured so far; members that live are waited for."
     else:
         text += " starts again: a run of this kind has no steps."
     from_step = (step or 0) if kind in TRAINING else None
@@ -168,6 +174,30 @@ async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Ans
     )
     head = f"Stopped {len(live)} of the {len(run_ids)} runs" if live else "No run is live"
     return Answer(f"{head} of the group {group}: {told}.\nNext: {call('get_results', run_id=run_ids[0])}", data)
+
+
+async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
+    """Stops a sweep and then its members, of which its keeper may leave some where it was lost."""
+    run_id, folder = before.run_id, workshop.runs.folder(before.run_id)
+    after = await workshop.stop(run_id)
+    await to_thread.run_sync(stop_members, folder)
+    ids = await to_thread.run_sync(members_in, workshop.home.runs, run_id)
+    statuses = [await to_thread.run_sync(lambda one=one: workshop.runs.status(one, revive=False)) for one in ids]
+    async with anyio.create_task_group() as tasks:
+        for status in statuses:
+            if not status.ended or status.resume_at is not None:
+                tasks.start_soon(workshop.stop, status.run_id)
+    after = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
+    left = {one: await to_thread.run_sync(lambda one=one: workshop.runs.status(one, revive=False)) for one in ids}
+    live = [one for one, status in left.items() if not status.ended]
+    text = f"{run_id}: {after.state}"
+    if before.ended and after.state == before.state:
+        text = f"{run_id} is not running: it {_ended(before.state)} already"
+    text += f"; still ending: {', '.join(live)}." if live else "; none of its runs is live."
+    if after.state != "completed":
+        text += " What was measured stays, and resume_training goes on from there."
+    data = answers.Stopped(run_id=run_id, state=after.state, was_live=not before.ended)
+    return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
 def _previewed(workshop: Workshop, draft_id: str, name: str | None, seeds: int) -> Answer:

@@ -86,8 +86,8 @@ def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
                     )
         for specification in reversed(specifications):
             draft_id = specification.draft_id
-            if draft_id is None:
-                continue
+            if draft_id is None or specification.member is not None:
+                continue  # a member of a sweep has settings of its own
             told.starts += db.execute(
                 "INSERT OR IGNORE INTO starts (run_id, draft_id, revision, kind, at) VALUES (?, ?, ?, ?, ?)",
                 (
