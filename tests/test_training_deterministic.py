@@ -16,7 +16,9 @@ from training_api_server import group, served
 
 from toprope.records.crew import Evaluated
 from toprope.records.groups import Outcome
+from toprope.settings.mixing import members_of
 from toprope.settings.schema import Config
+from toprope.training.choosing import Choice
 from toprope.training.inference.client import Sampling
 from toprope.training.inference.engine import Engine, Request
 from toprope.training.inference.sessions import Turn
@@ -102,7 +104,7 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
     config = Config()
     config.algorithm.deterministic, config.evaluation.every_steps = True, 2
 
-    async def make(split: str, number: int, size: int, sampling: Sampling) -> Made:
+    async def play(label: str, split: str, number: int, size: int, sampling: Sampling, variant: str) -> Made:
         log.append(f"made {number}")
         turn = Turn([1], [2], [-0.5], [(0, 1)], "stop")
         return Made("t", [{"role": "user", "content": "q"}], ["a"], [Outcome(1.0)], [[turn]], 0.1)
@@ -116,17 +118,21 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
 
     reports: list[Any] = []
     member = SimpleNamespace(
-        spec=SimpleNamespace(config=config, run_id="run", environment=SimpleNamespace(name="e")),
+        spec=SimpleNamespace(config=config, run_id="run", member=None, environment=SimpleNamespace(name="e")),
         attempt=1, life=0, report=reports.append, hold_async=hold,
     )  # fmt: skip
     demands = [(0, 16), (0, 8), (0, 0), (1, 8), (2, 8), (2, 8), (4, 8)]
     api = Api(log, demands)
+    config.environment.name = "e"
+    [plan] = members_of(config.environment)
+    players = SimpleNamespace(play=play, hosts={"e": SimpleNamespace(plan=plan, parts={})})
     producer = Producer(
         member,
-        SimpleNamespace(make=make),
+        players,
         api,
         Sampling(1, 1, 9),
         SimpleNamespace(along=along),  # type: ignore[arg-type]
+        Choice(member, players),  # type: ignore[arg-type]
     )
 
     async def until_nothing_is_wanted() -> None:

@@ -14,7 +14,9 @@ from toprope.records.crew import Checked, Making
 from toprope.records.groups import Group, Outcome
 from toprope.records.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
+from toprope.settings.mixing import members_of
 from toprope.settings.schema import Config
+from toprope.training.choosing import Choice
 from toprope.training.driver import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
@@ -51,7 +53,16 @@ class Member:
     attempt, life = 1, 0
 
     def __init__(self, source: EnvironmentSource, config: Config) -> None:
-        self.spec = SimpleNamespace(environment=source, config=config, kind="train", test=None, run_id="run")
+        self.spec = SimpleNamespace(
+            environment=source,
+            mixture=[],
+            locks={},
+            config=config,
+            kind="train",
+            test=None,
+            member=None,
+            run_id="run",
+        )
         self.reports: list[Any] = []
 
     def report(self, report: Any) -> None:
@@ -79,11 +90,11 @@ def test_the_worker_gets_the_keys_that_the_owner_named_for_it_and_the_first_task
     driver = Driver(member)  # type: ignore[arg-type]
 
     async def run() -> None:
-        link = await driver._open()
+        await driver._start()
         try:
-            await driver._check(link)
+            await driver._check()
         finally:
-            await link.close()
+            await asyncio.gather(*(host.close() for host in driver._hosts))
 
     asyncio.run(run())
     [checked] = [report for report in member.reports if isinstance(report, Checked)]
@@ -140,8 +151,22 @@ class Maker:
         return Made("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
 
 
+class Only:
+    """The players of one environment, all of whose groups a maker makes."""
+
+    def __init__(self, member: Member, maker: Any) -> None:
+        [plan] = members_of(member.spec.config.environment)
+        self.hosts, self._maker = {"echo": SimpleNamespace(plan=plan, parts={})}, maker
+
+    async def play(self, label: str, *arguments: Any) -> Any:
+        return await self._maker.make(*arguments)
+
+
 def produce(member: Member, api: FullApi, maker: Any = None) -> Any:
-    return Producer(member, maker or Maker(), api, None, None).run()  # type: ignore[arg-type]
+    member.spec.config.environment.name = "echo"
+    players = Only(member, maker or Maker())
+    choice = Choice(member, players)  # type: ignore[arg-type]
+    return Producer(member, players, api, None, None, choice).run()  # type: ignore[arg-type]
 
 
 def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:

@@ -141,7 +141,7 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
                 policy_name="tiny",
                 policy=policy,
                 keys={},
-                maker_of=lambda player: RolloutMaker(worker, player, multi_turn=False, call_timeout_s=10),
+                players_of=lambda player: RolloutMaker(worker, player, multi_turn=False, call_timeout_s=10),
                 progress=lambda what, done, total: None,
             )
 

@@ -167,10 +167,10 @@ def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_p
         await evaluator.test(4, 2)
         assert played and set(played) == {"validation"}
         with pytest.raises(ValueError, match="under seal"):
-            await evaluator._maker.make("heldout", 0, 1, SAMPLING)
+            await evaluator._players.make("heldout", 0, 1, SAMPLING)
         await evaluator.heldout("after", 3, 1, greedy=True)
         with pytest.raises(ValueError, match="under seal"):
-            await evaluator._maker.make("heldout", 0, 1, SAMPLING)
+            await evaluator._players.make("heldout", 0, 1, SAMPLING)
 
     play(tmp_path, "1", work)
     assert played.count("heldout") == 6

@@ -17,14 +17,13 @@ from toprope.records.crew import Checkpointed, Finished, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.traces import Trace, append_traces, read_traces
-from toprope.sdk.link import Link
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
 from toprope.training.demonstrations import Collector, cache_of
 from toprope.training.embedded import RECIPES, make_tokenizer
 from toprope.training.endpoints import EndpointClient, ModelFailed
+from toprope.training.hosting import Hosted, plans_of
 from toprope.training.sft import FineTuning, as_training, examples_of, order_of
-from toprope.training.workers import Worker
 
 KEY = "sk-very-secret-0123456789"
 TALK = [
@@ -125,26 +124,23 @@ def collected(
         run_id="run-a", kind="sft", created_at=0.0, toprope_version="0", environment=source, config=config,
         policy_cache=str(tmp_path / "home" / "policies"),
     )  # fmt: skip
-    cache = cache_of(spec, {"environment": "x"})
-    assert cache.parent == tmp_path / "home" / "traces"
-
-    async def opened() -> Link:
-        link = await Link.start()
-        await link.call("open", source={"file": str(file), "attribute": "Add"})
-        return link
 
     async def work() -> list[Trace]:
         told: list[tuple[str, int, int]] = []
         asked = None
         if asks is not None:
             asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, pause_s=0.01)
-        async with await Worker.start(opened, config.launcher) as worker:
-            collector = Collector(worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
-            try:
-                found = await collector.collect(tasks)
-            finally:
-                if asked is not None:
-                    await asked.close()
+        [(plan, source)] = plans_of(spec)
+        host = await Hosted.start(spec, plan, source, lambda report: None)
+        cache = cache_of(spec, host)
+        assert cache.parent == tmp_path / "home" / "traces"
+        collector = Collector(host.worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
+        try:
+            found = await collector.collect(tasks)
+        finally:
+            await host.close()
+            if asked is not None:
+                await asked.close()
         assert told[-1][1:] == (tasks, tasks)
         return found
 

@@ -5,13 +5,13 @@ and a run can be trusted only where they stayed the same while it went on.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import toprope
 from toprope.records.specification import EnvironmentSource
 
-__all__ = ["digest_of", "environment_digest", "evaluator_digest", "measuring"]
+__all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "measuring"]
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _EVALUATOR = ("training/evaluation.py", "training/rollouts.py")
@@ -33,6 +33,15 @@ def environment_digest(source: EnvironmentSource) -> str:
     return digest_of(sorted(file.parent.rglob("*.py")) if package else [file], source.attribute or "")
 
 
+def _with_rewards(own: str, source: EnvironmentSource) -> str:
+    """The digest with the reward functions that a configuration adds."""
+    if not source.rewards:
+        return own
+    said = ";".join(f"{one.name} {one.weight} {one.low} {one.high} {one.attribute}" for one in source.rewards)
+    added = digest_of([Path(one.file) for one in source.rewards], said)
+    return "missing" if "missing" in (own, added) else digest_of([], f"{own} {added}")
+
+
 def evaluator_digest() -> str:
     """The hash of our own code that asks, scores and counts."""
     return digest_of([*sorted((_PACKAGE / "sdk").glob("*.py")), *(_PACKAGE / name for name in _EVALUATOR)])
@@ -40,7 +49,16 @@ def evaluator_digest() -> str:
 
 def measuring(source: EnvironmentSource) -> dict[str, str]:
     """Both, as they lie on the disk now: `environment` and `toprope`."""
-    return {"environment": environment_digest(source), "toprope": evaluator_digest()}
+    return {"environment": _with_rewards(environment_digest(source), source), "toprope": evaluator_digest()}
+
+
+def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What `measuring` gave of several environments as one."""
+    first, *others = measured
+    if not others:
+        return dict(first)
+    own = [one["environment"] for one in measured]
+    return {**first, "environment": "missing" if "missing" in own else digest_of([], " ".join(own))}
 
 
 def digest_of(files: Iterable[Path], more: str = "") -> str:

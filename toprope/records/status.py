@@ -139,6 +139,8 @@ class Status(_Record):
     ended before the API had answered the post; the API's account says whether it has them), and `given_up` by reason.
     Once the run has ended, begun = posted + unanswered + the sum of given_up."""
     evaluations: dict[str, dict[str, Any]] = {}
+    curricula: dict[str, dict[str, Any]] = {}
+    """By environment where a curriculum stands since it moved: `knob`, `value`, `level` (from 0) of `levels`."""
     checkpoint: dict[str, Any] | None = None
     failure: Failure | None = None
     findings: list[Finding] = []
@@ -172,7 +174,7 @@ class Status(_Record):
 
 class Event(_Record):
     """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning,
-    restart, end."""
+    restart, curriculum, end."""
 
     seq: int
     at: float

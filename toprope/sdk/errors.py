@@ -63,6 +63,8 @@ class WorkerFailure(SdkError):
 
     at_work = False
     """Whether the worker was busy with this very call when it ended; calls that waited behind it fail as well."""
+    environment = ""
+    """Whose worker it is, where there are several."""
 
 
 class WorkerTimeout(WorkerFailure):

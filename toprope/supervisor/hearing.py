@@ -15,6 +15,7 @@ from toprope.records.crew import (
     Evaluated,
     Failed,
     Finished,
+    Leveled,
     Making,
     Progress,
     Ready,
@@ -114,6 +115,8 @@ class Hearing:
                 self._account.take(report)
             case Evaluated():
                 self._evaluated(report)
+            case Leveled():
+                life.levelled(report)
             case Warned():
                 life.event("warning", what=f"{name}: {report.what}")
             case Failed():

@@ -11,10 +11,11 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from toprope.analysis.failures import named
-from toprope.records.crew import Progress, Stepped
+from toprope.records.crew import Leveled, Progress, Stepped
 from toprope.records.folder import RunFolder
 from toprope.records.lines import NO_ROOM, Ballast
 from toprope.records.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
@@ -25,6 +26,7 @@ _WRITE_EVERY_S = 0.25
 _RETRY_S = 1.0
 _AT_LAST_S, _LOOK_AGAIN_S = 30.0, 0.25
 _TOWARDS: dict[str, State] = {"queued": "validating", "validating": "starting", "starting": "training"}
+_EACH, _SHOWN_EACH = "environments/", ("reward", "success", "share")
 _SHOWN = ("reward", "success", "loss", "rollouts_per_second", "rollouts", "entropy", "version")
 
 
@@ -123,6 +125,17 @@ class Life:
         self._work = {**progress.values, "what": progress.what, "done": progress.done, "total": progress.total}
         self.update(progress={**self._steps, **self._work})
 
+    def levelled(self, report: Leveled) -> None:
+        """A curriculum opened its next level."""
+        value, share = report.value, report.successes / report.tasks if report.tasks else 0.0
+        stands = {"knob": report.knob, "value": value, "level": report.level, "levels": report.levels}
+        self.update(curricula={**self.status.curricula, report.environment: stands})
+        what = (
+            f"{report.environment}: {report.knob} is {value!r} now, level {report.level + 1} of {report.levels}; "
+            f"{share:.0%} of {report.tasks} validation tasks of the level before were solved at step {report.step}"
+        )
+        self.event("curriculum", what=what, step=report.step, environment=report.environment, **stands)
+
     def stepped(self, step: Stepped, limit_s: float | None = None) -> None:
         """Shows an optimizer step, with the seconds that the rest will take: the trainer's own figure (`eta_s` of the
         values), or at the pace so far.
@@ -146,6 +159,7 @@ class Life:
             "step": step.step,
             "total_steps": step.total,
             **{key: step.values[key] for key in _SHOWN if step.values.get(key) is not None},
+            **_by_environment(step.values),
             "eta_s": None if eta is None else round(eta, 1),
         }
         if self.state in _TOWARDS:
@@ -214,3 +228,13 @@ class Life:
         except OSError as error:
             print(f"status.json could not be written: {error}", file=sys.stderr, flush=True)
             self._due = asyncio.get_running_loop().call_later(_RETRY_S, self._write_later)
+
+
+def _by_environment(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """The numbers of each environment of several: reward, success and share by its label."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in values.items():
+        head, _, name = key.rpartition("/")
+        if head.startswith(_EACH) and name in _SHOWN_EACH and value is not None:
+            found.setdefault(head.removeprefix(_EACH), {})[name] = value
+    return {"environments": found} if found else {}

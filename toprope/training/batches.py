@@ -17,7 +17,9 @@ from typing import Literal, Protocol
 
 from toprope.records.groups import MASKED, Batch, Group
 from toprope.settings.algorithms import ALGORITHMS
+from toprope.settings.mixing import members_of
 from toprope.settings.schema import Config
+from toprope.training.several import Several, is_flat, rewards_of
 
 __all__ = ["PARSED", "BatchSource", "Ending", "GroupBatch", "GroupReader", "Row", "advantages", "rows_of"]
 
@@ -77,13 +79,6 @@ class GroupBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     version: int | None = None
     """The policy version that is trained on them."""
-
-
-def rewards_of(group: Group) -> list[float]:
-    """One reward per rollout of the group (rows that are segments of one rollout share it)."""
-    if group.outcomes is not None:
-        return [outcome.reward for outcome in group.outcomes]
-    return list(group.scores)
 
 
 def advantages(
@@ -183,6 +178,7 @@ class BatchSource:
         # A value function learns from groups without spread as well.
         self._passes_over = config.algorithm.drop_zero_signal and ALGORITHMS[config.algorithm.name].spread
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
+        self._several = Several([member.label for member in members_of(config.environment)])
         self._waiting = 0
 
     def next(self, version: int) -> GroupBatch:
@@ -219,7 +215,12 @@ class BatchSource:
         self.rollouts += sum(len(rewards_of(group)) for group in seen)
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        return GroupBatch(kept, self.cursor, _numbers(seen, kept, stale, waited) | self._totals(), version)
+        return GroupBatch(
+            kept,
+            self.cursor,
+            _numbers(seen, kept, stale, waited) | self._several.numbers(seen, kept) | self._totals(),
+            version,
+        )
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
         while True:
@@ -245,7 +246,7 @@ class BatchSource:
     def _is_silent(self, group: Group) -> bool:
         if group.advantages is not None and not self._config.algorithm.shuffle_rewards:
             return not any(any(row) for row in group.advantages)
-        return _is_flat(group)
+        return is_flat(group)
 
     def _totals(self) -> dict[str, float]:
         first, last = self._pace[0], self._pace[-1]
@@ -258,7 +259,7 @@ class BatchSource:
 def _numbers(seen: list[Group], kept: list[Group], stale: list[int], waited: float) -> dict[str, float]:
     """A step's numbers over everything that was delivered for it, under TRL's names where it has one."""
     rewards = [reward for group in seen for reward in rewards_of(group)]
-    flat = [_is_flat(group) for group in seen]
+    flat = [is_flat(group) for group in seen]
     outcomes = [outcome for group in seen for outcome in group.outcomes or []]
     lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
     numbers = {
@@ -295,12 +296,6 @@ def _own_advantages(group: Group, row: int) -> list[float] | None:
     if group.overrides is not None and group.overrides[row].get("set_advantage_to_zero"):
         return [0.0] * len(group.tokens[row])
     return None if group.advantages is None else group.advantages[row]
-
-
-def _is_flat(group: Group) -> bool:
-    """Whether all its rewards are equal: no signal for group-relative advantages."""
-    rewards = rewards_of(group)
-    return max(rewards) - min(rewards) < 1e-9
 
 
 def _flat_shares(flat: list[Group], of: int) -> dict[str, float]:

@@ -18,7 +18,8 @@ from toprope.sdk.errors import WorkerError
 from toprope.training.endpoints import EndpointClient, ModelFailed, Unanswered
 from toprope.training.evaluation import example_of, tally, unplayed
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
-from toprope.training.rollouts import Made, RolloutMaker
+from toprope.training.players import Players
+from toprope.training.rollouts import Made
 
 __all__ = ["best_of", "contest"]
 
@@ -30,7 +31,7 @@ _GIVE_UP_AFTER = 8
 """Unanswered tasks, without one that was answered, after which the others are not tried."""
 
 Player = PolicyClient | EndpointClient
-MakerOf = Callable[[Player], RolloutMaker]
+PlayersOf = Callable[[Player], Players]
 
 
 async def contest(
@@ -41,7 +42,7 @@ async def contest(
     policy_name: str,
     policy: Callable[[], Awaitable[PolicyClient]],
     keys: dict[str, str],
-    maker_of: MakerOf,
+    players_of: PlayersOf,
     progress: Callable[[str, int, int], None],
 ) -> list[TestedModel]:
     """Tests every model of a plan.
@@ -53,7 +54,7 @@ async def contest(
         policy_name: What the run's own policy is called.
         policy: Connects to it once it is there; raises TopropeError where it will not come.
         keys: Keys of endpoints, by the names that the endpoints have for them.
-        maker_of: Makes the maker of rollouts for a player.
+        players_of: The environments with a player.
         progress: Called with what, done and total over all models.
 
     Returns:
@@ -74,7 +75,7 @@ async def contest(
                 return await policy()
             return EndpointClient(model.endpoint, keys.get(model.endpoint.key or ""))
 
-        return await _Attempt(model, plan, tasks, sampling, policy_name, played).run(player, maker_of)
+        return await _Attempt(model, plan, tasks, sampling, policy_name, played).run(player, players_of)
 
     return list(await asyncio.gather(*(one(place, model) for place, model in enumerate(plan.models))))
 
@@ -96,14 +97,14 @@ class _Attempt:
         self._groups: dict[int, Made] = {}
         self._unanswered: list[str] = []
 
-    async def run(self, player_of: Callable[[], Awaitable[Player]], maker_of: MakerOf) -> TestedModel:
+    async def run(self, player_of: Callable[[], Awaitable[Player]], players_of: PlayersOf) -> TestedModel:
         began = time.monotonic()
         player: Player | None = None
         error: str | None = None
         try:
             async with asyncio.timeout(self._plan.seconds_per_model):
                 player = await player_of()
-                await self._play(maker_of(player))
+                await self._play(players_of(player))
         except TimeoutError:
             error = (
                 f"The time limit of {self._plan.seconds_per_model:g} s was over when {len(self._groups)} of "
@@ -118,20 +119,22 @@ class _Attempt:
             error = f"{len(self._unanswered)} of {self._tasks} tasks were not answered. {self._unanswered[0]}"
         return self._tested(player, error, time.monotonic() - began)
 
-    async def _play(self, maker: RolloutMaker) -> None:
+    async def _play(self, players: Players) -> None:
         limit = asyncio.Semaphore(_GROUPS_AT_ONCE)
 
         async def one(index: int) -> None:
             async with limit:
                 try:
-                    made = await maker.make("validation", index, self._plan.group_size, self._sampling)
+                    made = await players.make("validation", index, self._plan.group_size, self._sampling)
                 except Unanswered as failure:
                     self._unanswered.append(str(failure))
                     if not self._groups and len(self._unanswered) >= _GIVE_UP_AFTER:
                         raise ModelFailed(f"No task was answered. {failure}") from None
                     return
                 except (WorkerError, PromptTooLong) as failure:
-                    made = unplayed(index, self._plan.group_size, str(failure))
+                    made = unplayed(
+                        index, self._plan.group_size, str(failure), players.environment_of("validation", index)
+                    )
             self._groups[index] = made
             self._played()
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.specification import Specification
 from toprope.records.traces import Trace, append_traces, read_traces
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.endpoints import EndpointClient, Unanswered
+from toprope.training.hosting import Hosted
 from toprope.training.inference.client import Sampling
+from toprope.training.mixing import Claim, shares
 from toprope.training.workers import Worker
 
-__all__ = ["Collector", "cache_of"]
+__all__ = ["Collector", "cache_of", "demonstrate"]
 
 _AT_ONCE = 8
 _KEEP_EVERY = 32
@@ -30,19 +33,49 @@ _GIVE_UP_AFTER = 64
 """Tasks in a row that nobody could solve, before any was."""
 
 
-def cache_of(specification: Specification, measured: dict[str, Any]) -> Path:
-    """Where the demonstrations of such a run lie, beside the embedded policies.
+async def demonstrate(
+    hosts: Sequence[Hosted],
+    specification: Specification,
+    path: Path,
+    teacher: EndpointClient | None,
+    tell: Callable[[str, int, int], None],
+) -> Path:
+    """Has a teacher solve training tasks of every environment of a run, as many of each as it has shares.
 
     Args:
+        hosts: The environments.
         specification: The run's.
-        measured: Hashes of the environment's sources.
+        path: The file to write, at once.
+        teacher: A model at an endpoint; None: the environments' own solvers.
+        tell: Progress: what, done, total.
+
+    Raises: see `Collector.collect`.
     """
+    wanted = specification.config.sft.tasks
+    parts = shares([Claim(host.label, host.plan.weight, host.plan.min_share) for host in hosts])
+    found: list[Trace] = []
+    for host in hosts:
+        cache, timeout_s = cache_of(specification, host), host.plan.section.call_timeout_s
+        collector = Collector(host.worker, specification, cache, teacher, tell, timeout_s)
+        try:
+            found += await collector.collect(max(1, round(wanted * parts[host.label])))
+        except (TopropeError, WorkerFailure) as error:
+            raise host.named(error) from error
+    aside = path.with_name(f".{path.name}")
+    aside.unlink(missing_ok=True)
+    append_traces(aside, found)
+    os.replace(aside, path)
+    return path
+
+
+def cache_of(specification: Specification, host: Hosted) -> Path:
+    """Where the demonstrations of an environment of such a run lie, beside the embedded policies."""
     section = specification.config.sft
     teacher = specification.teacher.model_dump(mode="json") if specification.teacher else "solver"
     depends = [
-        specification.environment.model_dump(mode="json"),
-        measured,
-        specification.config.environment.knobs,
+        host.source.model_dump(mode="json"),
+        host.loaded["loaded"],
+        host.plan.section.knobs,
         teacher,
         section.temperature,
         section.max_new_tokens,

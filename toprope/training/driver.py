@@ -235,7 +235,7 @@ class Driver:
             policy_name=self._config.policy.model,
             policy=self._policy,
             keys=self._keys,
-            maker_of=lambda player: Players(self._hosts, player),
+            players_of=lambda player: Players(self._hosts, player),
             progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
         )
         write_models(self._member.folder, models)
@@ -287,7 +287,7 @@ class Driver:
                     return
                 if producing is not None:  # the trainer has ended: what is in the making would be nobody's
                     producing = await _cancelled(producing)
-                await self._evaluate(evaluator, sizes, label)
+                await self._evaluate(players, evaluator, label)
         finally:
             if producing is not None:
                 await _cancelled(producing)

@@ -25,7 +25,8 @@ from toprope.records.lines import NO_ROOM
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.batches import PARSED
 from toprope.training.inference.client import PromptTooLong, Sampling
-from toprope.training.rollouts import Made, RolloutMaker
+from toprope.training.players import Players
+from toprope.training.rollouts import Made
 
 __all__ = [
     "SEALED",
@@ -69,7 +70,8 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 class Evaluator:
-    """Evaluates with a maker of rollouts and writes evaluations/<label>.json.
+    """Evaluates and writes evaluations/<label>.json. Where a run has several environments, their tasks are counted
+    together, and each environment's by itself under `environments`.
 
     A task that cannot be played (its `reset` raises, its prompt is too long) counts as an error with reward 0. Every
     method raises ComponentFailed where that goes for all of them.
@@ -78,7 +80,7 @@ class Evaluator:
     def __init__(
         self,
         folder: RunFolder,
-        maker: RolloutMaker,
+        players: Players,
         sampling: Sampling,
         *,
         concurrency: int,
@@ -87,7 +89,7 @@ class Evaluator:
         seen: Callable[[str, Made], None] = lambda split, made: None,
     ) -> None:
         """`evaluator` tells what measures (hashes of sources), for the file; `seen` hears of whatever is played."""
-        self._folder, self._maker = folder, maker
+        self._folder, self._players = folder, players
         self._evaluator, self._seen = evaluator, seen
         self._sampling, self._progress = sampling, progress
         self._limit = asyncio.Semaphore(concurrency)
@@ -138,6 +140,7 @@ class Evaluator:
         began = time.time()
         groups = await self._play("testing", "validation", tasks, group_size, self._sampling)
         sampled = {"split": "validation"} | tally(groups, group_size) | {"by_task": by_task(groups)}
+        sampled |= _each(groups, lambda own: {"split": "validation"} | tally(own, group_size))
         result = {
             "version": 1,
             "label": "test",
@@ -162,10 +165,10 @@ class Evaluator:
             nonlocal done
             async with self._limit:
                 try:
-                    made = await self._maker.make(split, index, size, sampling)
+                    made = await self._players.make(split, index, size, sampling)
                     self._seen(split, made)
                 except (WorkerError, PromptTooLong) as error:
-                    made = unplayed(index, size, str(error))
+                    made = unplayed(index, size, str(error), self._players.environment_of(split, index))
             if split == SEALED:
                 made = _without_texts(made)
             done += 1
@@ -174,21 +177,25 @@ class Evaluator:
             return made
 
         try:
-            async with self._maker.sealed() if split == SEALED else nullcontext():
+            async with self._players.sealed() if split == SEALED else nullcontext():
                 return list(await asyncio.gather(*(one(index) for index in range(tasks))))
         except WorkerFailure as failure:
             if split != SEALED:
                 raise
             # Its last words may be about the task that it died of.
             raise ComponentFailed(
-                f"The environment's worker failed while held-out tasks were played ({type(failure).__name__}); what it "
-                "said is sealed with them.",
+                f"The worker of {failure.environment or 'the environment'} failed while held-out tasks were played "
+                f"({type(failure).__name__}); what it said is sealed with them.",
                 hint="test_inference plays validation tasks, whose failures are told in full.",
             ) from None
 
     def _counted(self, split: str, groups: list[Made]) -> dict[str, Any]:
         """The summary of one answer to each task, how each went, and what the answers look like."""
-        return {"split": split} | summarize(_outcomes(groups)) | _looks(groups) | {"by_task": by_task(groups)}
+
+        def counted(own: list[Made]) -> dict[str, Any]:
+            return {"split": split} | summarize(_outcomes(own)) | _looks(own)
+
+        return counted(groups) | {"by_task": by_task(groups)} | _each(groups, counted)
 
     async def _write(self, label: str, result: dict[str, Any], began: float) -> dict[str, Any]:
         result["seconds"] = round(time.time() - began, 3)
@@ -212,6 +219,9 @@ def summary_of(result: Mapping[str, Any]) -> dict[str, Any]:
         summary |= {key: sampled[key] for key in ("rollouts", "all_wrong_share", "all_right_share")}
     if greedy is not None:
         summary["greedy_accuracy"] = greedy["accuracy"]
+    if each := sampled.get("environments"):
+        told = ("accuracy", "tasks", "successes", "reward_mean", "errors")
+        summary["environments"] = {label: {key: one[key] for key in told} for label, one in each.items()}
     return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
 
 
@@ -219,9 +229,17 @@ def by_task(groups: list[Made]) -> dict[str, Any]:
     """How each task went, in the order of the split: `tasks`, the hashes of their contents, and `wins`, how many of the
     answers to each were a success."""
     return {
-        "tasks": [made.task_id for made in groups],
+        "tasks": [f"{made.environment}/{made.task_id}" if made.environment else made.task_id for made in groups],
         "wins": [sum(outcome.success for outcome in made.outcomes) for made in groups],
     }
+
+
+def _each(groups: list[Made], counted: Callable[[list[Made]], dict[str, Any]]) -> dict[str, Any]:
+    """The same figures for each environment by itself, where there are several."""
+    labels = list(dict.fromkeys(made.environment for made in groups))
+    if labels in ([], [""]):
+        return {}
+    return {"environments": {one: counted([made for made in groups if made.environment == one]) for one in labels}}
 
 
 def _looks(groups: list[Made]) -> dict[str, float | None]:
@@ -293,16 +311,17 @@ def tally(groups: list[Made], group_size: int) -> dict[str, Any]:
     }
 
 
-def unplayed(index: int, size: int, error: str) -> Made:
+def unplayed(index: int, size: int, error: str, environment: str = "") -> Made:
     """A group of a task that could not be played: an error with reward 0 for each rollout."""
     outcomes = [Outcome(0.0, turns=0, error=error[:_LONGEST_ERROR])] * size
-    return Made(f"number {index}", [], [""] * size, outcomes, [[]] * size, 0.0)
+    return Made(f"number {index}", [], [""] * size, outcomes, [[]] * size, 0.0, environment=environment)
 
 
 def example_of(made: Made) -> dict[str, Any]:
     """A task with the first answer to it, for people."""
     return {
         "task_id": made.task_id,
+        **({"environment": made.environment} if made.environment else {}),
         "prompt": "\n".join(str(message.get("content", "")) for message in made.messages),
         "answer": made.texts[0],
         "reward": made.outcomes[0].reward,

@@ -5,14 +5,15 @@ A run has one or several. Each has a worker of its own, in its own interpreter, 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.crew import ENV_FOLDER, Progress, Renewed, Report
-from toprope.records.digests import measuring
+from toprope.records.digests import joined, measuring
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link, worker_environment
@@ -21,11 +22,13 @@ from toprope.settings.locks import Lock
 from toprope.settings.mixing import MemberPlan, members_of
 from toprope.training.endpoints import EndpointClient
 from toprope.training.inference.client import PolicyClient
+from toprope.training.memory_limit import AT_ONCE, watch_memory
 from toprope.training.own_loop import OwnLoopMaker
 from toprope.training.rollouts import RolloutMaker
+from toprope.training.teaching import require_teaching
 from toprope.training.workers import Worker
 
-__all__ = ["Hosted", "level_name", "plans_of"]
+__all__ = ["Hosted", "checked_of", "level_name", "measured_by", "plans_of"]
 
 
 def plans_of(specification: Specification) -> list[tuple[MemberPlan, EnvironmentSource]]:
@@ -72,6 +75,7 @@ class Hosted:
         self._config, self._locks = specification.config, specification.locks
         self.plan, self.source, self.alone = plan, source, alone
         self._selected = plan.label == specification.environment.name
+        self._trains = specification.kind == "train"
         self._tell = report
         self.card: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
@@ -83,6 +87,8 @@ class Hosted:
         self.outcome: dict[str, Any] | None = None
         """What the reference answer to the first task was worth."""
         self._worker: Worker | None = None
+        self._watch: asyncio.Task[None] | None = None
+        """Holds the present worker to its memory; ends with it."""
 
     @property
     def label(self) -> str:
@@ -115,6 +121,8 @@ class Hosted:
 
     async def close(self) -> None:
         """Ends the worker."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._worker is not None:
             await self._worker.close()
 
@@ -153,10 +161,15 @@ class Hosted:
                 await link.close()
             raise self.named(error) from (error.__cause__ if self.alone else error)
         self.loaded = {"loaded": loaded, "versions": self.card["versions"]}
+        if section.memory_mb:
+            self._watch = asyncio.create_task(watch_memory(link, section.memory_mb))
         return link
 
     async def _open_in(self, link: Link) -> None:
         section, timeout = self.plan.section, self.plan.section.load_timeout_s
+        denied = section.network == "deny"
+        if section.memory_mb or denied:
+            await link.call("limit", timeout=timeout, memory_mb=round(AT_ONCE * section.memory_mb), network=not denied)
         curriculum = self.plan.curriculum
         knobs = dict(section.knobs)
         if curriculum is not None:
@@ -173,6 +186,12 @@ class Hosted:
             seed=self._config.algorithm.seed,
             **({"rewards": rewards} if rewards else {}),
         )
+        if denied and self.card.get("own_loop"):
+            raise InvalidValue(
+                "environment.network is deny, and this environment plays its rollouts itself: it needs the network to "
+                "reach the policy.",
+                hint="edit_config sets environment.network to allow.",
+            )
         for name in section.reward_weights_end:
             if name not in self.card["parts"]:
                 raise InvalidValue(
@@ -223,7 +242,7 @@ class Hosted:
             level: The level at which training begins, where there are levels.
 
         Raises:
-            ComponentFailed: A split has no task.
+            ComponentFailed: A split has no task, or the reward of an environment to train on never varies.
             WorkerFailure: The environment fails.
         """
         link, section = await self.worker.link(), self.plan.section
@@ -252,6 +271,8 @@ class Hosted:
                 answer=str(example["reference"]),
                 **where,
             )
+            if self._trains:
+                await require_teaching(self)
         except WorkerFailure as error:
             raise self.named(error) from (error.__cause__ if self.alone else error)
 
@@ -318,7 +339,7 @@ class Hosted:
             case _:
                 return error
         if isinstance(error, WorkerDied | WorkerTimeout) and isinstance(named, WorkerDied | WorkerTimeout):
-            named.at_work = error.at_work
+            named.at_work, named.environment = error.at_work, self.label
         return named
 
     @property
@@ -333,6 +354,29 @@ class Hosted:
         if isinstance(report, Renewed) and not self.alone:
             report = Renewed(f"{report.what} of {self.label}", report.reason, report.number, report.limit)
         self._tell(report)
+
+
+def checked_of(hosts: Sequence[Hosted]) -> dict[str, Any]:
+    """What was found of the environments: that of the selected one, and of each where there are several."""
+    first, *others = hosts
+    versions = dict(first.card["versions"])
+    for host in others:
+        versions |= {f"{host.label}: {name}": version for name, version in host.card["versions"].items()}
+    found = {"tasks": first.sizes, "reference_outcome": first.outcome, "versions": versions}
+    if others:
+        found["environments"] = {host.label: {"tasks": host.sizes, "reference_outcome": host.outcome} for host in hosts}
+    return found
+
+
+def measured_by(hosts: Sequence[Hosted]) -> dict[str, Any]:
+    """What a run measures with: hashes of its environments' sources as they were loaded, versions of their packages,
+    and the hashes of now where they differ."""
+    loaded = [host.loaded["loaded"] for host in hosts]
+    now = [measuring(host.source) for host in hosts]
+    found: dict[str, Any] = {"loaded": joined(loaded), "versions": checked_of(hosts)["versions"]}
+    if len(hosts) > 1:
+        found["environments"] = {host.label: host.loaded["loaded"]["environment"] for host in hosts}
+    return found | ({"on_disk": joined(now)} if now != loaded else {})
 
 
 class _OwnLog:

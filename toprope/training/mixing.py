@@ -123,6 +123,19 @@ class Mixer:
         if sum(one.min_share for one in claims) <= 1.0:
             self._shares = shares(claims)
 
+    def state(self) -> dict[str, dict[str, float]]:
+        """What decides the order from here on, as JSON has it."""
+        return {"credit": dict(self._credit), "factors": dict(self._factors), "shares": dict(self._shares)}
+
+    def take_up(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Goes on from a `state`.
+
+        Raises:
+            KeyError: It is of other environments.
+        """
+        found = {name: {label: float(state[name][label]) for label in self._claims} for name in self.state()}
+        self._credit, self._factors, self._shares = found["credit"], found["factors"], found["shares"]
+
     def _room(self, label: str) -> int:
         """Groups of an environment that may be in the making, so that the others have room."""
         kept = sum(max(1, int(self._places * share / 2)) for other, share in self._shares.items() if other != label)
