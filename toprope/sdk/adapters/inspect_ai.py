@@ -1,0 +1,362 @@
+"""Evaluations written for inspect-ai: a data set, a solver, scorers, as inspect runs them.
+
+The target is a task as inspect names it: `/path/task.py@name`, or `package/name` of an installed package. Every scorer
+is a part of the reward. inspect allows one evaluation at a time in a process, so rollouts that come while one runs
+wait, and go together into the next; within it they run side by side, each under its own key. Made for evaluation;
+training works too, as fast as that allows.
+
+It uses what inspect does not promise to keep (its OpenAI-compatible provider): tested with 0.3.285.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Messages, Part, Task
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.knobs import knob
+from toprope.sdk.own_loop import OwnLoop, Played, Session
+
+__all__ = ["PACKAGE", "REQUIREMENTS", "Inspect", "declared", "installed", "make"]
+
+REQUIREMENTS = ("inspect-ai>=0.3.285,<0.4", "openai")
+PACKAGE = "inspect_ai"
+_PROVIDER = "toprope"
+_TOGETHER = 256
+"""Rollouts of one evaluation."""
+
+
+@dataclass
+class InspectKnobs:
+    """What an inspect task can be told."""
+
+    args: dict[str, Any] = knob({}, help="the task's own parameters")
+    turns: int = knob(32, ge=1, le=1000, help="most answers in a rollout")
+    limit: int = knob(0, ge=0, help="samples to read at most; 0: all")
+    reward_low: float = knob(0.0, help="smallest value of a score")
+    reward_high: float = knob(1.0, help="largest value of a score")
+
+
+class Inspect(OwnLoop):
+    """A task of inspect-ai."""
+
+    packages = ("inspect-ai",)
+    tags = ("inspect", "evaluation")
+    Knobs = InspectKnobs  # type: ignore[assignment]
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        name = target.rpartition("@")[2] if "@" in target else target.rpartition("/")[2].removesuffix(".py")
+        self.name = f"inspect_ai/{name}"  # type: ignore[misc]
+        self.__doc__ = f"The inspect-ai task {name}"
+        self._task: Any = None
+        self._desk = _Desk()
+
+    def setup(self) -> None:
+        from inspect_ai._eval.loader import load_tasks
+        from inspect_ai._util.registry import registry_info
+
+        try:
+            tasks = load_tasks([self._target], dict(self.knobs.args))
+        except (TypeError, ValueError, LookupError, FileNotFoundError) as error:
+            raise InvalidRequest(f"inspect does not load {self._target} with these parameters: {error}") from error
+        if len(tasks) != 1:
+            names = ", ".join(str(task.name) for task in tasks) or "none"
+            raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
+        self._task = tasks[0]
+        sandbox = self._task.sandbox
+        if sandbox is not None and sandbox.type != "local":
+            raise InvalidRequest(
+                f"The task runs its tools in a sandbox of type {sandbox.type}; here they run on this machine, without."
+            )
+        scorers = self._task.scorer or []
+        if not scorers:
+            raise EnvironmentMistake(f"{self._target} has no scorer: nothing would tell right from wrong.")
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        if low >= high:
+            raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
+        names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
+        self.parts = {name: Part(1.0 / len(names), low, high, "a scorer") for name in names}
+        self.max_turns = self.knobs.turns
+        self._desk = _Desk()
+
+    def tasks(self) -> Iterator[Task]:
+        for number, sample in enumerate(self._task.dataset):
+            if self.knobs.limit and number >= self.knobs.limit:
+                return
+            target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
+            yield Task(_asked(sample), reference=target or None, data={"sample": sample})
+
+    async def rollout(self, session: Session) -> Played:
+        found = await self._desk.played(self._task, self.task.data["sample"], session, self.max_turns)
+        return self._read(found)
+
+    def _read(self, sample: Any) -> Played:
+        from inspect_ai.scorer import value_to_float
+
+        messages = [_message(message) for message in sample.messages]
+        turns = sum(message["role"] == "assistant" for message in messages)
+        truncated = sample.limit is not None or sample.output.stop_reason == "max_tokens"
+        if sample.error is not None:
+            last = (sample.error.message or "").strip().rpartition("\n")[2]
+            return Played({}, messages=messages, turns=turns, truncated=truncated, error=last or "inspect says no more")
+        to_float, parts = value_to_float(), {}
+        scores = list((sample.scores or {}).values())
+        for place, name in enumerate(self.parts):
+            value = scores[place].value if place < len(scores) else None
+            parts[name] = _number(value, to_float)
+            if not self.parts[name].low <= parts[name] <= self.parts[name].high:
+                raise EnvironmentMistake(
+                    f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
+                )
+        return Played(parts, messages=messages, turns=turns, truncated=truncated)
+
+
+class _Desk:
+    """Takes rollouts in and has inspect play what has gathered, one evaluation after the other."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, Session, asyncio.Future[Any]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def played(self, task: Any, sample: Any, session: Session, turns: int) -> Any:
+        """The sample as inspect's log has it."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sample, session, done))
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work(task, turns))
+        return await done
+
+    async def _work(self, task: Any, turns: int) -> None:
+        await asyncio.sleep(0)  # a group comes in one go
+        while self._waiting:
+            first = self._waiting[0][1]
+            alike = [one for one in self._waiting if _alike(one[1], first)][:_TOGETHER]
+            self._waiting = [one for one in self._waiting if one not in alike]
+            alike = [one for one in alike if not one[2].done()]
+            try:
+                found = await _evaluated(task, [(sample, session) for sample, session, _ in alike], turns)
+            except Exception as error:
+                for _, _, done in alike:
+                    if not done.done():
+                        done.set_exception(RuntimeError(f"inspect: {type(error).__name__}: {error}"))
+                continue
+            for (_, _, done), sample in zip(alike, found, strict=True):
+                if not done.done():
+                    done.set_result(sample)
+
+
+def _alike(one: Session, other: Session) -> bool:
+    def settings(session: Session) -> tuple[Any, ...]:
+        return (
+            *(session.base_url, session.model, session.temperature, session.top_p),
+            *(session.max_tokens, session.stop, session.timeout_s),
+        )
+
+    return settings(one) == settings(other)
+
+
+async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) -> list[Any]:
+    """Has inspect play samples, each with its session; their logs, in that order."""
+    from inspect_ai import eval_async, task_with
+    from inspect_ai.dataset import MemoryDataset
+    from inspect_ai.model import get_model
+
+    if not asked:
+        return []
+    _register()
+    sessions = {f"rollout-{number}": session for number, (_, session) in enumerate(asked)}
+    samples = [sample.model_copy(update={"id": name}) for name, (sample, _) in zip(sessions, asked, strict=True)]
+    some = asked[0][1]
+    folder = tempfile.mkdtemp(prefix="toprope-inspect-")
+    try:
+        model = get_model(
+            f"{_PROVIDER}/{some.model}",
+            base_url=some.base_url,
+            api_key="of the rollout",
+            memoize=False,
+            sessions=sessions,
+        )
+        logs = await eval_async(
+            task_with(_copied(task), dataset=MemoryDataset(samples), epochs=1),
+            model=model,
+            log_dir=folder,
+            log_format="json",
+            log_level="warning",
+            log_realtime=False,
+            log_samples=True,
+            score_display=False,
+            ctl_server=False,
+            acp_server=False,
+            fail_on_error=False,
+            turn_limit=turns,
+            time_limit=max(1, int(some.timeout_s)),
+            max_samples=len(samples),
+            max_connections=len(samples),
+            max_retries=2,
+            temperature=some.temperature,
+            top_p=some.top_p,
+            max_tokens=some.max_tokens,
+            **({"stop_seqs": list(some.stop)} if some.stop else {}),
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    log = logs[0]
+    found = {sample.id: sample for sample in log.samples or ()}
+    if len(found) != len(samples):
+        why = log.error.message if log.error else log.status
+        raise RuntimeError(f"{len(found)} of {len(samples)} samples were played: {why}")
+    return [found[name] for name in sessions]
+
+
+def _copied(task: Any) -> Any:
+    import copy
+
+    return copy.copy(task)  # task_with changes what it is given
+
+
+def _register() -> None:
+    """Makes known a provider that asks with the key of the sample's rollout."""
+    from inspect_ai._util.registry import registry_lookup
+    from inspect_ai.log._samples import sample_active
+    from inspect_ai.model import modelapi
+    from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
+
+    if registry_lookup("modelapi", _PROVIDER) is not None:
+        return
+
+    class SessionAPI(OpenAICompatibleAPI):  # type: ignore[misc]
+        def __init__(self, model_name: str, sessions: dict[str, Session], **arguments: Any) -> None:
+            self._sessions = sessions
+            super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
+
+        def service_model_name(self) -> str:
+            return self.model_name
+
+        def request_headers(self, config: Any) -> dict[str, str]:
+            return {**super().request_headers(config), "Authorization": f"Bearer {self._session().api_key}"}
+
+        def completion_params(self, config: Any, tools: bool) -> dict[str, Any]:
+            params: dict[str, Any] = super().completion_params(config, tools)
+            seed = self._session().seed
+            return params if seed is None else {**params, "seed": seed}
+
+        def _session(self) -> Session:
+            active = sample_active()
+            if active is None:
+                raise RuntimeError("a model was asked outside of any sample")
+            return self._sessions[str(active.sample.id)]
+
+    @modelapi(name=_PROVIDER)
+    def toprope() -> Any:
+        return SessionAPI
+
+
+def make(target: str) -> Inspect:
+    """The environment of a task. See the module.
+
+    Raises:
+        LoadError: inspect-ai or its OpenAI client is not installed.
+    """
+    os.environ["INSPECT_DISPLAY"] = "none"  # it would draw what it does, for a terminal that is not there
+    try:
+        import inspect_ai  # noqa: F401
+        import openai  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"inspect-ai is not complete for {sys.executable} ({error}). Make it an interpreter of its own with "
+            f"{', '.join(REQUIREMENTS)}."
+        ) from error
+    return Inspect(target)
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """Functions of a user's file that carry inspect's `@task`."""
+    decorators = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            decorators |= {one.asname or one.name for one in node.names if one.name == "task"}
+        elif isinstance(node, ast.Import):
+            decorators |= {f"{one.asname or one.name}.task" for one in node.names if one.name == PACKAGE}
+    found = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(one).partition("(")[0] in decorators for one in node.decorator_list)
+    ]
+    return [_listed(node.name, f"{file}@{node.name}", ast.get_docstring(node)) for node in found]
+
+
+def installed(site_packages: Path) -> list[Listed]:
+    """Tasks that installed packages register with inspect, where their registry names them."""
+    from toprope.sdk.discovery import parse
+
+    found = []
+    for file in sorted(site_packages.glob("*.dist-info/entry_points.txt")):
+        try:
+            section = file.read_text(errors="replace").partition("[inspect_ai]")[2].partition("\n[")[0]
+        except OSError:
+            continue
+        for line in section.splitlines():
+            module = line.partition("=")[2].strip().partition(":")[0]
+            registry = site_packages / (module.replace(".", "/") + ".py")
+            if not module or not registry.is_file():
+                continue
+            try:
+                tree = parse(registry)
+            except (OSError, SyntaxError, ValueError):
+                continue
+            names = [one for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names]
+            package = module.split(".")[0]
+            found += [_listed(f"{package}/{one.name}", f"{package}/{one.name}", "") for one in names if one.name != "*"]
+    return found
+
+
+def _listed(name: str, target: str, text: str | None) -> Listed:
+    return Listed(name, target, first_line(text), tags=("inspect", "evaluation"))
+
+
+def _asked(sample: Any) -> Messages:
+    if isinstance(sample.input, str):
+        text = sample.input
+        if sample.choices:
+            text += "\n" + "\n".join(f"{chr(65 + place)}) {choice}" for place, choice in enumerate(sample.choices))
+        return [{"role": "user", "content": text}]
+    return [_message(message) for message in sample.input]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    said = {"role": message.role, "content": message.text}
+    if calls := getattr(message, "tool_calls", None):
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return said
+
+
+def _number(value: Any, to_float: Any) -> float:
+    """A score as a number; of several (a dict, a list) their mean."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return sum(_number(one, to_float) for one in value) / len(value) if value else 0.0
+    if value is None:
+        raise EnvironmentMistake("inspect did not score the rollout.")
+    return float(to_float(value))
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of scorers; inspect numbers those that come again, too."""
+    return [name if names.index(name) == place else f"{name}{place}" for place, name in enumerate(names)]
