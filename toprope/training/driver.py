@@ -36,6 +36,7 @@ from toprope.records.specification import EnvironmentSource
 from toprope.records.tested import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.settings.mixing import MemberPlan
+from toprope.training.along import every_so_many_steps
 from toprope.training.api.client import ApiClient
 from toprope.training.asking import ask
 from toprope.training.choosing import Choice
@@ -45,6 +46,7 @@ from toprope.training.crew import Member, beating
 from toprope.training.demonstrations import demonstrate
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, summary_of
+from toprope.training.handing import describe
 from toprope.training.hosting import Hosted, checked_of, measured_by, plans_of
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.peers import PeerAway
@@ -81,6 +83,8 @@ class Driver:
             await self._check()
             if self._spec.kind == "sft":
                 self._member.report(Ready(str(await self._demonstrations())))
+            elif self._has_own_trainer:
+                self._member.report(Ready(str(await describe(self._member.folder, self._hosts))))
             else:
                 self._member.report(Ready())
             if self._spec.test is not None and self._spec.test.models:
@@ -183,8 +187,24 @@ class Driver:
     async def _fine_tune(self, players: Players, evaluator: Evaluator) -> None:
         """Measures the policy before and after, as training by reward does; the trainer learns meanwhile."""
         await self._evaluate_first(players, evaluator)
-        async for label in self._evaluations():
-            await self._evaluate(players, evaluator, label)
+        along: asyncio.Task[None] | None = None
+        if every := self._config.evaluation.every_steps:
+            tasks = players.count("validation", self._config.evaluation.validation_tasks)
+
+            async def measure(label: str) -> None:
+                self._member.report(Evaluated(label, await evaluator.along(label, tasks)))
+
+            along = asyncio.create_task(every_so_many_steps(self._member.folder.metrics, every, measure))
+        try:
+            async for label in self._evaluations():
+                if along is not None:
+                    await _cancelled(along)
+                    if not along.cancelled():
+                        along.result()
+                await self._evaluate(players, evaluator, label)
+        finally:
+            if along is not None:
+                await _cancelled(along)
 
     async def _evaluate_first(self, players: Players, evaluator: Evaluator) -> None:
         # What was measured before training stays; a resumed run has another policy by now.
@@ -260,7 +280,13 @@ class Driver:
                 break
         raise ComponentFailed("The run is ending.")
 
+    @property
+    def _has_own_trainer(self) -> bool:
+        return self._spec.kind == "train" and self._config.algorithm.name == "custom"
+
     async def _train(self, players: Players, evaluator: Evaluator, sampling: Sampling) -> None:
+        if self._has_own_trainer:
+            await self._member.address_async("trainer")  # its checks come before anything is sampled
         await self._evaluate_first(players, evaluator)
         await self._member.address_async("api")
         api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
