@@ -71,6 +71,13 @@ TEMPLATES = [
     _template("/metrics", "metrics", "A run's metrics", "Up to 100 rows over the steps of a run.", "text/csv"),
     _template("/logs/{component}", "log", "A component's log", "Its last lines; untrusted text.", "text/plain"),
     _template("/plot.png", "plot", "A run's picture", "Reward and accuracy of a completed run.", "image/png"),
+    ResourceTemplate(
+        uri_template="toprope://datasets/{name}",
+        name="dataset",
+        title="A data set's card",
+        description="What a data set (best, best@v2) holds and is made of; toprope://datasets lists them.",
+        mime_type="text/markdown",
+    ),
 ]
 
 

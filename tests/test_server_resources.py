@@ -61,6 +61,7 @@ def test_runs_are_listed_and_their_parts_are_templates(talk, house):
         "toprope://runs/{run_id}/metrics",
         "toprope://runs/{run_id}/logs/{component}",
         "toprope://runs/{run_id}/plot.png",
+        "toprope://datasets/{name}",
     ]
 
 

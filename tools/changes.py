@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tools.looking import look_at
-from tools.resources import Place, resource_at
+from tools.resources import DATASETS, Place, dataset_versions, resource_at
 from toprope.errors import InvalidValue, TopropeError
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class _Watched:
 
 
 def _eye(workshop: Workshop, place: Place) -> _Eye:
+    if place.part == DATASETS:
+        return _Differs(lambda: dataset_versions(workshop, place.component))
     if place.run_id is None:
         return _Differs(lambda: frozenset((run.run_id, run.state) for run in workshop.statuses()))
     if place.part in ("", "metrics"):

@@ -6,6 +6,8 @@
     toprope://runs/RUN_ID/metrics               a row a step, or rows at even distances
     toprope://runs/RUN_ID/logs/COMPONENT        the end of a log
     toprope://runs/RUN_ID/plot.png              its picture
+    toprope://datasets                          the data sets
+    toprope://datasets/NAME                     the card of one: best, best@v2
 
 Nothing is told here that a tool would hold back: numbers of a live run come as check_status gives them, and its rows up
 to the last step that was told.
@@ -32,11 +34,12 @@ from toprope.analysis.report import labels_to_tell
 from toprope.errors import NotFound
 from toprope.records.metrics import read_history
 from toprope.records.specification import Specification
+from toprope.trajectories.store import DatasetStore
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
 
-__all__ = ["LISTED", "MOST_PLOT_BYTES", "Place", "plot_of", "read", "resource_at"]
+__all__ = ["DATASETS", "LISTED", "MOST_PLOT_BYTES", "Place", "dataset_versions", "plot_of", "read", "resource_at"]
 
 LISTED = 20
 """Runs that a list of resources names; the templates reach the others."""
@@ -49,10 +52,14 @@ _EVALUATIONS = 20
 _LINES = 100
 _URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
 
+_DATASETS = re.compile(r"toprope://datasets(?:/([a-z0-9][a-z0-9_.-]{0,63}(?:@v?\d{1,6})?))?")
+DATASETS = "datasets"
+
 
 @dataclass(frozen=True)
 class Place:
-    """What a URI names. `run_id` None: all runs; `part` empty: the run itself."""
+    """What a URI names. `run_id` None: all runs; `part` empty: the run itself. `part` DATASETS: a data set by name, or
+    all of them."""
 
     run_id: str | None = None
     part: str = ""
@@ -65,12 +72,14 @@ def resource_at(uri: str) -> Place:
     Raises:
         NotFound: It names none of ours.
     """
+    if (dataset := _DATASETS.fullmatch(uri)) is not None:
+        return Place(None, DATASETS, dataset[1] or "")
     found = _URI.fullmatch(uri)
     if found is None or (found[3] and found[3] not in COMPONENTS):
         raise NotFound(
             f"There is no resource {uri[:200]!r}.",
             hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png and "
-            f"/logs/COMPONENT ({', '.join(COMPONENTS)}).",
+            f"/logs/COMPONENT ({', '.join(COMPONENTS)}); toprope://datasets and toprope://datasets/NAME.",
         )
     return Place(found[1], (found[2] or "").partition("/")[0], found[3] or "")
 
@@ -82,6 +91,10 @@ async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
         NotFound: There is no such run, log or picture.
         Corrupt: Its records cannot be read.
     """
+    if place.part == DATASETS:
+        if not place.component:
+            return await to_thread.run_sync(_datasets, workshop), "application/json"
+        return await to_thread.run_sync(_card, workshop, place.component), "text/markdown"
     if place.run_id is None:
         return await to_thread.run_sync(_runs, workshop), "application/json"
     if place.part == "logs":
@@ -120,6 +133,32 @@ def _runs(workshop: Workshop) -> str:
     runs = workshop.statuses()
     items = [run_item(run).model_dump(mode="json", exclude_defaults=True) for run in runs[:_RUNS]]
     return json.dumps({"runs": items, "total": len(runs)}, ensure_ascii=False)
+
+
+def _datasets(workshop: Workshop) -> str:
+    store = DatasetStore(workshop.home.datasets)
+    items = []
+    for name in store.names()[:_RUNS]:
+        versions = store.versions(name)
+        newest = store.find(name).record if versions else None
+        told = {} if newest is None else {"items": newest.items, "made_at": newest.made_at, "about": newest.description}
+        items.append({"name": name, "versions": versions, "inbox": store.inbox(name).is_file(), **told})
+    return json.dumps({"datasets": items}, ensure_ascii=False)
+
+
+def dataset_versions(workshop: Workshop, name: str) -> tuple[tuple[str, ...], ...]:
+    """The versions that there are: of one data set, or of all where none is named."""
+    store = DatasetStore(workshop.home.datasets)
+    names = [name.partition("@")[0]] if name else store.names()
+    return tuple((one, *store.versions(one)) for one in names)
+
+
+def _card(workshop: Workshop, name: str) -> str:
+    version = DatasetStore(workshop.home.datasets).find(name)
+    try:
+        return version.card.read_text(encoding="utf-8")[: 4 * TOKEN_BUDGET]
+    except OSError:
+        raise NotFound(f"{version.name} has no card.", hint=f"It lies at {version.path}.") from None
 
 
 def _run(workshop: Workshop, run_id: str) -> str:

@@ -48,8 +48,8 @@ class Data(Part):
         recipe: Annotated[
             dict[str, Any] | None,
             Field(
-                description="target_size, min_score, dedup_threshold, split {train: 0.9}, steps [{templates, variables} "
-                "| {teacher} | {environment} | {noise} | {score} | {filter}]."
+                description="target_size, min_score, dedup_threshold, split {train: 0.9}, steps [{templates, "
+                "variables} | {teacher} | {environment} | {noise} | {score} | {filter}]."
             ),
         ] = None,
     ) -> Annotated[CallToolResult, answers.BuiltDataset]:

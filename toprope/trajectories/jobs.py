@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from pydantic import ValidationError
 
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
@@ -77,11 +78,17 @@ class Job:
             ComponentFailed: It does not start.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.alive():
-            return
+        with FileLock(str(self.folder / "begin.lock")):  # two servers that are asked the same start it once
+            while self.ended() and self.alive():  # it is on its way out
+                time.sleep(_EVERY_S)
+            if not self.alive():
+                self._launch(order, keys)
+
+    def _launch(self, order: Order, keys: Mapping[str, str] | None) -> None:
         if (self.folder / "outcome.json").exists():
             (self.folder / "state.jsonl").unlink(missing_ok=True)
-        for name in ("outcome.json", "failure.json", "progress.json", "told"):
+        # Without its lock's file it counts as about to begin, not as ended.
+        for name in ("outcome.json", "failure.json", "progress.json", "told", "job.lock"):
             (self.folder / name).unlink(missing_ok=True)
         write_json(self.folder / "order.json", order.model_dump(mode="json"))
         with (self.folder / "job.log").open("ab") as log:

@@ -258,7 +258,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
         ComponentFailed: It does not start.
     """
     job = job_of(home, asked.order)
-    if job.alive() or (job.ended() and not job.told()):
+    if job.alive() if not job.ended() else not job.told():
         return job
     most = home.settings().data.at_once
     live = list(live_jobs(home))
