@@ -64,7 +64,7 @@ class Catalog:
         self._registry = registry
         self._adapters_found: list[Adapter] | None = None
         self._describer = Describer(shipped)
-        reader = FileReader(self._adapters)
+        reader = self._reader = FileReader(self._adapters)
         self._sources: list[Source] = [
             FolderSource(shipped, "shipped", reader, self.interpreters),
             *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
@@ -125,9 +125,9 @@ class Catalog:
         except TopropeError:  # `registered` says what is wrong with the file
             return known_interpreters({})
 
-    def adapter_names(self) -> list[str]:
-        """Ecosystems that there are adapters for."""
-        return [adapter.name for adapter in self._adapters()]
+    def in_file(self, file: Path) -> FolderSource:
+        """The environments of one file, wherever it lies."""
+        return FolderSource(file, "file", self._reader, self.interpreters)
 
     def _added(self) -> dict[str, Added]:
         return self._registry.read() if self._registry is not None else {}
