@@ -19,6 +19,7 @@ __all__ = [
     "TRAINING",
     "AskPlan",
     "Dimension",
+    "DatasetSource",
     "EnvironmentSource",
     "ModelUnderTest",
     "RewardSource",
@@ -89,6 +90,19 @@ class TrainerSource(BaseModel):
     attribute: str
     sha256: str
     """Of the file."""
+
+
+class DatasetSource(BaseModel):
+    """A version of a data set that a run learns from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    """`best@v2`"""
+    file: str
+    sha256: str
+    """Of the file."""
+    items: int
 
 
 class TestPlan(BaseModel):
@@ -221,6 +235,8 @@ class Specification(BaseModel):
     """Who demonstrates in a run of kind `sft`, where it is a model at an endpoint."""
     trainer: TrainerSource | None = None
     """Who trains, where it is a class of the owner's own."""
+    dataset: DatasetSource | None = None
+    """What a run of kind `sft` learns from instead of a teacher's demonstrations."""
     base_run: str | None = None
     """The run whose checkpoint the policy begins as, where the configuration named one."""
     reproduces: str | None = None

@@ -213,6 +213,9 @@ class SftSection(_Section):
         min_length=1,
         description="Who demonstrates: 'solver' (the environment's own), or a model that the owner named.",
     )
+    dataset: str = Field(
+        "", max_length=80, description="A data set to learn from instead of a teacher: 'best@v2', 'best': the newest."
+    )
     tasks: int = Field(256, ge=1, le=1_000_000, description="Training tasks that are demonstrated.")
     traces_per_task: int = Field(2, ge=1, le=64, description="Demonstrations of each task.")
     attempts: int = Field(3, ge=1, le=64, description="Tries at a demonstration; only right ones are kept.")

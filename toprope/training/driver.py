@@ -46,6 +46,7 @@ from toprope.training.crew import Member, beating
 from toprope.training.demonstrations import demonstrate
 from toprope.training.endpoints import EndpointClient
 from toprope.training.evaluation import Evaluator, summary_of
+from toprope.training.given import take_given
 from toprope.training.handing import describe
 from toprope.training.hosting import Hosted, checked_of, measured_by, plans_of
 from toprope.training.inference.client import PolicyClient, Sampling
@@ -169,6 +170,14 @@ class Driver:
         path, model = self._member.folder.path / "traces.jsonl", self._spec.teacher
         if path.is_file():
             return path  # of an earlier attempt, or an earlier life
+        if self._spec.dataset is not None:
+            return await take_given(
+                self._hosts,
+                self._spec,
+                path,
+                lambda what, done, total: self._member.report(Progress(what, done, total)),
+                lambda environment, task, asked: self._contents.saw("train", f"{environment}/{task}", asked),
+            )
         teacher = None
         if model is not None and model.endpoint is not None:
             teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""))

@@ -1,4 +1,5 @@
-"""Where a policy comes from that is another run's: `run:<run_id>` in `policy.model`."""
+"""Where a policy comes from that is another run's (`run:<run_id>` in `policy.model`), and what a run learns from where
+that is a data set (`sft.dataset`)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from pathlib import Path
 from toprope.errors import NotPossibleNow
 from toprope.records.checkpoints import newest_sound
 from toprope.records.folder import RunFolder
+from toprope.records.specification import DatasetSource, Specification
 from toprope.records.status import Status
+from toprope.trajectories.store import DatasetStore
 
-__all__ = ["RUN", "base_of"]
+__all__ = ["RUN", "base_of", "with_dataset"]
 
 RUN = "run:"
 """Begins the name of a run, in place of a model's."""
@@ -46,3 +49,24 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
             hint="list_runs names other runs.",
         )
     return folder.run_id, str(found.path / "model")
+
+
+def with_dataset(specification: Specification, datasets: Path) -> Specification:
+    """The specification with the version that `sft.dataset` means now, by its file and digest; the same where it names
+    none.
+
+    Raises:
+        NotFound: There is no such data set or version.
+        Corrupt: Its files are not what was written.
+    """
+    asked = specification.config.sft.dataset
+    if not asked:
+        return specification
+    version = DatasetStore(datasets).find(asked)
+    version.require_sound()
+    file = version.training_file()
+    stored = version.record.files[file.name]
+    config = specification.config.model_copy(deep=True)
+    config.sft.dataset = version.name
+    source = DatasetSource(name=version.name, file=str(file), sha256=stored.sha256, items=stored.items)
+    return specification.model_copy(update={"config": config, "dataset": source})
