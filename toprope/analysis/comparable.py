@@ -13,6 +13,8 @@ from toprope.records.folder import LEFT, RunFolder, read_json
 from toprope.records.metrics import last_row
 from toprope.records.specification import Specification
 from toprope.records.usage import Usage
+from toprope.settings.mixing import members_of, rewards_of
+from toprope.settings.schema import EnvironmentSection
 
 __all__ = ["cost_of", "measured"]
 
@@ -57,11 +59,13 @@ def measured(folder: RunFolder, state: str) -> Measured:
             f"{folder.evaluation(label)} is not what the rollout driver writes: {error!r}.", hint=LEFT
         ) from None
     config = specification.config
+    functions = rewards_of(config.environment.rewards)
     loose = {
         "temperature of the sampled answers": temperature,
         "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
         "rollout.top_p": str(config.rollout.top_p),
         "environment.reward_weights": json.dumps(config.environment.reward_weights, sort_keys=True)[:200],
+        **({"environment.rewards": ", ".join(one.fn for one in functions)[:200]} if functions else {}),
         "starting policy": _base(folder, config.policy.model),
     }
     return Measured(
@@ -111,10 +115,25 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
         "environment.max_turns": str(section.max_turns),
+        **_measured_beside(section),
         "the environment's source (hash)": str(loaded.get("environment", "unknown")),
         "the environment's packages": ", ".join(f"{name} {one}" for name, one in sorted(versions.items())) or "none",
         "the evaluator's source (hash)": str(loaded.get("toprope", "unknown")),
     }
+
+
+def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
+    """What else decides which tasks are measured: other environments, and the level of a curriculum."""
+    first, *others = members_of(section)
+    found = {}
+    for plan in (first, *others):
+        if (curriculum := plan.curriculum) is not None:
+            measured = curriculum.levels[curriculum.measured]
+            found[f"the level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
+    if others:
+        told = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
+        found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)[:400]
+    return found
 
 
 def _base(folder: RunFolder, model: str) -> str:

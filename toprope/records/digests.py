@@ -11,7 +11,7 @@ from pathlib import Path
 import toprope
 from toprope.records.specification import EnvironmentSource
 
-__all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "measuring"]
+__all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "measuring", "rewards_digest"]
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _EVALUATOR = ("training/evaluation.py", "training/rollouts.py")
@@ -33,13 +33,10 @@ def environment_digest(source: EnvironmentSource) -> str:
     return digest_of(sorted(file.parent.rglob("*.py")) if package else [file], source.attribute or "")
 
 
-def _with_rewards(own: str, source: EnvironmentSource) -> str:
-    """The digest with the reward functions that a configuration adds."""
-    if not source.rewards:
-        return own
+def rewards_digest(source: EnvironmentSource) -> str:
+    """The hash of the reward functions that a configuration adds to an environment; `missing` where a file is gone."""
     said = ";".join(f"{one.name} {one.weight} {one.low} {one.high} {one.attribute}" for one in source.rewards)
-    added = digest_of([Path(one.file) for one in source.rewards], said)
-    return "missing" if "missing" in (own, added) else digest_of([], f"{own} {added}")
+    return digest_of([Path(one.file) for one in source.rewards], said)
 
 
 def evaluator_digest() -> str:
@@ -48,17 +45,21 @@ def evaluator_digest() -> str:
 
 
 def measuring(source: EnvironmentSource) -> dict[str, str]:
-    """Both, as they lie on the disk now: `environment` and `toprope`."""
-    return {"environment": _with_rewards(environment_digest(source), source), "toprope": evaluator_digest()}
+    """What measures, as it lies on the disk now: `environment`, `toprope`, and `rewards` where functions are added."""
+    found = {"environment": environment_digest(source), "toprope": evaluator_digest()}
+    return found | ({"rewards": rewards_digest(source)} if source.rewards else {})
 
 
 def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """What `measuring` gave of several environments as one."""
-    first, *others = measured
-    if not others:
-        return dict(first)
-    own = [one["environment"] for one in measured]
-    return {**first, "environment": "missing" if "missing" in own else digest_of([], " ".join(own))}
+    if len(measured) == 1:
+        return dict(measured[0])
+    found = dict(measured[0])
+    for name in ("environment", "rewards"):
+        own = [one[name] for one in measured if name in one]
+        if own:
+            found[name] = "missing" if "missing" in own else digest_of([], " ".join(own))
+    return found
 
 
 def digest_of(files: Iterable[Path], more: str = "") -> str:

@@ -67,6 +67,15 @@ class EnvironmentInputs(_Section):
     """Everything that is installed in an interpreter of its own; empty where it runs in ours."""
 
 
+class DatasetInputs(_Section):
+    """What a run of kind `sft` learns from, where it is a data set."""
+
+    name: str
+    """`best@v2`"""
+    sha256: str
+    items: int
+
+
 class Policy(_Section):
     """The model that training starts from."""
 
@@ -104,7 +113,10 @@ class Manifest(BaseModel):
     code: Code
     configuration: Configuration
     environment: EnvironmentInputs
+    mixture: dict[str, EnvironmentInputs] = {}
+    """The environments beside it, by label."""
     policy: Policy
+    dataset: DatasetInputs | None = None
     hardware: Hardware
     python: str
     libraries: dict[str, str] = {}
@@ -116,10 +128,21 @@ class Manifest(BaseModel):
     @property
     def inputs(self) -> dict[str, Any]:
         """What the run's numbers depend on."""
-        chosen = {"code", "configuration", "environment", "policy", "hardware", "python", "libraries"}
+        chosen = {
+            "code",
+            "configuration",
+            "environment",
+            "mixture",
+            "policy",
+            "dataset",
+            "hardware",
+            "python",
+            "libraries",
+        }
         data = self.model_dump(mode="json", include=chosen)
         data["code"].pop("changes_file")
-        data["environment"].pop("source")
+        for one in (data["environment"], *data["mixture"].values()):
+            one.pop("source")
         return data
 
     @classmethod

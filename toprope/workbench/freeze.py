@@ -16,7 +16,9 @@ from toprope.errors import InvalidValue
 from toprope.records.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan, TrainerSource
 from toprope.settings.fields import KNOBS, all_fields, apply, get_value
 from toprope.settings.locks import Locks
+from toprope.settings.mixing import curriculum_of
 from toprope.workbench.drafts import Draft
+from toprope.workbench.mixing import Ingredients, hold_locks
 
 __all__ = ["freeze", "freeze_question", "new_run_id"]
 
@@ -48,6 +50,7 @@ def freeze(
     teacher: ModelUnderTest | None = None,
     trainer: TrainerSource | None = None,
     base: tuple[str, str] | None = None,
+    ingredients: Ingredients | None = None,
     now: float | None = None,
 ) -> Specification:
     """The specification of a run that is to start from a draft.
@@ -64,6 +67,7 @@ def freeze(
         teacher: Who demonstrates in a run of kind `sft`; None: the environment's own solver.
         trainer: Who trains, where it is a class of the owner's own.
         base: Where `policy.model` names a run: its id, and the folder of the weights that it left.
+        ingredients: What its mixture and its reward functions are made of; may be left out where it has none.
         now: Seconds since the epoch; the clock where it is None.
 
     Raises:
@@ -73,6 +77,12 @@ def freeze(
     now = time.time() if now is None else now
     fields = draft.fields
     locks.enforce(draft.config, fields)
+    hold_locks(draft.config, locks)
+    section = draft.config.environment
+    if ingredients is None:
+        if section.mixture or section.rewards:
+            raise ValueError("a mixture and reward functions have to be found before they are frozen")
+        ingredients = Ingredients(draft.environment)
     problems = draft.config.conflicts()
     for field_name, field in fields.items():
         if field_name.startswith(f"{KNOBS}."):
@@ -80,6 +90,13 @@ def freeze(
                 field.coerce(get_value(draft.config, field))
             except InvalidValue as problem:
                 problems.append(str(problem))
+    curriculum = curriculum_of(section.curriculum)
+    moved = fields.get(f"{KNOBS}.{curriculum.knob}") if curriculum is not None else None
+    for level in curriculum.levels if curriculum is not None and moved is not None else ():
+        try:
+            moved.coerce(level)
+        except InvalidValue as problem:
+            problems.append(f"environment.curriculum: {problem}")
     unknown = [knob for knob in draft.config.environment.knobs if f"{KNOBS}.{knob}" not in fields]
     problems += [f"{KNOBS}.{knob} is no setting of {draft.environment.name}." for knob in unknown]
     if problems:
@@ -99,7 +116,8 @@ def freeze(
         draft_id=draft.id,
         draft_revision=draft.revision,
         preset=draft.preset,
-        environment=draft.environment,
+        environment=ingredients.environment,
+        mixture=ingredients.mixture,
         config=config,
         locks=locks.record(),
         test=test,

@@ -21,11 +21,14 @@ from toprope.supervisor.ledger import pencilled_in, the_books
 from toprope.supervisor.reservations import Machine
 from toprope.supervisor.runs import Runs
 from toprope.workbench.budgets import may_go_on, reserve
+from toprope.workbench.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_teacher, variables_for
 from toprope.workbench.freeze import freeze
 from toprope.workbench.history import beside_preset
-from toprope.workbench.lineage import base_of
+from toprope.workbench.interpreters.registry import Registry
+from toprope.workbench.lineage import base_of, with_dataset
+from toprope.workbench.mixing import Ingredients, blend
 from toprope.workbench.requirements import require_wandb
 from toprope.workbench.trainers import trainer_of
 
@@ -109,7 +112,8 @@ def frozen(
     teacher = None
     if kind == "train" and first.algorithm.name == "sft":
         made = "sft"
-        teacher = resolve_teacher(first.sft.teacher, home.settings(), home.preset_folders, home.settings_file)
+        if not first.sft.dataset:
+            teacher = resolve_teacher(first.sft.teacher, home.settings(), home.preset_folders, home.settings_file)
     trainer = None
     if kind in ("train", "sweep"):
         trainer = trainer_of(first, home.trainer_folders(home.settings()), home.settings_file)
@@ -126,12 +130,30 @@ def frozen(
             teacher=teacher,
             trainer=trainer,
             base=base or (None if kind == "sweep" else base_of(one.config.policy.model, home.runs)),
+            ingredients=_ingredients(home, one),
         )
         for one in drafts
     ]
+    if made == "sft":
+        found = [with_dataset(one, home.datasets) for one in found]
     if kind in ("train", "sweep"):
         require_wandb(found[0].config, home.settings(), home.settings_file)
     return found
+
+
+def _ingredients(home: Home, draft: Draft) -> Ingredients | None:
+    """What a draft's mixture and reward functions are made of; None where it has neither."""
+    section = draft.config.environment
+    if not (section.mixture or section.rewards):
+        return None
+    settings = home.settings()
+    catalog = Catalog(
+        home.environment_folders(settings),
+        datasets=home.dataset_folders(settings),
+        tools=home.lent_tools(settings),
+        registry=Registry(home.environments_file),
+    )
+    return blend(draft, catalog.find, home.environment_folders(settings))
 
 
 def start(home: Home, runs: Runs, specification: Specification) -> None:

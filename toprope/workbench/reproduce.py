@@ -10,6 +10,7 @@ from toprope.records.specification import Specification
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.workbench.freeze import new_run_id
+from toprope.workbench.mixing import hold_locks
 
 __all__ = ["freeze_again"]
 
@@ -33,6 +34,7 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
     now = time.time() if now is None else now
     own = [{"name": name, "default": value} for name, value in run.config.environment.knobs.items()]
     locks.enforce(run.config, all_fields(own))
+    hold_locks(run.config, locks)
     return run.model_copy(
         update={
             "run_id": new_run_id(f"again-{run.environment.name.rsplit('/', 1)[-1]}", now),

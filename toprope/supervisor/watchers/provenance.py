@@ -14,7 +14,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ from toprope.analysis.reproduction import differing_inputs
 from toprope.records.crew import Checked, Ready, Report
 from toprope.records.folder import RunFolder
 from toprope.records.interpreters import packages_in, site_packages_of
-from toprope.records.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
-from toprope.records.specification import Specification
+from toprope.records.manifest import Code, Configuration, DatasetInputs, EnvironmentInputs, Hardware, Manifest, Policy
+from toprope.records.specification import DatasetSource, EnvironmentSource, Specification
+from toprope.settings.mixing import members_of
 from toprope.supervisor.ledger import gpu_names
 
 if TYPE_CHECKING:
@@ -134,12 +135,18 @@ def collect(folder: RunFolder, specification: Specification) -> Manifest:
             deterministic=config.algorithm.deterministic,
             seed=config.algorithm.seed,
         ),
-        environment=_environment(specification),
+        environment=_environment(specification.environment, specification.config.environment.knobs),
+        mixture=_mixture(specification),
         policy=Policy(model=config.policy.model),
+        dataset=None if specification.dataset is None else _dataset(specification.dataset),
         hardware=_hardware(config.launcher.threads),
         python=f"{platform.python_implementation()} {platform.python_version()}",
         libraries={name: version for name in _LIBRARIES if (version := _version(name))},
     )
+
+
+def _dataset(source: DatasetSource) -> DatasetInputs:
+    return DatasetInputs(name=source.name, sha256=source.sha256, items=source.items)
 
 
 def hash_of_policy(model: str, folder: Path) -> Policy:
@@ -217,14 +224,23 @@ def _git(*arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _environment(specification: Specification) -> EnvironmentInputs:
-    source = specification.environment
+def _mixture(specification: Specification) -> dict[str, EnvironmentInputs]:
+    """The others beside the selected environment, by label."""
+    plans = members_of(specification.config.environment)[1:]
+    return {
+        plan.label: _environment(source, plan.section.knobs)
+        for plan, source in zip(plans, specification.mixture, strict=False)
+    }
+
+
+def _environment(source: EnvironmentSource, knobs: Mapping[str, Any]) -> EnvironmentInputs:
     if source.file:
         path: Path | None = Path(source.file)
     else:
         path = _ROOT / "toprope" / "sdk" / "adapters" / f"{source.adapter}.py" if source.adapter else None
     there = path is not None and path.is_file()
-    named = [value for value in specification.config.environment.knobs.values() if isinstance(value, str)]
+    named = [value for value in knobs.values() if isinstance(value, str)]
+    named += [one.file for one in source.rewards]
     files = {name: _hash_of(Path(name)) for name in named if _is_small_file(name)}
     return EnvironmentInputs(
         name=source.name,
