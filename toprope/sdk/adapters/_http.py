@@ -1,0 +1,128 @@
+"""JSON over HTTP with the standard library: for adapters that speak to servers which their owner started.
+
+No proxy is asked, redirects are not followed, and every way in which it can fail is one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import urlsplit
+
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["Answer", "JsonServer", "Unreachable"]
+
+_LONGEST = 64 << 20
+
+
+class Unreachable(EnvironmentMistake):
+    """The server did not answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered."""
+
+    status: int
+    text: str
+
+    def value(self, what: str) -> Any:
+        """Its JSON, where it was a success.
+
+        Raises:
+            EnvironmentMistake: It was none, or is no JSON.
+        """
+        if not 200 <= self.status < 300:
+            raise EnvironmentMistake(f"{what} answered {self.status}: {' '.join(self.text.split())[:400]}")
+        try:
+            return json.loads(self.text)
+        except ValueError:
+            raise EnvironmentMistake(f"{what} answered no JSON: {self.text[:200]!r}") from None
+
+
+class JsonServer:
+    """A server at an address.
+
+    Args:
+        url: `http://host:port`, perhaps with a path.
+        timeout_s: Seconds for a connection, and for each answer.
+        headers: Sent with every request.
+
+    Raises:
+        LoadError: The address is none.
+    """
+
+    def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise LoadError(f"{url!r} is no address of a server: {error}.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise LoadError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000.")
+        self.url = url.rstrip("/")
+        self._host, self._port, self._safe = parts.hostname, port, parts.scheme == "https"
+        self._path, self._timeout = parts.path.rstrip("/"), timeout_s
+        self._headers = dict(headers or {})
+
+    def check(self) -> None:
+        """Whether something listens there.
+
+        Raises:
+            Unreachable: Nothing does.
+        """
+        try:
+            with socket.create_connection((self._host, self._port or (443 if self._safe else 80)), self._timeout):
+                return
+        except OSError as error:
+            raise Unreachable(f"Nothing answers at {self.url}: {error.strerror or error}.") from None
+
+    def post(self, path: str, body: Any, cookies: dict[str, str] | None = None) -> Answer:
+        """Sends JSON.
+
+        Args:
+            path: Below the address.
+            body: What JSON can say.
+            cookies: Sent along; those that the answer sets are put there.
+
+        Raises:
+            Unreachable: There was no answer in time.
+        """
+        headers = {**self._headers, "Content-Type": "application/json", "Accept": "application/json"}
+        if cookies:
+            headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        kind: Any = http.client.HTTPConnection
+        more: dict[str, Any] = {}
+        if self._safe:
+            kind, more = http.client.HTTPSConnection, {"context": ssl.create_default_context()}
+        connection = kind(self._host, self._port, timeout=self._timeout, **more)
+        try:
+            connection.request("POST", f"{self._path}/{path.lstrip('/')}", json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read(_LONGEST).decode("utf-8", "replace")
+        except TimeoutError:
+            raise Unreachable(f"{self.url}/{path.lstrip('/')} did not answer within {self._timeout:g} s.") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.url} did not answer: {error or type(error).__name__}.") from None
+        finally:
+            connection.close()
+        if cookies is not None:
+            for value in answer.headers.get_all("Set-Cookie") or ():
+                _take(value, cookies)
+        return Answer(answer.status, text)
+
+
+def _take(value: str, cookies: dict[str, str]) -> None:
+    try:
+        found = SimpleCookie(value)
+    except CookieError:
+        return
+    for name, morsel in found.items():
+        cookies[name] = morsel.value
