@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -172,9 +171,11 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     from inspect_ai import eval_async, task_with
     from inspect_ai.dataset import MemoryDataset
     from inspect_ai.model import get_model
+    from inspect_ai.util._display import init_display_type
 
     if not asked:
         return []
+    init_display_type("none")  # it would draw what it does, for a terminal that is not there
     _register()
     sessions = {f"rollout-{number}": session for number, (_, session) in enumerate(asked)}
     samples = [sample.model_copy(update={"id": name}) for name, (sample, _) in zip(sessions, asked, strict=True)]
@@ -269,7 +270,6 @@ def make(target: str) -> Inspect:
     Raises:
         LoadError: inspect-ai or its OpenAI client is not installed.
     """
-    os.environ["INSPECT_DISPLAY"] = "none"  # it would draw what it does, for a terminal that is not there
     try:
         import inspect_ai  # noqa: F401
         import openai  # noqa: F401

@@ -1,0 +1,262 @@
+"""Environments of Atropos (`atroposlib.envs.base.BaseEnv`), played directly: no API between, no process of their own.
+
+The target is a user's file with the class, `/path/environment.py:Class`. Its `collect_trajectories` (or
+`collect_trajectory` and what it is made of) is called for each item, with a server in place of its own that leads to
+the policy; the scores that come back are the reward. The other way stays: the environment's own `serve` command
+against the trajectory API, see docs/trajectory-api.md.
+
+Atropos gives out items one after the other and has no way back to one: the first `items` of them are the tasks.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import copy
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._atropos_server import GROUP, Group, server_class
+from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.discovery import first_line
+from toprope.sdk.environment import Messages, Part, Task
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.knobs import knob
+from toprope.sdk.own_loop import OwnLoop, Played, Session
+
+__all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
+
+REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*")
+PACKAGE = "atroposlib"
+_LONGEST_ITEM = 4000
+
+
+@dataclass
+class AtroposKnobs:
+    """What an Atropos environment can be told."""
+
+    tokenizer: str = knob("", help="name or folder of the policy's tokenizer; empty: what the environment names")
+    config: dict[str, Any] = knob({}, help="fields of the environment's own configuration")
+    items: int = knob(512, ge=30, le=1_000_000, help="items that are tasks: the first ones it gives out")
+    turns: int = knob(16, ge=1, le=1000, help="most answers in a rollout, as far as you know")
+    reward_low: float = knob(-1.0, help="smallest score")
+    reward_high: float = knob(1.0, help="largest score")
+    success_reward: float | None = knob(None, help="score that counts as solved; null: reward_high")
+
+
+class Atropos(OwnLoop):
+    """An environment of Atropos."""
+
+    packages = ("atroposlib",)
+    tags = ("atropos",)
+    Knobs = AtroposKnobs  # type: ignore[assignment]
+
+    def __init__(self, cls: type) -> None:
+        self.name = f"atropos/{getattr(cls, 'name', None) or cls.__name__.lower()}"  # type: ignore[misc]
+        self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
+        self._cls = cls
+        self._loop: _Loop | None = None
+        self._env: Any = None
+
+    def setup(self) -> None:
+        knobs = self.knobs
+        if knobs.reward_low >= knobs.reward_high:
+            raise InvalidRequest(f"reward_low {knobs.reward_low:g} must be below reward_high {knobs.reward_high:g}.")
+        self.parts = {"score": Part(1.0, knobs.reward_low, knobs.reward_high, "the environment's score")}
+        self.max_turns = knobs.turns
+        if self._loop is None:
+            self._loop = _Loop()
+        self._env = self._loop.result(self._made())
+
+    def tasks(self) -> Iterator[Task]:
+        assert self._loop is not None  # setup has made it
+        for _ in range(self.knobs.items):
+            item = self._loop.result(self._env.get_next_item())
+            if item is None:
+                continue
+            yield Task(_shown(item), reference=_reference(item), data={"item": item}, key=repr(item))
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        wanted = self.knobs.success_reward
+        return parts["score"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9
+
+    async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
+        assert self._loop is not None  # setup has made it
+        playing = self._loop.start(self._collected(task.data["item"], sessions))
+        limit = sessions[0].timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(playing), limit)
+        except TimeoutError:
+            return [TimeoutError(f"the group took longer than {limit:g} s")] * len(sessions)
+        except Exception as error:
+            return [error] * len(sessions)
+
+    async def _made(self) -> Any:
+        from atroposlib.envs.base import APIServerConfig
+        from pydantic import ValidationError
+
+        knobs = self.knobs
+        config, _ = self._cls.config_init()
+        changed = {**knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True}
+        if knobs.tokenizer:
+            changed["tokenizer_name"] = knobs.tokenizer
+        unknown = [name for name in changed if name not in type(config).model_fields]
+        if unknown:
+            fields = ", ".join(type(config).model_fields)
+            raise InvalidRequest(f"The environment's configuration has no {unknown[0]!r}. Fields: {fields}.")
+        try:
+            config = type(config).model_validate({**config.model_dump(), **changed})
+        except ValidationError as error:
+            raise InvalidRequest(f"The environment refuses this configuration: {error}") from error
+        place = APIServerConfig(
+            model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm", health_check=False,
+            tokenizer_name=config.tokenizer_name,
+        )  # fmt: skip
+        try:
+            env = self._cls(config, [place], slurm=False, testing=False)
+        except OSError as error:  # transformers says so of a tokenizer that is not there
+            raise InvalidRequest(
+                f"The tokenizer {config.tokenizer_name!r} cannot be loaded; name the policy's by the knob `tokenizer`. "
+                f"{first_line(str(error))}"
+            ) from error
+        env.server.servers = [server_class(lambda: env.tokenizer)(place)]
+        await env.setup()
+        return env
+
+    async def _collected(self, item: Any, sessions: Sequence[Session]) -> list[Played | BaseException]:
+        group = Group(sessions)
+        GROUP.set(group)
+        # A copy: groups of other sizes are played beside this one.
+        env = copy.copy(self._env)
+        env.config = env.config.model_copy(update={"group_size": len(sessions)})
+        scored, _ = await env.collect_trajectories(item)
+        scored = await env.postprocess_histories(scored)
+        if isinstance(scored, list):
+            known = [one for one in scored if one is not None]
+            scored = known[-1] if known else None
+        if scored is None:
+            why = "the environment left the group out (Atropos does so where all scores are equal, among other reasons)"
+            return [Played({}, messages=one.messages, turns=len(one.said), error=why) for one in group.rollouts]
+        return self._played(env, group, scored)
+
+    def _played(self, env: Any, group: Group, scored: Mapping[str, Any]) -> list[Played | BaseException]:
+        texts = [env.tokenizer.decode(tokens) for tokens in scored["tokens"]]
+        rewards: dict[int, float] = {}
+        for owner, score in zip(group.whose(texts), scored["scores"], strict=True):
+            if owner is not None:
+                rewards[owner] = float(score)
+        found: list[Played | BaseException] = []
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        for place, one in enumerate(group.rollouts):
+            said: dict[str, Any] = {"messages": one.messages, "turns": len(one.said)}
+            if place not in rewards:
+                found.append(Played({}, error="the environment scored no sequence with this rollout's answer", **said))
+            elif not low <= rewards[place] <= high:
+                why = (
+                    f"score {rewards[place]:g} is outside {low:g} to {high:g}: set the knobs reward_low and reward_high"
+                )
+                found.append(Played({}, error=why, **said))
+            else:
+                found.append(Played({"score": rewards[place]}, **said))
+        return found
+
+
+class _Loop:
+    """One event loop in a thread, for all that an environment does: what it makes belongs to that loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="atropos").start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def result(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.start(work).result()
+
+
+def make(target: str) -> Atropos:
+    """The environment of a class. See the module.
+
+    Raises:
+        LoadError: atroposlib is not installed, or there is no such class.
+    """
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    try:
+        from atroposlib.envs.base import BaseEnv
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"atroposlib is not complete for {sys.executable} ({error}). Make it an interpreter of its own with "
+            f"{', '.join(REQUIREMENTS)}."
+        ) from error
+    file, _, name = target.rpartition(":")
+    path = Path(file or target)
+    if path.suffix != ".py" or not path.is_file():
+        raise LoadError(f"{target!r} is no file with an Atropos environment: give /path/environment.py:Class.")
+    folder = str(path.parent)
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(path.stem)
+    if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
+        raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
+    }
+    if name not in own:
+        raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
+    return Atropos(own[name])
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """Classes of a user's file that are Atropos environments."""
+    bases = {
+        one.asname or one.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE
+        for one in node.names
+        if one.name == "BaseEnv"
+    }
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(
+            isinstance(base, ast.Name) and base.id in bases for base in node.bases
+        ):
+            bases.add(node.name)
+            text = ast.get_docstring(node) or ast.get_docstring(tree)
+            found.append((node.name, first_line(text)))
+    return [
+        Listed(
+            file.stem if len(found) == 1 else f"{file.stem}_{name.lower()}", f"{file}:{name}", text, tags=("atropos",)
+        )
+        for name, text in found
+    ]
+
+
+def _shown(item: Any) -> str | Messages:
+    """What an item asks: messages where it holds some, as Atropos's environments write them, else its text."""
+    for one in item if isinstance(item, list | tuple) else (item,):
+        if isinstance(one, list | tuple) and one:
+            messages = [dict(part) if isinstance(part, frozenset | dict) else None for part in one]
+            if all(message and isinstance(message.get("content"), str) and "role" in message for message in messages):
+                return [message for message in messages if message]
+    if isinstance(item, Mapping):
+        for name in ("prompt", "question", "problem", "input"):
+            if isinstance(item.get(name), str):
+                return str(item[name])
+    return str(item)[:_LONGEST_ITEM] or "(an empty item)"
+
+
+def _reference(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        found = next((item[name] for name in ("answer", "solution", "target") if isinstance(item.get(name), str)), None)
+        return found
+    last = item[-1] if isinstance(item, tuple) and len(item) > 1 else None
+    return last if isinstance(last, str) else None
