@@ -182,11 +182,15 @@ def kl(trail: Trail) -> Sign | None:
     if now < 0.5:
         return None
     rising = trail.gain > trail.noise
+    ppo = trail.config.algorithm.name == "ppo"
+    field, weight = (
+        ("ppo.kl_coef", trail.config.ppo.kl_coef) if ppo else ("algorithm.beta", trail.config.algorithm.beta)
+    )
     return Sign(
         "critical" if now >= 2.0 and not rising and trail.rows >= 4 * trail.early else "warning",
         f"The policy is {now:.2g} nats a token from its start{'' if rising else ', and the reward has not risen'}.",
-        {"kl": now, "beta": trail.config.algorithm.beta, "reward": trail.recent("reward")},
-        edit(f"algorithm.beta to {max(0.01, 2 * trail.config.algorithm.beta):.2g} or a lower optimizer.learning_rate"),
+        {"kl": now, "beta": weight, "reward": trail.recent("reward")},
+        edit(f"{field} to {max(0.01, 2 * weight):.2g} or a lower optimizer.learning_rate"),
         "low" if rising else "medium",
     )
 
