@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tools.answers import Answer
     from tools.workshop import Workshop
 
-__all__ = ["build"]
+__all__ = ["build", "open_workshop"]
 
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
 Tools = Annotated[
@@ -57,9 +57,11 @@ def build() -> typer.Typer:
     watching = (runs, status, watch, logs, report)
     for command in (serve, token, *watching, stop, resume, doctor, prune, install, clients, demo):
         app.command()(command)
+    from server.data_commands import build as data
     from server.env_commands import build as environments
 
     app.add_typer(environments())
+    app.add_typer(data())
     return app
 
 
@@ -307,6 +309,10 @@ def _workshop() -> Iterator[Workshop]:
         from tools.workshop import Workshop
 
         yield Workshop.open()
+
+
+open_workshop = _workshop
+"""For groups of commands in modules of their own."""
 
 
 def _say(work: Callable[[], Any], last: bool = True) -> None:

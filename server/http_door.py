@@ -23,6 +23,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from starlette.datastructures import Headers
 
 from server.app import create_server, leave
+from server.capture_door import capture_route
 from server.caretaker import look_after_runs
 from server.http_token import TokenFile
 from server.roles import Role, role_of_settings
@@ -85,13 +86,16 @@ def _bearer(header: str | None) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-def build_app(token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", **options: Any) -> ASGIApp:
+def build_app(
+    token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
+) -> ASGIApp:
     """The ASGI application of the door.
 
     Args:
         token: What a request must carry.
         door: The owner's settings of it.
         host: Where it will listen; that is a name it goes by.
+        capture: Whose data sets take traces in; None: nobody's.
         options: Of `create_server`.
     """
     server = create_server(log_level="WARNING", **options)
@@ -105,6 +109,8 @@ def build_app(token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", **optio
         ],
     )
     app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
+    if capture is not None:
+        app.router.routes.append(capture_route(lambda: capture))
     return _TrimmedHeaders(_TokenRequired(app, token))
 
 
@@ -150,7 +156,8 @@ def serve_http(
     token = TokenFile(home.configuration)
     token.ensure()
     listening = _listen(host, door.port if port is None else port)
-    app = build_app(token, door, host, role=(role or Role()).within(owners))
+    allowed = (role or Role()).within(owners)
+    app = build_app(token, door, host, role=allowed, capture=None if allowed.read_only else home)
     url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
     anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
     # A worker thread that still waits must not hold what its owner ended.

@@ -1,0 +1,62 @@
+"""Where agent frameworks post their own traces, beside MCP at the HTTP door: `POST /trajectories/NAME`.
+
+The body is an item, a list of items, {"items": [...]}, or JSON lines; an item is OpenAI-style ({"messages": [...],
+"reward": 1.0}) or has state and action. They wait in the data set's inbox until `build_dataset` reads `NAME@inbox`. The
+door asks for the owner's token before anything reaches this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from toprope.errors import DiskFull, LockedField, TopropeError
+
+if TYPE_CHECKING:
+    from toprope.settings.owner import Home
+
+__all__ = ["CAPTURE_PATH", "capture_route"]
+
+CAPTURE_PATH = "/trajectories/{name}"
+
+
+def capture_route(home: Callable[[], Home]) -> Route:
+    """The route.
+
+    Args:
+        home: Whose data sets; asked at each post.
+    """
+
+    async def post(request: Request) -> JSONResponse:
+        from toprope.trajectories.inbox import MOST_BYTES, Inbox, items_of_body
+
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                return _refusal(413, f"A post may have {MOST_BYTES} bytes; nothing was taken.")
+
+        def take() -> int:
+            owners = home()
+            if not owners.settings().data.build:
+                raise LockedField("The owner does not allow data sets (data.build in settings.yaml).")
+            return Inbox(owners.ensure().datasets, request.path_params["name"]).keep(items_of_body(body))
+
+        try:
+            taken = await to_thread.run_sync(take)
+        except TopropeError as error:
+            status = 403 if isinstance(error, LockedField) else 507 if isinstance(error, DiskFull) else 422
+            return _refusal(status, str(error))
+        name = request.path_params["name"]
+        return JSONResponse({"taken": taken, "waits_in": f"{name}@inbox"}, status_code=201)
+
+    return Route(CAPTURE_PATH, post, methods=["POST"])
+
+
+def _refusal(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": why}, status_code=status)
