@@ -6,6 +6,7 @@ owner's. `solver` needs no policy: the environment's own reference answers, or i
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -254,6 +255,8 @@ def _knobs(given: list[str]) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
+    # What comes out of environments and models must not steer the terminal.
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters in all]"
 
 

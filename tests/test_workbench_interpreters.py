@@ -1,6 +1,7 @@
 """Interpreters of environments: made whole or not at all, shared where they are equal, gone when nobody needs them.
 
-Everything is installed for real, by pip, from wheels that are made on the spot.
+What pip does is tried with pip itself, from wheels that are made on the spot; what is ours around it with `quick`,
+which makes real virtual environments and puts the packages there by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tiny_wheels import make_wheel
 from tools_house import become, make_workshop
 
@@ -26,8 +28,10 @@ from toprope.settings.owner import Home
 from toprope.settings.schema import Config
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
-from toprope.workbench.interpreters.installing import Pin, Wanted, digest_of, satisfied
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.naming import target_of
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.words import failure
 from toprope.workbench.sources.adapters import Adapter
 
 GAME = "def main():\n    print('scripts work')\n"
@@ -39,10 +43,31 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_wheel(folder, "tinygame", "1.0", requires=("tinyrules>=1",), code=GAME)
     make_wheel(folder, "tinygame", "2.0", requires=("tinyrules>=1",), code=GAME)
     make_wheel(folder, "tinyrules", "1.5")
-    make_wheel(folder, "tinytorn", "1.0", code="raise OSError('no such library')\n")
     make_wheel(folder, "tinyalone", "1.0", requires=("tinynowhere==9",))
-    make_wheel(folder, "tinyold", "1.0", python="<3.0")
     return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every requirement is version 1.5 of a module that says so; `tinytorn` cannot be imported."""
+
+    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
+        names = [Requirement(one).name for one in wanted.requirements]
+        return [Pin(name, f"{name}==1.5") for name in names]
+
+    def install(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
+        site = site_packages_of(self.python)
+        assert site is not None
+        for pin in pins:
+            code = "raise OSError('no such library')" if pin.name == "tinytorn" else "VERSION = '1.5'"
+            (site / f"{pin.name}.py").write_text(code)
+            (site / f"{pin.name}-1.5.dist-info").mkdir()
+            (site / f"{pin.name}-1.5.dist-info" / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: 1.5\n"
+            )
+
+    monkeypatch.setattr(Installer, "resolve", resolve)
+    monkeypatch.setattr(Installer, "install", install)
 
 
 @pytest.fixture
@@ -54,9 +79,8 @@ def adapter(name: str, package: str, *requirements: str) -> Adapter:
     return Adapter(name, f"Environments of {name}", package, requirements, module=types.ModuleType(name))
 
 
-def order(given: str, wheels: Path, **fields: object) -> Order:
-    wanted = Wanted((), find_links=(str(wheels),), offline=True)
-    return Order(given, wanted=wanted, **fields)  # type: ignore[arg-type]
+def of(wheels: Path) -> Wanted:
+    return Wanted((), find_links=(str(wheels),), offline=True)
 
 
 def left_in(home: Home) -> list[str]:
@@ -67,7 +91,7 @@ def left_in(home: Home) -> list[str]:
 def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Path) -> None:
     news: list[str] = []
     found = [adapter("tinygame", "tinygame", "tinygame>=1")]
-    outcome = Interpreters(home, lambda: found).add(order("tinygame", wheels), news.append)
+    outcome = Interpreters(home, lambda: found).add(Order("tinygame", wanted=of(wheels)), news.append)
     added, made = outcome.added, outcome.made
     assert made is not None and not outcome.shared and added.adapter == "tinygame"
     assert made.pins == ["tinygame==2.0", "tinyrules==1.5"] and made.bytes > 0
@@ -84,64 +108,109 @@ def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Pa
     assert stored["version"] == 1 and stored["environments"]["tinygame"]["lock"] == added.lock
 
 
-def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Home, wheels: Path) -> None:
+def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
-    first = here.add(order("tinyrules", wheels)).added
-    second = here.add(order("tinyrules==1.5", wheels, name="again"))
+    first = here.add(Order("tinyrules")).added
+    second = here.add(Order("tinyrules==1.5", name="again"))
     assert second.shared and second.added.lock == first.lock and left_in(home) == [first.lock]
     without = here.add(Order("tinyrules>=1.2", name="third", wanted=Wanted((), offline=True)))
     assert without.shared and without.added.lock == first.lock  # no index and no folder: what is there will do
-    for name in ("tinyrules", "third"):
+    other = here.add(Order("tinyrules", name="other", requirements=("tinymore",))).added
+    assert len(left_in(home)) == 2 and other.requirements == ["tinyrules", "tinymore"]
+    for name in ("tinyrules", "third", "other"):
         here.remove(name)
-        assert left_in(home) == [first.lock]
+        assert str(first.lock) in left_in(home)
     here.remove("again")
     assert left_in(home) == [] and here.registry.read() == {}
     with pytest.raises(NotFound):
         here.remove("again")
 
 
-def test_two_at_once_make_one(home: Home, wheels: Path) -> None:
+def test_two_at_once_make_one(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60)
+    resolve = Installer.resolve
+
+    def meeting(*arguments: object) -> list[Pin]:
+        both.wait()  # neither has begun to install when the other asks for the same
+        return resolve(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Installer, "resolve", meeting)
     with ThreadPoolExecutor(2) as pool:
-        made = list(
-            pool.map(lambda name: Interpreters(home, lambda: []).add(order("tinyrules", wheels, name=name)), "ab")
-        )
+        made = list(pool.map(lambda name: Interpreters(home, lambda: []).add(Order("tinyrules", name=name)), "ab"))
     assert made[0].added.lock == made[1].added.lock and left_in(home) == [made[0].added.lock]
     assert sorted(one.shared for one in made) == [False, True]
     assert set(Interpreters(home).registry.read()) == {"a", "b"}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("tinynothing==3", "tinynothing==3"),
-        ("tinyalone", "tinynowhere==9"),
-        ("tinyrules<1", "tinyrules<1"),
-        ("tinyold", "tinyold"),
-    ],
-)
-def test_a_failed_installation_names_the_requirement_and_leaves_nothing(
-    home: Home, wheels: Path, given: str, said: str
-) -> None:
+def test_a_failed_installation_names_the_requirement_and_leaves_nothing(home: Home, wheels: Path) -> None:
     with pytest.raises(EnvironmentFailed) as refusal:
-        Interpreters(home, lambda: []).add(order(given, wheels))
+        Interpreters(home, lambda: []).add(Order("tinyalone", wanted=of(wheels)))
     message = refusal.value.message
-    assert f"requirement {said}" in message and "ERROR:" in message and "nothing was kept" in message
-    assert refusal.value.hint and left_in(home) == [] and not home.environments_file.exists()
+    assert "requirement tinynowhere==9;" in message and "ERROR:" in message and "nothing was kept" in message
+    assert "--find-links" in refusal.value.hint and left_in(home) == [] and not home.environments_file.exists()
 
 
-def test_what_installs_and_does_not_import_is_not_kept(home: Home, wheels: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "requirement", "hint"),
+    [
+        ("ERROR: Could not find a version that satisfies the requirement x==9 (from versions: none)", "x==9", ""),
+        ("ERROR: Cannot install a==1 and b because these package versions have conflicting dependencies.", "a==1", ""),
+        (" error: subprocess-exited-with-error\nERROR: Failed to build 'fasttext' when building", "fasttext", ""),
+        ("ERROR: Package 'nemo' requires a different Python: 3.11.7 not in '>=3.12'", "nemo", "--base"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "", "prune"),
+        ("WARNING: Retrying: Temporary failure in name resolution\nERROR: No matching distribution found for y", "y",
+         "network"),
+        ("  × No solution found when resolving dependencies:\n  ╰─▶ Because zz was not found in the package registry "
+         "and you require zz, we can conclude that your requirements are unsatisfiable.", "zz", ""),
+        ("ERROR: Cannot install old because these package versions have conflicting dependencies.\n old depends on "
+         "torch<2\n The user requested (constraint) torch==2.7 conflict", "old", "--torch any"),
+    ],
+)  # fmt: skip
+def test_words_of_installers_are_understood(said: str, requirement: str, hint: str) -> None:
+    error = failure("it", said.split("\n"), offline=False, constraint="torch==2.7")
+    assert f"requirement {requirement}" in error.message if requirement else "requirement" not in error.message
+    assert hint in error.hint and "nothing was kept" in error.message
+
+
+def test_what_installs_and_does_not_import_is_not_kept(home: Home, quick: None) -> None:
     found = [adapter("torn", "tinytorn", "tinytorn")]
     with pytest.raises(EnvironmentFailed, match="no such library"):
-        Interpreters(home, lambda: found).add(order("torn", wheels))
+        Interpreters(home, lambda: found).add(Order("torn"))
     assert left_in(home) == [] and not home.environments_file.exists()
 
 
-def test_one_that_is_given_up_leaves_nothing(home: Home, wheels: Path) -> None:
+def test_one_that_is_given_up_leaves_nothing(home: Home, quick: None) -> None:
     over = threading.Event()
     over.set()
     with pytest.raises(NotPossibleNow, match="given up"):
-        Interpreters(home, lambda: []).add(order("tinyrules", wheels), given_up=over)
+        Interpreters(home, lambda: []).add(Order("tinyrules"), given_up=over)
     assert left_in(home) == []
+
+
+def test_a_build_of_torch_for_gpus_is_not_drawn_by_accident(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def draws(self: Installer, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
+        asked.append((constraint, wanted.extra_indexes))
+        small = constraint.endswith("+cpu")
+        return [Pin("torch", "torch==2")] + ([] if small else [Pin("nvidia-cublas-cu12", "nvidia-cublas-cu12==1")])
+
+    monkeypatch.setattr(Installer, "_resolve", draws)
+    monkeypatch.setattr("toprope.workbench.interpreters.installing._own_pins", lambda: [])
+    installer = Installer(home.path, Commands(home.path / "log", timeout_s=60))
+    for own, wanted, constraints in [
+        ("2.13.0+cpu", Wanted(("torch",)), ["torch==2.13.0", "torch==2.13.0+cpu"]),
+        ("2.13.0+cpu", Wanted(("torch",), torch="any"), [""]),
+        ("2.13.0+cpu", Wanted(("torch",), torch="2.9"), ["torch==2.9"]),
+    ]:
+        asked.clear()
+        monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda own=own: own)
+        installer.resolve("it", wanted)
+        assert [constraint for constraint, _ in asked] == constraints
+    monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda: "2.13.0")
+    with pytest.raises(EnvironmentFailed, match="gigabytes") as refusal:
+        installer.resolve("it", Wanted(("torch",)))
+    assert "--torch any" in refusal.value.hint
 
 
 def test_an_interpreter_of_the_owners_is_looked_at(home: Home, tmp_path: Path) -> None:
@@ -169,10 +238,10 @@ def test_what_toprope_has_itself_is_not_installed_again(home: Home) -> None:
     assert not satisfied(["./folder"], {}) and not satisfied([], {})
 
 
-def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, wheels: Path) -> None:
+def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: None) -> None:
     shop, launcher = make_workshop(tmp_path)
     here = Interpreters(shop.home, lambda: [])
-    added = here.add(order("tinyrules", wheels)).added
+    added = here.add(Order("tinyrules")).added
     source = EnvironmentSource(name="tiny", adapter="dataset", target="{}", interpreter=added.python)
     run = Specification(
         run_id="tiny-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
@@ -202,19 +271,20 @@ def test_what_a_crash_left_goes_and_what_is_being_made_stays(home: Home) -> None
 
 def test_a_registry_that_cannot_be_read_is_left_alone_and_told(home: Home) -> None:
     home.path.mkdir(parents=True)
+    catalog = Catalog(registry=Interpreters(home).registry)
     for text, error in [("{", Corrupt), ('{"version": 99}', TooNew), ('{"environments": {"a": {}}}', Corrupt)]:
         home.environments_file.write_text(text)
         here = Interpreters(home, lambda: [])
         with pytest.raises(error):
             here.add(Order("pyyaml", name="a"))
         assert home.environments_file.read_text() == text
-        entries = Catalog(registry=here.registry).entries()
+        entries = catalog.entries()
         assert len(entries) > 100
         [told] = [entry for entry in entries if entry.source == "registered"]
         assert told.status == "broken" and "environments.json" in told.problem
 
 
-def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, wheels: Path, tmp_path: Path) -> None:
+def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "ruled.py").write_text(
@@ -227,21 +297,21 @@ def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, whe
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     here = Interpreters(home, lambda: [])
-    added = here.add(order(str(folder), wheels)).added
+    added = here.add(Order(str(folder))).added
     catalog = Catalog(registry=here.registry)
     entry = catalog.find("ruled")
     assert (entry.source, entry.environment.interpreter) == ("folder", added.python)
     described = asyncio.run(catalog.describe(entry))
     assert described.card.versions["tinyrules"] == "1.5" and described.examples[0].reference == "1.5"
     here.remove("mine")
-    cloned = here.add(order(f"file://{folder}/.git", wheels, name="cloned")).added
+    cloned = here.add(Order(f"file://{folder}/.git", name="cloned")).added
     assert cloned.kind == "git" and len(str(cloned.commit)) == 40 and cloned.lock == added.lock
     assert Catalog(registry=here.registry).find("ruled").environment.file == f"{home.checkouts}/cloned/ruled.py"
     assert [path.name for path in home.checkouts.iterdir()] == ["cloned"]
     here.remove("cloned")
     assert list(home.checkouts.iterdir()) == [] and folder.is_dir()
     with pytest.raises(EnvironmentFailed, match="was not cloned"):
-        here.add(order(f"file://{tmp_path}/nowhere.git", wheels))
+        here.add(Order(f"file://{tmp_path}/nowhere.git"))
     assert list(home.checkouts.iterdir()) == []
 
 

@@ -22,7 +22,7 @@ _WHICH = (
     r"Could not find a version that satisfies the requirement (?P<what>.+?) \(from",
     r"Cannot install (?P<what>.+?) because these package versions have conflicting dependencies",
     r"Failed building wheel for (?P<what>\S+)",
-    r"Failed to build (?P<what>[\w.\-\[\]]+)",
+    r"Failed to build '?(?P<what>[\w.\-\[\]]+)",
     r"Package '(?P<what>[^']+)' requires a different Python",
     r"Invalid requirement: '?(?P<what>[^'\n]+?)'?(?::|$)",
     r"THESE PACKAGES DO NOT MATCH THE HASHES[^\n]*\n\s*(?P<what>\S+)",

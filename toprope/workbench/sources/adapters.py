@@ -17,7 +17,10 @@ from typing import Any
 from toprope.sdk.adapters._listing import Listed
 from toprope.sdk.discovery import first_line
 
-__all__ = ["Adapter", "adapters"]
+__all__ = ["WITH_SOURCES_OF_THEIR_OWN", "Adapter", "adapters"]
+
+WITH_SOURCES_OF_THEIR_OWN = ("dataset", "orchestrator", "reasoning_gym")
+"""Adapters that a source of the catalog lists by itself."""
 
 _FOLDER = Path(importlib.import_module("toprope.sdk.adapters").__path__[0])
 
@@ -39,12 +42,12 @@ class Adapter:
     @property
     def lists_packages(self) -> bool:
         """Whether it can tell what an interpreter's packages hold."""
-        return callable(getattr(self.module, "installed", None))
+        return self.name not in WITH_SOURCES_OF_THEIR_OWN and callable(getattr(self.module, "installed", None))
 
     @property
     def reads_files(self) -> bool:
         """Whether it can tell what a user's file declares."""
-        return callable(getattr(self.module, "declared", None))
+        return self.name not in WITH_SOURCES_OF_THEIR_OWN and callable(getattr(self.module, "declared", None))
 
     def installed(self, site_packages: Path) -> list[Listed]:
         """What the packages of an interpreter hold. Raises whatever the adapter does."""

@@ -13,12 +13,10 @@ from toprope.records.specification import EnvironmentSource
 from toprope.sdk.adapters._listing import Listed
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
-from toprope.workbench.sources.adapters import Adapter
+from toprope.workbench.sources.adapters import WITH_SOURCES_OF_THEIR_OWN, Adapter
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 __all__ = ["InstalledSource"]
-
-_WITH_SOURCES_OF_THEIR_OWN = ("dataset", "orchestrator", "reasoning_gym")
 
 
 class InstalledSource:
@@ -46,7 +44,7 @@ class InstalledSource:
             if adapter.problem:
                 problem = f"Its adapter cannot be used: {adapter.problem}"
                 entries.append(broken(adapter.name, problem, self.kind, ecosystem=adapter.name))
-            elif adapter.name not in _WITH_SOURCES_OF_THEIR_OWN and adapter.package:
+            elif adapter.name not in WITH_SOURCES_OF_THEIR_OWN and adapter.package:
                 entries += self._of(adapter, [one for one in interpreters if not one.problem], names)
         return entries
 
