@@ -46,15 +46,18 @@ def test_every_way_to_name_the_base_is_understood(tmp_path: Path) -> None:
         tmp_path,
         """
 import toprope.sdk as t
-from toprope.sdk import Environment as E
+from toprope.sdk import Environment as E, OwnLoop
 class A(E): name = "first"
 class B(t.Environment): max_turns = compute()
 class _Base(E): pass
 class C(_Base): pass
 class Other: pass
+class D(OwnLoop): pass
+class F(t.OwnLoop): pass
 """,
     )
-    assert [(each.name, each.max_turns) for each in found] == [("first", 1), ("mine_b", None), ("mine_c", 1)]
+    names = [("first", 1), ("mine_b", None), ("mine_c", 1), ("mine_d", 1), ("mine_f", 1)]
+    assert [(each.name, each.max_turns) for each in found] == names
 
 
 def test_an_environment_of_another_library_is_not_ours(tmp_path: Path) -> None:

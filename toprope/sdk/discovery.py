@@ -20,6 +20,7 @@ __all__ = ["DeclaredKnob", "Found", "NAME", "discover_file", "environment_files"
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """How an environment may be called."""
 
+_BASES = ("Environment", "OwnLoop")
 _PARSING = threading.Lock()
 
 
@@ -57,8 +58,8 @@ def environment_files(folder: Path) -> list[Path]:
 def discover_file(file: Path) -> list[Found]:
     """The environments of one file.
 
-    A class counts when one of its bases is `Environment` of this package, by whatever name it was imported, or a class
-    of the same file that counts. Classes that begin with `_` are bases for others and not listed.
+    A class counts when one of its bases is `Environment` or `OwnLoop` of this package, by whatever name it was imported,
+    or a class of the same file that counts. Classes that begin with `_` are bases for others and not listed.
     """
     try:
         tree = parse(file)
@@ -94,11 +95,11 @@ def literal(node: ast.expr | None) -> Any:
 
 
 def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
-    ours, theirs = {"Environment"}, set()
+    ours, theirs = set(_BASES), set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name == "Environment":
+                if alias.name in _BASES:
                     local = alias.asname or alias.name
                     from_us = (node.module or "").split(".")[0] == "toprope"
                     (ours if from_us else theirs).add(local)
@@ -112,7 +113,7 @@ def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
 def _is_environment(base: ast.expr, names: set[str]) -> bool:
     if isinstance(base, ast.Name):
         return base.id in names
-    return isinstance(base, ast.Attribute) and base.attr == "Environment"
+    return isinstance(base, ast.Attribute) and base.attr in _BASES
 
 
 def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
