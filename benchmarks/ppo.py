@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only in (None, "reference"):
         figures["reference_max_error"] = reference_error()
     if given.only != "reference":
-        with tempfile.TemporaryDirectory(prefix="toprope-ppo-") as path:
+        with tempfile.TemporaryDirectory(prefix="toprope-ppo-", ignore_cleanup_errors=True) as path:
             figures |= asyncio.run(_trained(Path(path), given.only, given.seeds, given.steps, console))
     figures["seconds"] = round(time.monotonic() - began, 1)
     table = Table("figure", "value", title="PPO")

@@ -12,7 +12,7 @@ from tools.results import get_results
 from tools.status import check_status, list_runs, numbers_line
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.folder import write_json
-from toprope.records.status import EventLog, Failure
+from toprope.records.status import CrewMember, EventLog, Failure
 from toprope.settings.schema import Config
 
 
@@ -44,6 +44,22 @@ def run(house):
 def check(shop, folder, **named):
     answer = do(check_status, shop, run_ids=[folder.run_id], **named)
     return answer.text, answer.data.runs[0]
+
+
+def test_a_runs_checks_are_told_while_they_are_made_and_its_life_always(run):
+    shop, folder = run
+    ready = {"state": "ready", "since": 0.0}
+    crew = {"policy": {"state": "finished", "since": 0.0}, "inference": ready, "trainer": ready}
+    become(folder, "validating", started_at=time.time(), crew={name: CrewMember(**one) for name, one in crew.items()})
+    text, told = check(shop, folder)
+    assert told.lifecycle == "validating" and "agent passed, dataset open" in text
+    assert told.checks == {"config": "passed", "agent": "passed", "dataset": "open", "reward": "open"}
+    step(folder, 10)
+    text, told = check(shop, folder)
+    assert (told.lifecycle, told.checks) == ("training", {}) and "Checks" not in text
+    become(folder, "failed", training_at=None, failure=Failure(component="environment", reason="It has no tasks."))
+    text, told = check(shop, folder)
+    assert told.lifecycle == "error" and told.checks["dataset"] == "failed" and "dataset failed" in text
 
 
 def test_fresh_numbers_come_once_per_interval(run):

@@ -196,6 +196,8 @@ class RunStatus(_Data):
     events: list[dict[str, Any]] = []
     events_left: int = 0
     failure: dict[str, Any] | None = None
+    lifecycle: str = ""
+    checks: dict[str, str] = {}
 
 
 class RunItem(_Data):

@@ -18,8 +18,9 @@ from tools.numbers import numbers_line
 from tools.waiting import Met, Waited
 from toprope.errors import DiskFull
 from toprope.records.index import Stamp
+from toprope.records.lifecycle import checks_of, state_of
 from toprope.records.stamps import keep_stamps
-from toprope.records.status import LIVE, Event
+from toprope.records.status import LIVE, Event, Status
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -149,6 +150,9 @@ def _told(look: Look, most: int) -> _Told:
             line += f" Next numbers in {duration(next_in)}."
     else:
         line += f"; numbers of {ago(at, look.now)}: {numbers_line(numbers)}. Next in {duration(next_in or 0)}."
+    checks = _open_checks(status)
+    if checks:
+        line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
     line += "".join(f"\n  {text}" for text in _news(told))
     if left and known:
         line += f"\n  {left} more events: call again with the cursor."
@@ -169,9 +173,18 @@ def _told(look: Look, most: int) -> _Told:
         events=[_structured(event) for event in told],
         events_left=left,
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
+        lifecycle=state_of(status),
+        checks=checks,
     )
     new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
     return _Told(line, item, place, kept, new)
+
+
+def _open_checks(status: Status) -> dict[str, str]:
+    """How a run's checks stand, while they are made and where one failed; empty once all have passed."""
+    checks: dict[str, str] = dict(checks_of(status))
+    made = status.state in ("validating", "starting") or "failed" in checks.values()
+    return checks if made and set(checks.values()) != {"passed"} else {}
 
 
 def _structured(event: Event) -> dict[str, Any]:
