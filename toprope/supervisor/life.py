@@ -66,10 +66,11 @@ class Life:
             return
         if state not in TRANSITIONS[old]:
             raise ValueError(f"a run that is {old} does not become {state}")
-        self._work = {}
+        if self.status.kind != "sweep":  # whose phase and best are no matter of the state
+            self._work = {}
         if fields.get("failure") is not None:
             fields["failure"] = named(fields["failure"])
-        update = {"state": state, "reason": reason, "since": now, "progress": dict(self._steps), **fields}
+        update = {"state": state, "reason": reason, "since": now, "progress": {**self._steps, **self._work}, **fields}
         self.status = self.status.model_copy(update=update)
         try:
             self.write()

@@ -1,0 +1,193 @@
+"""Sweeps as processes: a real keeper and a real conductor, members with real keepers whose crews are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import anyio
+import psutil
+import pytest
+import sweep_stand_ins
+from supervisor_house import eventually
+
+from toprope.records.folder import RunFolder
+from toprope.records.specification import Specification
+from toprope.records.status import read_events
+from toprope.records.sweep import SweepLog, final_id, members_in, read_standing
+from toprope.settings.owner import Home
+from toprope.supervisor.lock import held
+from toprope.workbench import launch
+
+LIMIT_S = 90.0
+
+
+class SweepHouse:
+    """A home whose runs are kept by stand-ins; `close` ends what a failed test left."""
+
+    def __init__(self, path):
+        self.home = Home(path / "home", path / "config").ensure()
+        self.home.configuration.mkdir()
+        self.path, self.token, self.runs = path, f"token-{uuid.uuid4().hex}", None
+
+    def start(self, behaviours=None, **plan):
+        self.runs = sweep_stand_ins.runs_in(
+            self.home, sweep_stand_ins.table_in(self.path, behaviours or {}, self.token)
+        )
+        specification = sweep_stand_ins.sweep_in(self.home, **plan)
+        launch.start(self.home, self.runs, specification)
+        return self.runs.folder(specification.run_id)
+
+    def ended(self, folder):
+        status, _ = anyio.run(self.runs.wait, folder.run_id, lambda now, _: now.ended_at is not None, LIMIT_S)
+        assert status.ended_at is not None, (status.state, status.reason, status.progress)
+        return status
+
+    def conductor(self, folder):
+        def found():
+            member = self.runs.status(folder.run_id).crew.get("conductor")
+            return member.pid if member and member.state == "ready" and psutil.pid_exists(member.pid) else None
+
+        return psutil.Process(eventually(found, LIMIT_S))
+
+    def processes(self):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if self.token in words or str(self.home.runs) in words:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def close(self):
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+
+
+@pytest.fixture
+def house(tmp_path):
+    one = SweepHouse(tmp_path)
+    yield one
+    one.close()
+
+
+def decided(folder):
+    """Everything of a journal that must not hang on who was killed when."""
+    standing = read_standing(folder)
+    return {
+        "candidates": {name: one.model_dump() for name, one in standing.candidates.items()},
+        "scores": {name: (one.score, one.measured.steps) for name, one in standing.scores.items()},
+        "survivors": standing.survivors,
+        "winner": standing.final.candidate,
+        "heldout": standing.final.measured.accuracy,
+    }
+
+
+def lines_of(folder, what):
+    lines = [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["what"] == what]
+
+
+def test_a_sweep_finds_the_best_and_measures_it_once_on_what_nobody_chose_by(house):
+    folder = house.start()
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    standing = read_standing(folder)
+    assert len(standing.candidates) == 5 and standing.epochs_completed == 2  # one of three survives, two are new
+    accuracies = {
+        name: sweep_stand_ins.accuracy_of(one.values["optimizer.learning_rate"], 4)
+        for name, one in standing.candidates.items()
+    }
+    assert {name: one.score for name, one in standing.scores.items()} == accuracies
+    assert standing.best.score == max(accuracies.values())
+    assert standing.final.run_id == final_id(folder.run_id) and standing.final.measured.tasks == 100
+    members = members_in(house.home.runs, folder.run_id)
+    assert len(members) == 6 and members[-1] == standing.final.run_id
+    for run_id in members:
+        assert house.runs.status(run_id).state == "completed"
+        member = Specification.read(RunFolder(house.home.runs / run_id)).member
+        assert member.sweep == folder.run_id and member.final == (run_id == members[-1])
+    # The survivor is not measured again, and what it was made from is known.
+    assert [one.parent for one in standing.candidates.values()] == [None] * 3 + standing.survivors[1] * 2
+    told = {event.data["label"]: event.data["summary"] for event in read_events(folder.events, kinds=["evaluation"])}
+    assert list(told) == ["epoch-1", "epoch-2", "heldout"] and told["heldout"]["split"] == "heldout"
+    assert status.progress["what"] == "complete" and status.progress["best"] == standing.best.score
+    eventually(lambda: not house.processes(), 20.0)
+
+
+def test_killed_three_times_it_ends_the_same(house, tmp_path_factory):
+    plan = {"strategy": "halving", "population": 4, "epochs": 3, "selection_ratio": 0.5}
+    folder = house.start({"environment": {"slow": 0.4}}, **plan)
+    house.conductor(folder).kill()
+    # In the second epoch the keeper: the sweep is lost, its member lives on, and whoever looks brings it back.
+    eventually(lambda: len(lines_of(folder, "generation")) == 2 if folder.path.joinpath("sweep.jsonl").exists() else 0,
+               LIMIT_S)  # fmt: skip
+    psutil.Process(json.loads(folder.lock.read_text())["pid"]).kill()
+    eventually(lambda: house.runs.status(folder.run_id).attempt == 2, LIMIT_S)
+    house.conductor(folder).kill()
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    assert len(lines_of(folder, "final")) == 2  # that it is to be, and what it came to
+    assert len(members_in(house.home.runs, folder.run_id)) == 4 + 2 + 1 + 1
+    again = SweepHouse(tmp_path_factory.mktemp("again"))
+    try:
+        undisturbed = again.start(**plan)
+        assert again.ended(undisturbed).state == "completed"
+        mine, other = decided(folder), decided(undisturbed)
+        assert mine == other
+    finally:
+        again.close()
+    eventually(lambda: not house.processes(), 20.0)
+
+
+def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on(house):
+    folder = house.start({"environment": {"slow": 30.0}})
+    first = f"{folder.run_id}-m01"
+    eventually(lambda: held(house.home.runs / first / "keeper.lock"), LIMIT_S)
+    house.runs.stop(folder.run_id)
+    assert house.ended(folder).state == "stopped"
+    eventually(lambda: not house.processes(), LIMIT_S)
+    known = lines_of(folder, "generation")
+    house.runs.resume(folder.run_id, launch.variables_of(Specification.read(folder), house.home))
+    eventually(lambda: house.runs.status(folder.run_id).state == "evaluating", LIMIT_S)
+    house.runs.stop(folder.run_id)
+    house.ended(folder)
+    assert lines_of(folder, "generation") == known
+
+
+def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
+    (house.home.configuration / "limits.yaml").write_text("concurrent_runs: 2\n")
+    folder = house.start(population=3, epochs=1)
+    most = 0
+
+    def over():
+        nonlocal most
+        live = [
+            one for one in members_in(house.home.runs, folder.run_id) if held(house.home.runs / one / "keeper.lock")
+        ]
+        most = max(most, len(live))
+        return house.runs.status(folder.run_id).ended_at is not None
+
+    eventually(over, LIMIT_S)
+    assert house.runs.status(folder.run_id).state == "completed" and most == 1
+    (house.home.configuration / "limits.yaml").write_text("per_day: {runs: 7}\n")
+    refused = house.start(population=3, epochs=1)
+    status = house.ended(refused)
+    # Five and the sweep itself count for today: one member fits, the next does not.
+    assert status.state == "failed" and "per_day.runs is 7" in status.failure.reason
+    assert len(members_in(house.home.runs, refused.run_id)) == 1
+
+
+def test_a_torn_line_of_the_journal_does_not_count(house):
+    folder = house.start(population=2, epochs=1)
+    assert house.ended(folder).state == "completed"
+    path = folder.path / "sweep.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"version":1,"what":"scor')
+    assert SweepLog(folder).standing.best == read_standing(folder).best
+    assert path.read_bytes() == whole
