@@ -35,6 +35,8 @@ _FEWEST = 128
 _COMMON = 0.1
 _SAMPLE = 2000
 """Texts that boilerplate is found in."""
+_LOOKED_THROUGH = 8000
+"""Texts among which those are looked for that are near no other."""
 
 
 def shingles(text: str) -> frozenset[int]:
@@ -199,9 +201,9 @@ def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:
 
 
 def _knowing(texts: Sequence[str], threshold: float) -> _Index:
-    """An empty index that knows the boilerplate of all these texts from the beginning."""
+    """An empty index that knows the boilerplate of these texts from the beginning, from a sample of them."""
     first = _Index(threshold)
-    _judged(first, texts)
+    _judged(first, texts[:: -(-len(texts) // _LOOKED_THROUGH) or 1])
     return _Index(threshold, first.boilerplate())
 
 
