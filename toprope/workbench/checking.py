@@ -55,8 +55,8 @@ class _Form:
     repeated_s: float
 
 
-_QUICK = _Form(500, 1.0, {"train": 400, "validation": 60, "heldout": 60}, 6, 24, 3, 12, 1.0)
-_FULL = _Form(2000, 5.0, {"train": 1500, "validation": 200, "heldout": 200}, 24, 96, 12, 400, 8.0)
+_QUICK = _Form(500, 1.0, {"train": 2000, "validation": 200, "heldout": 200}, 6, 24, 3, 12, 1.0)
+_FULL = _Form(2000, 5.0, {"train": 8000, "validation": 1000, "heldout": 1000}, 24, 96, 12, 400, 8.0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ class _Check:
         self._printed = _Count()
         self._folder: str | None = None
         self._card: Card | None = None
-        self._trial = Trial(lambda: self._opened(_HASH_SEED, tried=True), call_timeout_s=self._call_s, until=until)
+        self._trial = Trial(
+            lambda: self._opened(_HASH_SEED, tried=True), call_timeout_s=self._call_s, until=until, busy=_busy
+        )
         self.seen = self._trial.seen
 
     async def run(self, full: bool, folder: str) -> None:
@@ -355,6 +357,17 @@ def _names(folder: str | None) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(folder))) if folder else ()
     except OSError:
         return ()
+
+
+def _busy(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    import psutil
+
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system
 
 
 def _family(pid: int) -> set[int]:

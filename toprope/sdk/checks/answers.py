@@ -23,8 +23,10 @@ _UNICODE = "\u00b2\u0664\u2167 \u202e\ufffd\U0001f9ea\u0000 \u00e9e\u0301"
 """Signs that str.isdigit or float take for numbers and int does not, a change of direction, NUL, two spellings of e."""
 _LONG = "the answer may be 12 or 13 or " * 700
 """Some 20,000 characters: more than a policy says in most runs, and little for a scorer that is linear in it."""
+_STRUCTURES = ('[{"a": [null, {}], "b": "x"}, []]', '{"a": [null, {}], "b": [[1, "x"]]}', "[[1, 2], [3]]", "[]")
 _LONGEST_ECHO = 20_000
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LETTER = re.compile(r"[A-Za-z]")
 
 
@@ -43,7 +45,7 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
         prompt: What is asked, as one text.
         reference: The right answer, where one is known.
         others: Right answers to other tasks; the first that differs is tried.
-        full: Try rarer kinds, too.
+        full: Try more of a kind, too.
     """
     found = [] if reference is None else [Probe("reference", reference)]
     found += [Probe("empty", ""), Probe("junk", JUNK)]
@@ -67,8 +69,7 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
             found.append(Probe("first_word", words[0]))
         if reference.strip():
             found.append(Probe("appended", f"{reference}zzz"))
-    if full:
-        found.append(Probe("structure", '{"a": [null, {}], "b": [[1, "x"]]}'))
+    found += [Probe("structure", text) for text in _STRUCTURES[: None if full else 1]]
     return found
 
 
@@ -77,16 +78,15 @@ def near_miss(reference: str) -> str | None:
     text = reference.strip()
     if _INTEGER.fullmatch(text):
         return str(int(text) + 1)
-    for pattern, changed in ((r"\d", _next_digit), (_LETTER, _next_letter)):
-        places = [match.start() for match in re.finditer(pattern, text)]
-        if places:
-            at = places[-1]
-            return text[:at] + changed(text[at]) + text[at + 1 :]
+    numbers = list(_NUMBER.finditer(text))
+    if numbers:  # its first digit: a scorer may well allow for rounding
+        at = numbers[-1].start()
+        return f"{text[:at]}{int(text[at]) % 9 + 1}{text[at + 1 :]}"
+    letters = list(_LETTER.finditer(text))
+    if letters:
+        at = letters[-1].start()
+        return text[:at] + _next_letter(text[at]) + text[at + 1 :]
     return text[:-1] if len(text) > 1 else None
-
-
-def _next_digit(digit: str) -> str:
-    return str((int(digit) + 1) % 10)
 
 
 def _next_letter(letter: str) -> str:
