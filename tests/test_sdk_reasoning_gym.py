@@ -39,7 +39,7 @@ def test_the_list_is_what_the_package_registers_and_nothing_is_imported() -> Non
         "import sys; from toprope.sdk.adapters.reasoning_gym import Listing; tasks = Listing().tasks();"
         "assert 'reasoning_gym' not in sys.modules; from reasoning_gym.factory import DATASETS;"
         "names = [task.name for task in tasks]; assert len(names) == len(set(names)) >= 100;"
-        "assert set(names) == set(DATASETS) - {'composite'}, set(names) ^ set(DATASETS);"
+        "assert set(names) == set(DATASETS), set(names) ^ set(DATASETS);"
         "assert all(task.description and task.category for task in tasks)"
     )
     root = str(Path(toprope.__file__).parent.parent)
@@ -52,10 +52,10 @@ def test_the_list_follows_the_files(tmp_path: Path) -> None:
     file.write_text('"""Play."""\nDATASET_NAME = "new"\nregister_dataset(DATASET_NAME, NewDataset, NewConfig)\n')
     (tmp_path / "games" / "broken.py").write_text("register_dataset(\n")
     listing = Listing()
-    [task] = listing.tasks(tmp_path)
-    assert (task.name, task.description, task.category) == ("new", "Play.", "games")
+    mixture, task = listing.tasks(tmp_path)
+    assert (task.name, task.description, task.category) == ("new", "Play.", "games") and mixture.name == "composite"
     file.write_text('class C:\n  """Other."""\nregister_dataset("newer", C, D)\nregister_dataset("composite", C, D)\n')
-    [task] = listing.tasks(tmp_path)
+    _, task = listing.tasks(tmp_path)
     assert (task.name, task.description) == ("newer", "Other.")
 
 
@@ -96,7 +96,7 @@ def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
         async with await Link.start() as link:
             card = await link.call("open", **opened("spell_backward", knobs={"min_word_len": 4}))
             knobs = {knob["name"]: knob for knob in card["knobs"]}
-            assert list(knobs) == ["scoring", "min_word_len", "max_word_len"]  # no file to read, no seed, no size
+            assert list(knobs) == ["scoring", "difficulty", "min_word_len", "max_word_len"]  # no file, no seed, no size
             assert knobs["min_word_len"]["value"] == 4 and "length" in knobs["min_word_len"]["description"]
             for wrong, said in [
                 ({"min_word_len": 9, "max_word_len": 3}, "max_word_len must be >= min_word_len"),
@@ -134,3 +134,70 @@ def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> N
     everything = [text for texts in one.values() for text in texts]
     assert len(everything) == len(set(everything)) > 500
     assert len(one["train"]) > 6 * len(one["heldout"]) > 200
+
+
+async def levels(link: Link) -> None:
+    async def knobs_of(target: str, **knobs: Any) -> dict[str, Any]:
+        card = await link.call("open", **opened(target, knobs=knobs))
+        return {knob["name"]: knob for knob in card["knobs"]}
+
+    async def longest(**knobs: Any) -> int:
+        await link.call("open", **opened("spell_backward", knobs=knobs))
+        tasks = (await link.call("tasks", split="train", start=0, count=60))["tasks"]
+        return max(len(task["reference"]) for task in tasks)
+
+    knob = (await knobs_of("spell_backward"))["difficulty"]
+    assert (knob["type"], knob["default"], knob["ge"], knob["le"]) == ("int", 0, 0, 5)
+    assert "word_len" in knob["description"]
+    assert await longest(max_word_len=4) == 4 and await longest() <= 10
+    lengths = [await longest(difficulty=level, max_word_len=4) for level in range(1, 6)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # it governs what was configured
+    cipher, knight = await knobs_of("caesar_cipher"), await knobs_of("knight_swap")
+    assert cipher["difficulty"]["le"] == 2 and "is refused" in cipher["difficulty"]["description"]
+    assert "difficulty" not in knight  # none of its levels is accepted by its own configuration
+    own = await knobs_of("bitwise_arithmetic", level=1)
+    assert own["difficulty"]["default"] == 2 and own["level"]["ge"] == 0
+    with pytest.raises(WorkerError, match="must be between 0 and 5"):
+        await knobs_of("spell_backward", difficulty=6)
+
+
+async def mixture(link: Link) -> None:
+    tasks = [{"name": "spell_backward", "weight": 3, "knobs": {"min_word_len": 3, "max_word_len": 3}},
+             {"name": "gcd", "knobs": {"difficulty": 1}}]  # fmt: skip
+    card = await link.call("open", **opened("composite", knobs={"tasks": tasks, "scoring": "exact"}))
+    assert {knob["name"] for knob in card["knobs"]} == {"tasks", "scoring", "difficulty"}
+    found = (await link.call("tasks", split="train", start=0, count=80))["tasks"]
+    words = [task for task in found if "backward" in task["messages"][0]["content"]]
+    assert 40 < len(words) < 75 and all(len(task["reference"]) == 3 for task in words)
+    for index in (found.index(words[0]), next(n for n, task in enumerate(found) if task not in words)):
+        reference = found[index]["reference"]
+        right = await link.call("score", split="train", index=index, answer=str(reference))
+        assert right["success"] and right["reward"] == 1.0
+    named = '{"tasks": [{"name": "gcd"}], "name": "mine", "description": "Mine."}'
+    card = await link.call("open", **opened(named, knobs={"difficulty": 2}))
+    assert (card["name"], card["description"]) == ("mine", "Mine.")
+    for wrong, said in [
+        ([], "needs a task at least"),
+        ([{"name": "gdc"}], "Did you mean 'gcd'?"),
+        ([{"name": "gcd", "weight": 0}], "must be a number above 0"),
+        (
+            [{"name": "gcd", "knobs": {"max_valu": 3}}],
+            "gcd: There is no knob 'max_valu'. Did you mean 'max_value'?",
+        ),
+        ([{"name": "gcd", "wait": 1}], "Did you mean 'weight'?"),
+        ([{"name": "gcd"}, {"name": "gcd"}], "refuses these tasks"),
+    ]:
+        with pytest.raises(WorkerError) as refusal:
+            await link.call("open", **opened("composite", knobs={"tasks": wrong}))
+        assert refusal.value.kind == "invalid" and said in refusal.value.message, refusal.value
+    with pytest.raises(WorkerError, match="needs `tasks`"):
+        await link.call("open", **opened("{}"))
+
+
+def test_difficulty_is_the_level_that_a_task_accepts_and_a_composite_mixes_tasks() -> None:
+    async def body() -> None:
+        async with await Link.start() as link:
+            await levels(link)
+            await mixture(link)
+
+    asyncio.run(body())

@@ -5,6 +5,8 @@ tasks; the seed is therefore pinned, the stream is read on past `size`, and topr
 Its scorers differ: many give partial credit, some reward junk, two raise on it. What they say is shown as the part
 `partial`; `exact` counts only what they call entirely right.
 
+Where a task has a curriculum, the knob `difficulty` sets its level. The target `composite` is a mixture of tasks.
+
 Names are listed by reading the package's files: importing it takes more than a second.
 """
 
@@ -23,20 +25,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from toprope.sdk.adapters._gym_levels import Levels, levels_of
 from toprope.sdk.discovery import first_line, literal, parse
 from toprope.sdk.environment import Environment, Part, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.knobs import knob, nearest, settable
 
-__all__ = ["Listing", "ListedTask", "ReasoningGym", "make"]
+__all__ = ["COMPOSITE", "Listing", "ListedTask", "ReasoningGym", "difficulty_of", "make", "parts_of", "settings_of"]
 
 REQUIREMENTS = ("reasoning-gym==0.1.*",)
 PACKAGE = "reasoning_gym"
 _SEED = 0
 _HIDDEN = ("seed", "size", "data_file")
 """Fields that are no setting of the task: `data_file` names a file to read."""
-_MIXTURES = ("composite",)
-"""Registered, but made of other tasks and empty without a list of them."""
+COMPOSITE = "composite"
+"""Registered, but made of other tasks and empty without a list of them: toprope.sdk.adapters._gym_composite."""
 _WEIGHTS = {"exact": (1.0, 0.0), "partial": (0.0, 1.0), "both": (0.5, 0.5)}
 _COMMENT = re.compile(r"^\s+(\w+)\s*:[^#]*#\s*(.+?)\s*$", re.MULTILINE)
 
@@ -50,14 +53,17 @@ class ReasoningGym(Environment):
         self.name = f"{PACKAGE}/{name}"  # type: ignore[misc]
         self.tags = (dataset.__module__.split(".")[1],)
         self.__doc__ = _description(name, dataset, config)
-        self.parts = _parts("partial")
-        self.Knobs = _knobs_of(config)  # type: ignore[assignment]
+        self.parts = parts_of("partial")
+        self._levels = levels_of(name, config)
+        self.Knobs = settings_of(config, self._levels)  # type: ignore[assignment]
         self._dataset_type, self._config_type = dataset, config
         self._dataset: Any = None
 
     def setup(self) -> None:
         values = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
-        self.parts = _parts(values.pop("scoring"))
+        self.parts = parts_of(values.pop("scoring"))
+        if self._levels is not None:
+            values = self._levels.values(values.pop(difficulty_of(self._config_type)), values)
         try:
             config = self._config_type(**values, seed=_SEED)
             if hasattr(config, "validate"):
@@ -80,8 +86,8 @@ class ReasoningGym(Environment):
         return parts["exact"] >= 1.0
 
 
-def make(target: str) -> ReasoningGym:
-    """The environment of one task.
+def make(target: str) -> Environment:
+    """The environment of one task, or of a mixture: `composite`, or a JSON object that says what it is made of.
 
     Raises:
         LoadError: reasoning-gym is not installed, or has no such task.
@@ -92,13 +98,18 @@ def make(target: str) -> ReasoningGym:
         raise LoadError(
             f"reasoning-gym is not installed ({error}). Install it: {sys.executable} -m pip install reasoning-gym"
         ) from error
-    names = [name for name in DATASETS if name not in _MIXTURES]
+    if target == COMPOSITE or target.startswith("{"):
+        from toprope.sdk.adapters import _gym_composite
+
+        return _gym_composite.make(target)
+    names = [name for name in DATASETS if name != COMPOSITE]
     if target not in names:
         raise LoadError(f"reasoning-gym has no task {target!r}. {nearest(target, names, 'Tasks')}")
     return ReasoningGym(target, *DATASETS[target])
 
 
-def _parts(scoring: str) -> dict[str, Part]:
+def parts_of(scoring: str) -> dict[str, Part]:
+    """The parts of the reward by the knob `scoring`."""
     exact, partial = _WEIGHTS[scoring]
     return {
         "exact": Part(exact, description="1 when reasoning-gym calls the answer entirely right"),
@@ -106,7 +117,12 @@ def _parts(scoring: str) -> dict[str, Part]:
     }
 
 
-def _knobs_of(config: type) -> type:
+def difficulty_of(config: type) -> str:
+    """How the knob of a task's curriculum is called: `difficulty`; `level` where the task has a `difficulty` itself."""
+    return "level" if any(field.name == "difficulty" for field in dataclasses.fields(config)) else "difficulty"
+
+
+def settings_of(config: type, levels: Levels | None) -> type:
     """A dataclass of the configuration's fields that JSON can say, and of ours."""
     try:
         hints = typing.get_type_hints(config)
@@ -123,6 +139,8 @@ def _knobs_of(config: type) -> type:
             knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each"),
         )
     ]
+    if levels is not None:
+        fields.append((difficulty_of(config), int, knob(0, ge=0, le=levels.count, help=levels.help)))
     for field in dataclasses.fields(config):
         hint = hints.get(field.name, Any)
         if field.name in _HIDDEN or not field.init or not settable(hint):
@@ -189,6 +207,8 @@ class Listing:
             if known is None or known[0] != changed:
                 known = self._read[file] = (changed, _listed(file, file.relative_to(folder).parts[0]))
             found.extend(known[1])
+        if found:
+            found.append(ListedTask(COMPOSITE, "A mixture of tasks of reasoning-gym, by weight", COMPOSITE))
         return sorted(found, key=lambda task: task.name)
 
 
@@ -215,7 +235,7 @@ def _listed(file: Path, category: str) -> list[ListedTask]:
             continue
         first = call.args[0]
         name = constants.get(first.id) if isinstance(first, ast.Name) else literal(first)
-        if not isinstance(name, str) or name in _MIXTURES:
+        if not isinstance(name, str) or name == COMPOSITE:
             continue
         texts = [ast.get_docstring(tree)]
         texts += [documented.get(argument.id) for argument in call.args[1:3] if isinstance(argument, ast.Name)]

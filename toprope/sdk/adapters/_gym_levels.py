@@ -1,0 +1,88 @@
+"""The curricula of reasoning-gym as one knob: `difficulty`, 0 as configured, n the n-th level of every attribute.
+
+A curriculum of reasoning-gym names attributes of a task, each with a list of levels and the fields of the configuration
+that a level sets. All attributes move together here, as `set_global_level` moves them; where one has fewer levels than
+another it stays at its last. A range begins at its easiest level, so that harder settings still have easy tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Levels", "levels_of"]
+
+_LONGEST_HELP = 400
+
+
+class Levels:
+    """The levels of one task that its own configuration accepts.
+
+    Args:
+        curriculum: Its class of reasoning-gym.
+        config: The class of its configuration.
+    """
+
+    def __init__(self, curriculum: type, config: type) -> None:
+        attributes = list(curriculum().attributes.values())
+        self._made: list[dict[str, Any]] = []
+        refused = []
+        for level in range(max((len(attribute.levels) for attribute in attributes), default=0)):
+            values = _governed(curriculum, level)
+            if _accepted(config, values):
+                self._made.append(values)
+            else:
+                refused.append(str(level))
+        self.help = _help([(attribute.name, list(attribute.levels)) for attribute in attributes], refused)
+
+    @property
+    def count(self) -> int:
+        """The highest difficulty."""
+        return len(self._made)
+
+    def values(self, difficulty: int, configured: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the configuration at a difficulty; those that are not governed as they were.
+
+        Args:
+            difficulty: 0 as configured; beyond `count` the last level.
+            configured: Values of the fields as they were set.
+        """
+        governed = self._made[min(difficulty, self.count) - 1] if difficulty and self.count else {}
+        return {**configured, **governed}
+
+
+def levels_of(name: str, config: type) -> Levels | None:
+    """The levels of a task, None where it has no curriculum that works. Imports reasoning-gym."""
+    from reasoning_gym.factory import CURRICULA
+
+    found = CURRICULA.get(name)
+    levels = Levels(found, config) if isinstance(found, type) else None
+    return levels if levels is not None and levels.count else None
+
+
+def _governed(curriculum: type, level: int) -> dict[str, Any]:
+    """The fields that a curriculum sets at a level, each attribute at its last where it has fewer."""
+    placed = curriculum()
+    placed.set_global_level(level)
+    made = placed.generate_configuration()
+    names = ("field_name", "lower_field_name", "upper_field_name")
+    fields = [getattr(attribute, name, None) for attribute in placed.attributes.values() for name in names]
+    return {field: getattr(made, field) for field in fields if field}
+
+
+def _accepted(config: type, values: Mapping[str, Any]) -> bool:
+    """Whether a configuration with these values is one. Some curricula have levels that their own tasks refuse."""
+    try:
+        made = config(**values)
+        if hasattr(made, "validate"):
+            made.validate()
+    except (AssertionError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _help(attributes: list[tuple[str, list[Any]]], refused: list[str]) -> str:
+    said = "; ".join(f"{name} {', '.join(map(str, levels))}" for name, levels in attributes)
+    text = f"0: as configured; n: the n-th level of its curriculum, which sets {said}"
+    text = text if len(text) <= _LONGEST_HELP else text[:_LONGEST_HELP].rpartition(";")[0] + "; ..."
+    return f"{text} (its level {', '.join(refused)} is refused by its configuration)" if refused else text
