@@ -1,4 +1,4 @@
-"""The picture of a run: rewards and successes over its steps, and the held-out accuracy before and after.
+"""The picture of a run: rewards and successes over its steps, and the accuracy before and after; or that of a sweep.
 
     python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]
 
@@ -17,11 +17,13 @@ from typing import Any
 
 from toprope.analysis.intervals import Proportion
 from toprope.analysis.report import Accuracy, Results, gather
+from toprope.analysis.sweep_plots import draw_sweep
 from toprope.errors import TopropeError
 from toprope.records.folder import RunFolder
 from toprope.records.metrics import read_history
-from toprope.records.specification import Specification
+from toprope.records.specification import Specification, SweepPlan
 from toprope.records.status import Status
+from toprope.records.sweep import Standing, read_standing
 
 __all__ = ["draw", "main", "smoothed"]
 
@@ -45,13 +47,19 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def draw(path: Path, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
+def draw(
+    path: Path,
+    results: Results,
+    rows: Sequence[Mapping[str, Any]],
+    sweep: tuple[Standing, SweepPlan] | None = None,
+) -> None:
     """Writes a PNG of 1200x700 pixels, in one step: a reader sees all of it or nothing.
 
     Args:
         path: Where to.
         results: Title and held-out accuracies.
         rows: metrics.jsonl, a row a step or rows at about even distances.
+        sweep: Of a sweep, its decisions and its plan: they are drawn instead.
     """
     import matplotlib
 
@@ -73,10 +81,13 @@ def draw(path: Path, results: Results, rows: Sequence[Mapping[str, Any]]) -> Non
     with plt.rc_context(style):
         figure = plt.figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
-        left, right = figure.subplots(1, 2, width_ratios=[2.6, 1])
         figure.suptitle(_title(results), fontsize=14, fontweight="bold", x=0.012, ha="left")
-        _draw_steps(left, rows)
-        _draw_heldout(right, results)
+        if sweep is not None:
+            draw_sweep(figure.subplots(), *sweep)
+        else:
+            left, right = figure.subplots(1, 2, width_ratios=[2.6, 1])
+            _draw_steps(left, rows)
+            _draw_heldout(right, results)
         descriptor, temporary = tempfile.mkstemp(prefix=".plot.", suffix=".png", dir=path.parent)
         os.close(descriptor)
         try:
@@ -119,7 +130,8 @@ def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_heldout(axes: Any, results: Results) -> None:
     labels = [label for label in ("before", "after") if label in results.evaluations]
-    axes.set_title("Held-out accuracy, 95 % intervals")
+    validation = any(results.evaluations[label].split == "validation" for label in labels)
+    axes.set_title(f"{'Validation' if validation else 'Held-out'} accuracy, 95 % intervals")
     axes.set_ylim(*_SHARES)
     axes.set_xlim(-0.65, 1.65)
     axes.set_xticks([0, 1], ["before", "after"])
@@ -169,8 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = RunFolder(Path(arguments[0]).resolve())
     try:
-        results = gather(folder, Specification.read(folder), Status.read(folder))
-        draw(Path(arguments[1]) if arguments[1:] else folder.plot, results, read_history(folder.metrics, _ROWS).rows)
+        specification = Specification.read(folder)
+        results = gather(folder, specification, Status.read(folder))
+        sweep = None if specification.sweep is None else (read_standing(folder), specification.sweep)
+        path = Path(arguments[1]) if arguments[1:] else folder.plot
+        draw(path, results, read_history(folder.metrics, _ROWS).rows, sweep)
     except TopropeError as error:
         print(error, file=sys.stderr)
         return 1
