@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.analysis.each import curricula_of, rose_each
 from toprope.analysis.integrity import Integrity, examine
 from toprope.analysis.intervals import Proportion, rose, wilson
 from toprope.errors import Corrupt, NotFound
@@ -72,6 +73,13 @@ class Accuracy(_Part):
         return Proportion(self.accuracy, self.low, self.high, self.tasks)
 
 
+class EnvironmentAccuracy(_Part):
+    """One of several environments' part in an evaluation."""
+
+    sampled: Accuracy | None = None
+    greedy: Accuracy | None = None
+
+
 class Evaluation(_Part):
     """One evaluation of the policy. Parts are None where nothing was measured."""
 
@@ -80,6 +88,8 @@ class Evaluation(_Part):
     seconds: float | None = None
     sampled: Accuracy | None = None
     greedy: Accuracy | None = None
+    environments: dict[str, EnvironmentAccuracy] = {}
+    """Each environment's by itself, where a run has several: the figures above are over all tasks together."""
 
 
 class Example(_Part):
@@ -149,6 +159,10 @@ class Results(_Part):
     model: str
     evaluations: dict[str, Evaluation] = {}
     rose: bool | None = None
+    rose_each: dict[str, bool] = {}
+    """The same of each environment by itself, where there are several."""
+    curricula: dict[str, Any] = {}
+    """By environment with a curriculum: its knob, its levels, where it stands, and what opened the levels."""
     seconds: Seconds
     steps: int = 0
     rollouts: int = 0
@@ -208,6 +222,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "weights": _existing(Path(report.checkpoint) / "model") if report.checkpoint else None,
             "wandb": _wandb(folder, specification.config.logging.wandb),
             "tested": _tested(read_models(folder)),
+            "curricula": curricula_of(folder),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
             "integrity": None
             if specification.kind in ("test", "ask", "sweep")
@@ -251,6 +266,7 @@ def build(
         model=specification.config.policy.model,
         evaluations=measured,
         rose=rose(before.proportion(), after.proportion()) if before and after else None,
+        rose_each=rose_each(measured.get(_BEFORE), measured.get(_AFTER)),
         seconds=_seconds(status, events, last),
         steps=int(last.get("step") or 0),
         rollouts=_rollouts(rows),
@@ -323,6 +339,10 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
     )
 
 
+def _each(measured: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return (measured or {}).get("environments") or {}
+
+
 def _sampled(evaluation: Evaluation | None) -> Accuracy | None:
     return evaluation.sampled if evaluation else None
 
@@ -335,6 +355,12 @@ def _evaluation(label: str, content: Mapping[str, Any]) -> Evaluation:
             seconds=content.get("seconds"),
             sampled=_accuracy(content["sampled"]),
             greedy=_accuracy(content.get("greedy")),
+            environments={
+                label: EnvironmentAccuracy(
+                    sampled=_accuracy(one), greedy=_accuracy(_each(content.get("greedy")).get(label))
+                )
+                for label, one in _each(content["sampled"]).items()
+            },
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Corrupt(
