@@ -135,15 +135,17 @@ def test_values_are_read_where_the_token_is_chosen(tiny_policy):
 def test_micro_batches_give_the_gradient_of_one_pass(tiny_policy):
     groups = [group(number) for number in range(1, 3)]
     ends = []
-    for micro in (0, 3):
+    for micro, again in ((0, False), (3, False), (0, True)):
         config = ppo(ppo__epochs=1, ppo__minibatches=1, budget__steps=1, optimizer__micro_batch_size=micro)
+        config.optimizer.gradient_checkpointing = again
         model = load_model(tiny_policy, config)
         torch.manual_seed(3)
         head = ValueHead(32)
         optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
         learn(config, model, head, groups, optimizer)
         ends.append([value.detach().clone() for value in (*model.parameters(), *head.parameters())])
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*ends, strict=True))
+    for whole, *others in zip(*ends, strict=True):
+        assert all(torch.allclose(whole, other, atol=1e-6) for other in others)
 
 
 def test_the_rewarded_answer_becomes_more_likely_and_its_value_is_learned(tiny_policy):

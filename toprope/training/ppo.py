@@ -140,8 +140,7 @@ class PpoLearner:
         self._movement, self._clock = Movement(), StepClock()
         self.first_step = 0
         if config.optimizer.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            model.enable_input_require_grads()
+            model.activation_checkpointing_enable()
 
     def train(self) -> None:
         """See `Learner`."""

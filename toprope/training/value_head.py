@@ -70,4 +70,5 @@ def with_values(
     logits = logits[:, -keep - 1 : -1].float()
     if head is None:
         return logits, None
-    return logits, head(found[-1][:, -keep - 1 : -1].float())
+    with torch.autocast(ids.device.type, enabled=False):  # half precision would round values to three digits
+        return logits, head(found[-1][:, -keep - 1 : -1].float())

@@ -34,6 +34,7 @@ _SHAPE = (
     ("environment", "knobs"),
     ("policy", "model"),
     ("policy", "lora"),
+    ("algorithm", "name"),
     ("policy", "max_context"),
     ("rollout", "group_size"),
     ("rollout", "groups_per_step"),
