@@ -40,6 +40,7 @@ _NUMBERS = (
     "done",
     "total",
     "best",
+    "environments",
 )
 
 
@@ -65,6 +66,8 @@ class Look:
         shown = {key: progress[key] for key in _NUMBERS if progress.get(key) is not None}
         if self.status.state != "training":
             shown.pop("eta_s", None)  # it is training's
+        if self.status.curricula:
+            shown["curricula"] = self.status.curricula
         if self.status.started_at is not None:
             shown["elapsed_s"] = round((self.status.ended_at or self.now) - self.status.started_at, 1)
         return shown

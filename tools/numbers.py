@@ -10,6 +10,18 @@ from tools.answers import clip, duration, number, percent
 __all__ = ["numbers_line"]
 
 
+_MOST = 8
+"""Environments of which a line tells."""
+
+
+def _environment(label: str, own: Mapping[str, Any]) -> str:
+    """One of several environments: `sums success 31.0% (a third of the groups)`."""
+    said = f"success {percent(own['success'])}" if "success" in own else ""
+    said = said or (f"reward {number(own['reward'])}" if "reward" in own else "")
+    share = f"share {percent(own['share'])}" if "share" in own else ""
+    return f"{clip(label, 60)} {' '.join(filter(None, (said, share)))}".strip()
+
+
 def numbers_line(numbers: Mapping[str, Any]) -> str:
     """Numbers as short text: `step 120/1500, reward 0.43, success 31.0%, 1450 rollouts/s, ETA 52 s`."""
     parts = []
@@ -27,6 +39,9 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
         parts.append(f"success {percent(numbers['success'])}")
     if "rollouts_per_second" in numbers:
         parts.append(f"{number(numbers['rollouts_per_second'])} rollouts/s")
+    parts += [_environment(label, one) for label, one in list((numbers.get("environments") or {}).items())[:_MOST]]
+    for label, one in list((numbers.get("curricula") or {}).items())[:_MOST]:
+        parts.append(f"{clip(label, 60)} at level {one.get('level', 0) + 1}/{one.get('levels')}")
     if "elapsed_s" in numbers:
         parts.append(f"{duration(numbers['elapsed_s'])} so far")
     if "eta_s" in numbers:

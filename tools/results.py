@@ -16,6 +16,7 @@ from tools.history import compared_with_original
 from tools.integrity import believed
 from tools.pictures import with_picture
 from tools.previewing import used
+from tools.several import curricula_lines, each_lines
 from tools.sweeps import member_of, sweep_lines, sweep_structure
 from tools.withheld import as_told
 from toprope.analysis.report import (
@@ -203,6 +204,8 @@ def _evaluations(report: Results) -> list[str]:
         if evaluation.greedy is not None:
             line += f"; greedy {_accuracy(evaluation.greedy)}"
         lines.append(line + _rest(evaluation.sampled) + ".")
+        lines += each_lines(label, evaluation, report.rose_each)
+    lines += curricula_lines(report.curricula)
     if report.rose is not None:
         lines.append(
             "Accuracy rose by more than the intervals."

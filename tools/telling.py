@@ -234,4 +234,8 @@ def _evaluation(data: Mapping[str, Any]) -> str:
     text = f"{label}: accuracy {percent(summary['accuracy'])}"
     if summary.get("tasks"):
         text += f" on {summary['tasks']} {summary.get('split', '')} tasks".replace("  ", " ")
+    each = summary.get("environments")
+    if isinstance(each, dict):
+        told = [f"{clip(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]
+        text += f" ({', '.join(told)})"
     return text

@@ -31,6 +31,8 @@ _INCHES, _DPI = (12.0, 7.0), 100
 _ROWS = 4096
 """More than there are pixels across."""
 _SHARES = (-0.02, 1.06)
+_EACH = ("#7a4fa3", "#2e8b57", "#b8860b", "#a13d63", "#4169a1", "#6b6b2f", "#8b5a2b", "#3d8f8f")
+"""Colours of environments."""
 _REWARD, _SUCCESS, _GREY = "#c2571a", "#1f6f8b", "#5b6570"
 
 
@@ -87,6 +89,7 @@ def draw(
         else:
             left, right = figure.subplots(1, 2, width_ratios=[2.6, 1])
             _draw_steps(left, rows)
+            _draw_environments(left, results, rows)
             _draw_heldout(right, results)
         descriptor, temporary = tempfile.mkstemp(prefix=".plot.", suffix=".png", dir=path.parent)
         os.close(descriptor)
@@ -126,6 +129,44 @@ def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.margins(x=0.01)
     else:
         axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=_GREY)
+
+
+def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Successes of each of several environments, and where curricula opened a level."""
+    labels = [label for label in _environments(rows) if label]
+    for label, colour in zip(labels, _EACH, strict=False):
+        key = f"environments/{label}/success"
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        if points:
+            steps, values = [list(part) for part in zip(*points, strict=True)]
+            name = label if len(label) <= 32 else f"…{label[-31:]}"
+            mean = smoothed(values, max(1, len(values) // 10))
+            axes.plot(steps, mean, color=colour, linewidth=1.4, linestyle="--", label=f"success, {name}")
+    for one in results.curricula.values():
+        for measure in one["opened"]:
+            axes.axvline(measure["step"], color=_GREY, linestyle=":", linewidth=1.2)
+            text = f"{one['knob']} {one['levels'][measure['level'] + 1]}"
+            # Data coordinates across, the axes' own upwards.
+            axes.annotate(
+                text[:24],
+                (measure["step"], 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -4),
+                textcoords="offset points",
+                rotation=90,
+                va="top",
+                fontsize=9,
+                color=_GREY,
+            )
+    if labels:
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=10)
+
+
+def _environments(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The labels that rows tell of, in their order."""
+    head, tail = "environments/", "/share"
+    keys = [key for key in (rows[-1] if rows else {}) if key.startswith(head) and key.endswith(tail)]
+    return [key.removeprefix(head).removesuffix(tail) for key in keys]
 
 
 def _draw_heldout(axes: Any, results: Results) -> None:

@@ -79,7 +79,7 @@ class Made:
             versions=versions,
             group_id=group_id,
             environment=environment,
-            task_id=self.task_id,
+            task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
             rollouts=None if plain else owners,
             outcomes=self.outcomes,
             prompt=_cut("\n".join(str(message.get("content", "")) for message in self.messages)),
