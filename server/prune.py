@@ -25,6 +25,7 @@ from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.stamps import forget_stamps
 from toprope.supervisor.lock import RunLock, held
+from toprope.workbench.interpreters.adding import Interpreters
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -123,6 +124,9 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
         for path in _entries(folder):
             if path.name.startswith(_TEMPORARY) and now - _changed(path) > _SETTLED_S:
                 found.append(Leftover(path, "temporary, left by a process that is gone", size(path)))
+    with suppress(TopropeError):  # a list of environments that cannot be read refers to nobody knows what
+        for path in Interpreters(home).unused():
+            found.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
     live = any(not status.ended for status in workshop.statuses())
     if not live:
         from toprope.training.policy import EMBEDDED, embedded_folder

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from tiny_wheels import make_wheel
 from tools_house import become, make_workshop
 
+from server.prune import leftovers
 from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, TooNew
 from toprope.records.interpreters import packages_in, site_packages_of
 from toprope.records.specification import EnvironmentSource, Specification
@@ -32,6 +33,7 @@ from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, di
 from toprope.workbench.interpreters.naming import target_of
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.words import failure
+from toprope.workbench.requirements import require_interpreters
 from toprope.workbench.sources.adapters import Adapter
 
 GAME = "def main():\n    print('scripts work')\n"
@@ -253,7 +255,13 @@ def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: No
         assert left_in(shop.home) == [added.lock]
         become(folder, "completed", ended_at=1.0)
         launcher.leave("tiny-1")
+        require_interpreters(run)
+        [left] = [one for one in leftovers(shop) if one.path.parent == shop.home.interpreters]
+        assert left.path.name == added.lock and left.bytes > 0  # toprope prune would show it
         assert [path.name for path in here.collect()] == [added.lock] and left_in(shop.home) == []
+        with pytest.raises(InvalidValue, match="interpreter of tiny, .* is gone") as refusal:
+            require_interpreters(run)
+        assert "toprope env add" in refusal.value.hint
     finally:
         launcher.close()
 

@@ -29,7 +29,7 @@ from toprope.workbench.history import beside_preset
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.lineage import base_of, with_dataset
 from toprope.workbench.mixing import Ingredients, blend
-from toprope.workbench.requirements import require_wandb
+from toprope.workbench.requirements import require_interpreters, require_wandb
 from toprope.workbench.trainers import trainer_of
 
 __all__ = ["CONDUCTOR", "Kind", "frozen", "machine_of", "runs_of", "start", "to_go_on", "variables_of"]
@@ -136,6 +136,8 @@ def frozen(
     ]
     if made == "sft":
         found = [with_dataset(one, home.datasets) for one in found]
+    for one in found:
+        require_interpreters(one)
     if kind in ("train", "sweep"):
         require_wandb(found[0].config, home.settings(), home.settings_file)
     return found

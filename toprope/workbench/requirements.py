@@ -10,13 +10,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toprope.errors import InvalidValue
+from toprope.records.specification import Specification
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.schema import Config
 
-__all__ = ["require_wandb"]
+__all__ = ["require_interpreters", "require_wandb"]
 
 _KEY = "WANDB_API_KEY"
 _HOST = "wandb"
+
+
+def require_interpreters(specification: Specification) -> None:
+    """Passes where every interpreter that a run's environments need is there.
+
+    Raises:
+        InvalidValue: One is gone: its owner removed it since the draft was made.
+    """
+    for source in (specification.environment, *specification.mixture):
+        if source.interpreter is not None and not Path(source.interpreter).exists():
+            raise InvalidValue(
+                f"The interpreter of {source.name}, {source.interpreter}, is gone.",
+                hint=f"describe_environment says what {source.name} needs now; then select_environment makes a new "
+                "draft, or the owner adds it again (toprope env add).",
+            )
 
 
 def require_wandb(

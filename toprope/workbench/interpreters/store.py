@@ -110,8 +110,7 @@ class Store:
 
     def remove(self, digest: str) -> None:
         """Deletes an environment: renamed first, so that nobody ever meets half of one."""
-        self._drop(self.folder(digest))
-        (self.path / f".{digest}.lock").unlink(missing_ok=True)
+        self._drop(self.folder(digest))  # its lock stays: somebody may be waiting for it
 
     def unused(self, used: set[str]) -> list[Path]:
         """Environments that nothing refers to, and what crashes left over.
