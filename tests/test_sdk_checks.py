@@ -1,0 +1,159 @@
+"""The rules of a check, over what was seen; and when two texts are the same task."""
+
+from __future__ import annotations
+
+import pytest
+
+from toprope.sdk.checks.answers import near_miss, probes
+from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
+from toprope.sdk.checks.rules import judge
+from toprope.sdk.checks.texts import overlap
+
+
+def seen_with(*scores: Scored, **fields: object) -> Observed:
+    seen = Observed(**fields)  # type: ignore[arg-type]
+    seen.scores = list(scores)
+    return seen
+
+
+def named(seen: Observed) -> dict[str, str]:
+    return {finding.rule: finding.level for finding in judge(seen)}
+
+
+def split(*prompts: str, exhausted: bool = False, known: int = 0, reference: str = "x") -> SplitSeen:
+    tasks = tuple(TaskSeen(str(place), prompt, f"{reference}{place}") for place, prompt in enumerate(prompts))
+    return SplitSeen(tasks, known or len(tasks), exhausted)
+
+
+SOUND = [
+    Scored(task, kind, reward, success=reward == 1.0, seconds=0.001, again=again)
+    for task in range(3)
+    for kind, reward, again in (
+        ("reference", 1.0, 1.0),
+        ("empty", 0.0, 0.0),
+        ("junk", 0.0, 0.0),
+        ("near_miss", 0.3, 0.3),
+    )
+]
+
+
+def test_a_sound_environment_has_no_findings() -> None:
+    assert named(seen_with(*SOUND)) == {}
+
+
+def test_a_reward_that_never_varies_refuses_where_a_right_answer_was_tried() -> None:
+    same = [Scored(task, kind, 0.5) for task in range(2) for kind in ("reference", "empty", "junk")]
+    [finding] = [one for one in judge(seen_with(*same)) if one.rule == "never_varies"]
+    assert finding.refuses and finding.level == "critical"
+    by_task = [Scored(task, kind, task / 2) for task in range(2) for kind in ("reference", "junk")]
+    assert named(seen_with(*by_task))["never_varies"] == "critical"
+    unknown = [Scored(task, kind, 0.0) for task in range(2) for kind in ("empty", "junk")]
+    [finding] = [one for one in judge(seen_with(*unknown)) if one.rule == "never_varies"]
+    assert not finding.refuses
+    game = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "junk")]
+    assert named(seen_with(*game, max_turns=6))["never_varies"] == "note"
+    played = [*game, Scored(0, "solver", 0.0), Scored(1, "solver", 0.0)]
+    assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
+
+
+@pytest.mark.parametrize(
+    ("scores", "rule", "level"),
+    [
+        ([Scored(0, "reference", 0.2)], "reference_fails", "critical"),
+        ([Scored(0, "long", 1.0)], "junk_rewarded", "critical"),
+        ([Scored(0, "echo", 0.3)], "junk_rewarded", "warning"),
+        ([Scored(0, "nan", 0.1)], "junk_rewarded", "note"),
+        ([Scored(0, "other", 1.0, True)], "wrong_rewarded", "critical"),
+        ([Scored(0, "near_miss", 1.0, True)], "wrong_rewarded", "warning"),
+        ([Scored(0, "appended", 1.0, True)], "lenient", "note"),
+        ([Scored(0, "unicode", 0.0, error="ValueError: no digit")], "scoring_raises", "warning"),
+        (
+            [Scored(0, "junk", 0.0, error="EnvironmentMistake: score() gave part 'a' nan, which is not finite.")],
+            "bad_score",
+            "warning",
+        ),
+        ([Scored(0, "junk", 0.0, again=0.6)], "score_changes", "critical"),
+        ([Scored(0, "junk", 0.0, seconds=7.0)], "slow", "warning"),
+    ],
+)
+def test_what_a_scorer_makes_of_an_answer_is_judged(scores: list[Scored], rule: str, level: str) -> None:
+    others = [Scored(9, "reference", 1.0, True), Scored(9, "empty", 0.0)] if rule != "reference_fails" else []
+    assert named(seen_with(*others, *scores, Scored(0, "empty", 0.0)))[rule] == level
+
+
+def test_other_processes_tell_a_hash_seed_from_chance() -> None:
+    by_hash = seen_with(*SOUND, again=[Again("1", 20, 5), Again("0", 20, 0)])
+    assert named(by_hash) == {"hash_seed": "warning"}
+    chance = seen_with(*SOUND, again=[Again("1", 20, 0, 9, 2), Again("0", 20, 0, 9, 1)])
+    assert named(chance) == {"not_repeatable": "critical"}
+    assert named(seen_with(*SOUND, again=[Again("1", 20, 0, 9, 0)])) == {}
+
+
+def test_splits_and_conduct_are_judged() -> None:
+    many = [f"Say {number} twice" for number in range(40)]
+    clean = {"train": split(*many, known=400), "heldout": split("Say 99 twice", reference="y", known=30)}
+    assert named(seen_with(*SOUND, splits=clean)) == {}
+    leaking = {**clean, "heldout": split("SAY  7 twice!", reference="y", known=30)}
+    assert named(seen_with(*SOUND, splits=leaking)) == {"splits_leak": "critical"}
+    few = {**clean, "validation": split("Say 50 twice", reference="z", exhausted=True)}
+    assert named(seen_with(*SOUND, splits=few)) == {"few_tasks": "warning"}
+    assert named(seen_with(*SOUND, splits={"train": split(), "heldout": split()}))["no_tasks"] == "critical"
+    assert named(seen_with(*SOUND, tasks_raised="KeyError: 'x'"))["tasks_raise"] == "critical"
+    same = SplitSeen(tuple(TaskSeen(str(n), f"Question {n}", "42") for n in range(20)), 900, False)
+    assert named(seen_with(*SOUND, splits={"train": same})) == {"one_answer": "critical"}
+    odd = seen_with(
+        *SOUND,
+        ended=[Ended("score long", True, "no answer")],
+        left_processes=2,
+        grown_mb=80.0,
+        grown_calls=300,
+        printed_bytes=90_000,
+        left_files=("core",),
+    )
+    assert named(odd) == {
+        "hangs": "warning", "leaves_processes": "warning", "memory_grows": "warning", "prints": "warning",
+        "leaves_files": "note",
+    }  # fmt: skip
+    assert named(seen_with(*SOUND, tasks_s=0.4))["slow"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("What is 3 + 4?", "what is 3+4", True),
+        ("Task 12: What is 3 + 4?", "What is 3 + 4?", True),
+        ("Say \u201cyes\u201d", 'Say "yes"', True),
+        ("5 - 3 = ?", "6 - 3 = ?", False),
+        ("12 + 7", "1 2 + 7", False),
+        ("Count: ##  # #", "Count: #  ## #", False),
+    ],
+)
+def test_copies_in_another_spelling_are_seen_and_others_are_not(one: str, other: str, alike: bool) -> None:
+    assert overlap([(one, None)], [(other, None)]).copies == alike
+
+
+def test_copies_within_other_words_are_seen_by_their_answer() -> None:
+    train = [(f"Reverse the word {word}.", word[::-1]) for word in map("w{:03}".format, range(60))]
+    wrapped = [
+        (f"Please help. Reverse the word {word}. Thank you!", word[::-1]) for word in map("w{:03}".format, range(20))
+    ]
+    assert overlap(wrapped, train).near == 20
+    fresh = [
+        (f"Please help. Reverse the word {word}. Thank you!", word[::-1]) for word in map("v{:03}".format, range(20))
+    ]
+    assert overlap(fresh, train).near == 0
+
+
+def test_answers_are_wrong_by_little_and_come_in_kinds() -> None:
+    assert [near_miss(text) for text in ("41", "0.5", "[1, 20]", "cab", "", "?!")] == [
+        "42",
+        "1.5",
+        "[1, 30]",
+        "cai",
+        None,
+        "?",
+    ]
+    kinds = [probe.kind for probe in probes("What?", "12 days", ["12 Days", "13 days"])]
+    assert kinds[:5] == ["reference", "empty", "junk", "other", "near_miss"] and "first_word" in kinds
+    assert next(p.text for p in probes("What?", "12 days", ["12 Days", "13 days"]) if p.kind == "other") == "13 days"
+    assert "reference" not in [probe.kind for probe in probes("What?", None)]
