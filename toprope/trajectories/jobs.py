@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,11 +101,13 @@ class Job:
                 env=worker_environment(keys),
                 start_new_session=True,
             )
+        # Somebody has to wait for it, or it stays as a zombie for as long as we live.
+        threading.Thread(target=process.wait, name=f"data-{self.id}", daemon=True).start()
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self.alive() or self.standing().ended:
                 return
-            if process.poll() is not None:
+            if process.returncode is not None:
                 break
             time.sleep(_EVERY_S)
         if not self.standing().ended and not self.alive():
