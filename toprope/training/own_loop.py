@@ -71,7 +71,7 @@ class OwnLoopMaker(RolloutMaker):
         self, policy: PolicyClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
     ) -> tuple[dict[str, Any], list[list[Turn]]]:
         """What the environment made of a task with the policy, and what inference recorded of each rollout."""
-        group = f"g{next(self._numbers)}"
+        group = f"g{next(self.numbers)}"
         life = await policy.life()
         url, judge = await policy.url(), policy.key(JUDGE)
         names = [f"{group}/{number}" for number in range(size)]

@@ -7,6 +7,7 @@ number of them holds equally many of each that has so many.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -30,6 +31,9 @@ class Players:
     def __init__(self, hosts: Sequence[Hosted], player: PolicyClient | EndpointClient) -> None:
         self.hosts = {host.label: host for host in hosts}
         self._makers: dict[str, RolloutMaker] = {host.label: host.maker(player) for host in hosts}
+        names = itertools.count()
+        for maker in self._makers.values():
+            maker.numbers = names
         self._alone = len(hosts) == 1
         self._places: dict[str, list[tuple[str, int]]] = {}
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,8 @@ class RolloutMaker:
     ) -> None:
         self._worker, self._policy = worker, policy
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
-        self._numbers = itertools.count()
+        self.numbers: Iterator[int] = itertools.count()
+        """Names of sessions; whoever plays with the same policy beside this one has the same."""
         self._under_seal = False
         self.weights: dict[str, float] | None = None
         """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
@@ -151,7 +152,7 @@ class RolloutMaker:
         rollouts = [
             _Rollout(handle, list(own[place]) if own else list(first)) for place, handle in enumerate(start["rollouts"])
         ]
-        session = f"g{next(self._numbers)}" if self._multi_turn else ""
+        session = f"g{next(self.numbers)}" if self._multi_turn else ""
         try:
             if own:
                 answers = await self._answers(rollouts, sampling, session)
