@@ -124,6 +124,7 @@ def test_json_blocks_are_json_and_links_lead_somewhere(page: Path) -> None:
 def test_what_a_sentence_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     commands = {command.name or command.callback.__name__ for command in build().registered_commands}
+    commands |= {group.name or group.typer_instance.info.name for group in build().registered_groups}
     for named in re.findall(r"`(?:\.venv/bin/)?toprope ([a-z][a-z-]+)", text):
         assert named in commands, f"{page.name} names `toprope {named}`"
     for target in re.findall(r"`make ([a-z][a-z-]+)", text):
