@@ -27,6 +27,7 @@ from toprope.workbench.sources.installed import InstalledSource
 from toprope.workbench.sources.orchestrator import OrchestratorSource
 from toprope.workbench.sources.reasoning_gym import ReasoningGymSource
 from toprope.workbench.sources.registered import RegisteredSource
+from toprope.workbench.sources.targets import TargetSource
 
 __all__ = ["Card", "Catalog", "Description", "Entry", "Example", "KnobCard", "PartCard", "SplitSize", "shipped_folder"]
 
@@ -69,6 +70,7 @@ class Catalog:
             FolderSource(shipped, "shipped", reader, self.interpreters),
             *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
             DatasetSource(own, data),
+            TargetSource(own, self._adapters, self.interpreters),
             OrchestratorSource(data, tools or {}),
             RegisteredSource(self._added, self._adapters, self.interpreters, reader),
             ReasoningGymSource(self.interpreters),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from toprope.sdk.adapters._gym_levels import levels_of
-from toprope.sdk.adapters.reasoning_gym import COMPOSITE, difficulty_of, parts_of, settings_of
+from toprope.sdk.adapters.reasoning_gym import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
 from toprope.sdk.environment import Environment, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.knobs import knob, make_knobs, nearest
@@ -28,7 +28,6 @@ _SEED = 0
 _HARDEST = 20
 _FIRST = ("chain_sum", "gcd", "spell_backward")
 """What it is made of where nobody says."""
-_KEYS = ("tasks", "name", "description")
 _MEMBER = ("name", "weight", "knobs")
 
 
@@ -121,8 +120,8 @@ def make(target: str) -> Composite:
     except ValueError as error:
         raise LoadError(f"The target of a mixture is `{COMPOSITE}` or a JSON object ({error}).") from None
     for key in given:
-        if key not in _KEYS:
-            raise LoadError(f"The target of a mixture has no {key!r}. {nearest(key, _KEYS, 'Keys')}")
+        if key not in KEYS:
+            raise LoadError(f"The target of a mixture has no {key!r}. {nearest(key, KEYS, 'Keys')}")
     if not isinstance(given.get("tasks"), list) or not all(isinstance(one, dict) for one in given["tasks"]):
         raise LoadError("The target of a mixture needs `tasks`, a list of {name, weight, knobs}.")
     return Composite(given)

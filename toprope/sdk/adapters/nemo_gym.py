@@ -10,6 +10,8 @@ The server is started by its owner, in its own interpreter. The target is a JSON
      "reference": "expected_answer",    column of the right answer, for people and checks
      "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
 
+An address with the rows behind it, `http://127.0.0.1:8000#/path/train.jsonl`, will do as well.
+
 We play NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy, each call of
 a tool as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses form. A
 rollout's cookies hold its session. The verifications of a group go on beside each other.
@@ -33,10 +35,11 @@ from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
 from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
 
-__all__ = ["NemoGym", "make"]
+__all__ = ["KEYS", "NemoGym", "make"]
 
-_KEYS = ("url", "rows", "range", "clip", "success", "shown", "reference", "max_turns", "timeout_s", "name",
+KEYS = ("url", "rows", "range", "clip", "success", "shown", "reference", "max_turns", "timeout_s", "name",
          "description")  # fmt: skip
+"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
 _PARAMETERS = "responses_create_params"
 _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -168,7 +171,14 @@ def make(target: str) -> NemoGym:
     Raises:
         LoadError: The target is none.
     """
-    return NemoGym(parsed(target, "nemo_gym", _KEYS))
+    if not target.lstrip().startswith("{"):
+        url, _, rows = target.partition("#")
+        if not rows:
+            raise LoadError(
+                f"{target!r} says where the server is; give its rows as well: {url or 'http://...'}#/path/rows.jsonl"
+            )
+        return NemoGym({"url": url, "rows": rows})
+    return NemoGym(parsed(target, "nemo_gym", KEYS))
 
 
 def _verified(rollout: NemoGym) -> Any:

@@ -35,6 +35,8 @@ __all__ = ["COMPOSITE", "Listing", "ListedTask", "ReasoningGym", "difficulty_of"
 
 REQUIREMENTS = ("reasoning-gym==0.1.*",)
 PACKAGE = "reasoning_gym"
+KEYS = ("tasks", "name", "description")
+"""Keys of a mixture's target; an owner's YAML file in a folder of environments may have them too."""
 _SEED = 0
 _HIDDEN = ("seed", "size", "data_file")
 """Fields that are no setting of the task: `data_file` names a file to read."""

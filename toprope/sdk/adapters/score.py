@@ -32,9 +32,10 @@ from toprope.sdk.discovery import first_line
 from toprope.sdk.environment import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
-__all__ = ["Score", "declared", "make"]
+__all__ = ["KEYS", "Score", "declared", "make"]
 
-_KEYS = ("file", "function", "rows", "prompt", "reference", "range", "clip", "success", "name", "description")
+KEYS = ("file", "function", "rows", "prompt", "reference", "range", "clip", "success", "name", "description")
+"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
 _REFERENCES = ("reference", "answer", "solution", "ground_truth", "label")
 
 
@@ -100,7 +101,7 @@ def make(target: str) -> Score:
     Raises:
         LoadError: The target is none, or the file does not have what it names.
     """
-    return Score(parsed(target, "score", _KEYS))
+    return Score(parsed(target, "score", KEYS))
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:

@@ -42,10 +42,11 @@ from toprope.sdk.knobs import nearest
 from toprope.sdk.orchestration.tools import Tool
 from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
 
-__all__ = ["Trl", "declared", "make"]
+__all__ = ["KEYS", "Trl", "declared", "make"]
 
-_KEYS = ("file", "reward_funcs", "weights", "environment", "tools", "rows", "tasks", "ranges", "clip", "success",
+KEYS = ("file", "reward_funcs", "weights", "environment", "tools", "rows", "tasks", "ranges", "clip", "success",
          "reference", "max_turns", "name", "description")  # fmt: skip
+"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
 _REFERENCES = ("solution", "answer", "reference", "ground_truth", "label")
 _TASKS = 1000
 _TURNS = 10
@@ -289,7 +290,7 @@ def make(target: str) -> Trl:
     Raises:
         LoadError: The target is none, or the file does not have what it names.
     """
-    return Trl(parsed(target, "trl", _KEYS))
+    return Trl(parsed(target, "trl", KEYS))
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:

@@ -2,6 +2,7 @@
 
     folders        Python files of ours and of the owner's, whichever ecosystem their environments follow
     datasets       files with data and the name of a scorer
+    targets        YAML files that say what another adapter is to make an environment of
     orchestrator   the environment whose policies direct tools and other models
     reasoning_gym  generated tasks, by the names in the package's files
     installed      the packages of every interpreter that is known

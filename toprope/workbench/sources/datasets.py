@@ -25,6 +25,7 @@ from toprope.sdk.adapters import dataset
 from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.workbench.entries import Entry, Names
+from toprope.workbench.sources.targets import declared_adapter
 
 __all__ = ["DatasetSource", "NamedDataset", "dataset_target", "named_datasets", "plain_dataset"]
 
@@ -100,7 +101,7 @@ def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[Name
         _read(file, folders)
         for place in places
         for file in sorted([*place.glob("*.yaml"), *place.glob("*.yml")])
-        if file.is_file() and not file.name.startswith("_")
+        if file.is_file() and not file.name.startswith("_") and declared_adapter(file) is None
     ]
 
 
@@ -113,7 +114,9 @@ def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
                 hint="Lower-case letters, digits, '_' and '-': rename the file.",
             )
         if given.pop("adapter", None) != PLAIN:
-            raise InvalidValue(f"{file}: adapter must be {PLAIN}.", hint="Other adapters have no files.")
+            raise InvalidValue(
+                f"{file}: adapter must be {PLAIN}.", hint="Or trl, score, nemo_gym, reasoning_gym, with their own keys."
+            )
         description = given.pop("description", None)
         if not given.get("path"):
             raise InvalidValue(f"{file}: path is missing.", hint="Name the file with the data, or hf:<id>.")
