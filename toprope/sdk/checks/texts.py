@@ -1,17 +1,17 @@
 """When two tasks are the same although their texts are not: the ways in which splits leak.
 
 Equal text, whatever case and white space, is dealt with where splits are made (toprope.sdk.splits). What gets past that
-is looked for here: another spelling of the same signs, a number or label put in front, and long prompts that differ in
-hardly a word and have the same right answer. Generated tasks begin and end alike, which makes no two of them the same:
-what nearly all tasks of a split have there is set aside first.
+is looked for here: another spelling of the same signs, a number or label put in front, and the same question within
+other words, with the same right answer. Generated tasks begin and end alike, which makes no two of them the same: what nearly
+all tasks of a split have there is set aside first. Paraphrases are not seen: of generated tasks one other word is often
+another task.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +24,6 @@ _LABEL = re.compile(
 )
 """`Task 17:`, `#17) `: a label in front. A number and a minus are no label."""
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "−": "-"})
-_LIKE = 0.95
-_LONG = 12
-"""Words below which two texts are alike only where they are the same."""
-_LONGEST_COMPARED = 400
 _NEARLY_ALL = 0.9
 _FEW = 8
 
@@ -41,7 +37,7 @@ class Overlap:
     copies: int
     """The same words in another spelling."""
     near: int
-    """Hardly a word different, and the same right answer."""
+    """The same words within others that all tasks of their splits have, and the same right answer."""
 
 
 def words_of(text: str) -> list[str]:
@@ -63,24 +59,16 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     seen_words = [words_of(prompt) for prompt, _ in seen]
     known = {tuple(words) for words in seen_words}
     copies = [tuple(words) in known for words in unseen_words]
-    answers = Counter(_plain(reference) for _, reference in (*unseen, *seen) if reference is not None)
-    rare = max(2, (len(unseen) + len(seen)) // 50)
     own, others = _middles(unseen_words), _middles(seen_words)
-    by_reference: dict[str, list[Sequence[str]]] = defaultdict(list)
-    same: set[tuple[str, tuple[str, ...]]] = set()
-    for (_, reference), words in zip(seen, others, strict=True):
-        if reference is not None:
-            by_reference[_plain(reference)].append(words)
-            same.add((_plain(reference), tuple(words)))
-    near = 0
-    for (_, reference), words, copy in zip(unseen, own, copies, strict=True):
-        if copy or reference is None:
-            continue
-        answer = _plain(reference)
-        alike = bool(words) and (answer, tuple(words)) in same
-        if not alike and answers[answer] <= rare:
-            alike = any(_alike(words, other) for other in by_reference.get(answer, ()))
-        near += alike
+    same = {
+        (_plain(reference), tuple(words))
+        for (_, reference), words in zip(seen, others, strict=True)
+        if reference is not None and words
+    }
+    near = sum(
+        not copy and reference is not None and (_plain(reference), tuple(words)) in same
+        for (_, reference), words, copy in zip(unseen, own, copies, strict=True)
+    )
     return Overlap(len(unseen), sum(copies), near)
 
 
@@ -111,22 +99,6 @@ def _shared(tasks: Sequence[Sequence[str]]) -> list[str]:
             return shared
         going = [words for words in going if len(words) > place and words[place] == word]
         shared.append(word)
-
-
-def _alike(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two long texts differ in hardly a word. Numbers and single signs tell generated tasks apart: they have to
-    be the same."""
-    if min(len(one), len(other)) < _LONG or abs(len(one) - len(other)) > 0.1 * max(len(one), len(other)):
-        return False
-    one, other = one[:_LONGEST_COMPARED], other[:_LONGEST_COMPARED]
-    if [word for word in one if _tells(word)] != [word for word in other if _tells(word)]:
-        return False
-    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    return matcher.quick_ratio() >= _LIKE and matcher.ratio() >= _LIKE
-
-
-def _tells(word: str) -> bool:
-    return any(c.isdigit() for c in word) or len(word) == 1
 
 
 def _plain(text: str) -> str:
