@@ -325,7 +325,7 @@ class Hosted:
 
     def named(self, error: BaseException) -> BaseException:
         """The error with this environment's name in it, where there are several."""
-        if self.alone or self.label in str(error):
+        if self.alone or str(error).startswith((f"{self.label}:", self._subject)):
             return error
         match error:
             case WorkerError():
