@@ -29,7 +29,7 @@ from rich.table import Table
 
 from server.demo import server_parameters
 
-__all__ = ["FIRST", "Learned", "Outcome", "measure"]
+__all__ = ["FIRST", "Learned", "Outcome", "measure", "mixture"]
 
 FIRST = "reasoning_gym/spell_backward"
 _WAIT_S = 45
@@ -214,6 +214,23 @@ async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     return answer.structured_content or {}
 
 
+def mixture() -> dict[str, Any]:
+    """The part of `make bench-environments`: prints a table for people and returns the figures."""
+    outcome = measure()
+    _show(outcome, Console())
+    return outcome.figures()
+
+
+def _show(outcome: Outcome, console: Console) -> None:
+    table = Table(title=f"One run on three environments: {outcome.steps} steps in {outcome.seconds:.0f} s")
+    for column in ("environment", "held-out before", "after", "share of groups", "improved"):
+        table.add_column(column)
+    for one in outcome.learned:
+        told = [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in (one.before, one.after)]
+        table.add_row(one.environment, *told, f"{one.share:.2f}", "yes" if one.improved else "no")
+    console.print(table)
+
+
 def main() -> int:
     """The program: a table, and as the last line one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -223,13 +240,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(stderr=True)
     outcome = measure(console, seed=options.seed, steps=options.steps, home=options.home)
-    table = Table(title=f"One run on three environments: {outcome.steps} steps in {outcome.seconds:.0f} s")
-    for column in ("environment", "held-out before", "after", "share of groups", "improved"):
-        table.add_column(column)
-    for one in outcome.learned:
-        told = [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in (one.before, one.after)]
-        table.add_row(one.environment, *told, f"{one.share:.2f}", "yes" if one.improved else "no")
-    console.print(table)
+    _show(outcome, console)
     print(json.dumps(outcome.figures()))
     return 0 if outcome.mixture_improved == len(outcome.learned) else 1
 
