@@ -71,6 +71,8 @@ class Group:
             if owner is None and place in left:
                 left.discard(place)
                 found[place] = place
+        if len(left) == 1 and found.count(None) == 1:
+            found[found.index(None)] = left.pop()
         return found
 
 
