@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.sft_then_grpo", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm (default 3)")
-    parser.add_argument("--steps", type=int, default=240, help="steps of each arm in all (default 240)")
-    parser.add_argument("--source-steps", type=int, default=120, help="of the run that gives rollouts (default 120)")
+    parser.add_argument("--steps", type=int, default=160, help="steps of each arm in all (default 160)")
+    parser.add_argument("--source-steps", type=int, default=80, help="of the run that gives rollouts (default 80)")
     parser.add_argument("--count-source", action="store_true", help="GRPO alone gets the source's steps on top")
     parser.add_argument("--home", type=Path, help="an owner's folder to use and leave, policies made already")
     given = parser.parse_args(arguments)
