@@ -167,6 +167,18 @@ def test_adapters_are_found_in_their_folder_each_by_itself(tmp_path: Path) -> No
     assert not names["orchestrator"].reads_files  # a source of its own lists it
 
 
+def test_a_package_is_there_as_a_folder_a_module_or_a_note_of_an_editable_one(tmp_path: Path) -> None:
+    game = made("game", "tiny_game")
+    assert not game.is_in(tmp_path / "nowhere") and not game.is_in(tmp_path)
+    info = tmp_path / "tiny_game-1.0.dist-info"
+    info.mkdir()
+    assert not game.is_in(tmp_path)  # of another module, perhaps
+    (info / "direct_url.json").touch()
+    assert game.is_in(tmp_path) and made("any").is_in(tmp_path)
+    (tmp_path / "other.py").touch()
+    assert made("other", "other").is_in(tmp_path)
+
+
 def test_what_was_added_is_listed_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +66,15 @@ class Adapter:
         if place.is_dir() or place.with_suffix(".py").is_file():
             return True
         word = self.package.replace("_", "-").lower()
+        try:
+            names = os.listdir(site_packages)
+        except OSError:
+            return False
         return any(  # installed from a folder: there is nothing but the note of it
-            path.name.rpartition("-")[0].replace("_", "-").lower() == word
-            for path in site_packages.glob("*.dist-info")
-            if (path / "direct_url.json").is_file()
+            name.endswith(".dist-info")
+            and name.rpartition("-")[0].rpartition("-")[0].replace("_", "-").lower() == word
+            and (site_packages / name / "direct_url.json").is_file()
+            for name in names
         )
 
 
