@@ -117,6 +117,8 @@ def test_it_goes_on_from_its_checkpoint(attempt, tmp_path):
     [
         (("class Reinforce(Trainer)", "class Reinforce(object)"), "derives from"),
         (("class Reinforce", "import nowhere\nclass Reinforce"), "nowhere"),
+        (("return Metrics(reward=self.baseline)", "open('/nowhere/x')"), "raised FileNotFoundError"),
+        (("return Metrics(reward=self.baseline)", "raise SystemExit(0)"), "sys.exit"),
         (("return Metrics(reward=self.baseline)", "raise ValueError('odd')"), r"raised ValueError: odd \(.*mine.py:"),
         (("session.log({", "({"), "had not logged step 1"),
         (('"loss": loss, ', '"loss": float("nan"), '), "not a number"),

@@ -89,6 +89,7 @@ class Planning(Part):
                 "algorithm",
                 "optimizer",
                 "sft",
+                "ppo",
                 "rollout",
                 "evaluation",
                 "logging",

@@ -32,7 +32,6 @@ class Algorithm:
         means: Values that make it this method, by dotted field.
         advises: Values that its paper uses; set with the name, and free to be edited.
         spread: Whether groups whose rewards are all equal teach it nothing.
-        critic: Whether it learns a value function.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Algorithm:
     means: Mapping[str, Any] = field(default_factory=dict)
     advises: Mapping[str, Any] = field(default_factory=dict)
     spread: bool = True
-    critic: bool = False
 
 
 def _loss(
@@ -135,7 +133,6 @@ _ALL = (
         "al. 2022, InstructGPT, arXiv:2203.02155",
         program="toprope.training.ppo:PpoRun",
         spread=False,
-        critic=True,
     ),
     Algorithm(
         "sft",

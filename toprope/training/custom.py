@@ -20,6 +20,7 @@ from typing import Any
 from toprope.errors import Corrupt, InvalidValue, TopropeError
 from toprope.records.crew import Evaluated, Finished, Ready, Warned
 from toprope.records.folder import read_json
+from toprope.records.lines import NO_ROOM
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.loading import attribute_of
 from toprope.sdk.training import Batch, CheckFailed, Data, Sample, Session, TrainConfig, Trainer
@@ -292,8 +293,10 @@ class _Raised:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if error is None or isinstance(error, TopropeError | OSError | KeyboardInterrupt | SystemExit):
+        if error is None or isinstance(error, TopropeError | KeyboardInterrupt):
             return False
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return False  # a full disk is waited for
         if isinstance(error, CheckFailed):
             raise InvalidValue(f"Nothing was trained: {error}", hint="Each check says what it found.") from error
         if isinstance(error, LoadError):
