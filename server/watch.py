@@ -159,6 +159,8 @@ def _cells(status: Status) -> list[str]:
         cells.append(f"step {progress['step']}/{progress.get('total_steps') or '?'}")
     elif progress.get("what"):
         cells.append(f"{clip(progress['what'], 50)} {progress.get('done', 0)}/{progress.get('total') or '?'}")
+    if progress.get("best") is not None:
+        cells.append(f"best {number(progress['best'])}")
     if progress.get("reward") is not None:
         cells.append(f"reward {number(progress['reward'])}")
     if progress.get("success") is not None:

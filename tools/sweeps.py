@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +23,7 @@ from toprope.records import start_keys
 from toprope.records.folder import RunFolder, misfits
 from toprope.records.specification import Specification, SweepMember, SweepPlan, TestPlan
 from toprope.records.status import Status
-from toprope.records.sweep import Standing, read_standing
+from toprope.records.sweep import Standing, read_standing, sweep_of
 from toprope.settings.fields import apply
 from toprope.supervisor.ledger import accounts, pencilled_in, the_books
 from toprope.sweeps.planning import make_plan, most_steps
@@ -50,7 +49,6 @@ _WAIT_S = 900
 _SHOWN = 12
 """Candidates in the text of get_results; the structure has more."""
 _MOST = 64
-_MEMBER = re.compile(r"^(?P<sweep>.+-\d{6}-\d{4}-[a-z0-9]{4})-(?:m(?P<number>\d{2,4})|final)$")
 
 
 class Options(BaseModel):
@@ -283,12 +281,13 @@ def _next(run_id: str) -> str:
 
 def member_of(run_id: str) -> str | None:
     """What a run is to its sweep, in words; None for a run of none, as its id tells."""
-    found = _MEMBER.match(run_id)
+    found = sweep_of(run_id)
     if found is None:
         return None
-    if found["number"] is None:
-        return f"the held-out measurement of the sweep {found['sweep']}"
-    return f"candidate c{int(found['number']):03d} of the sweep {found['sweep']}"
+    sweep, number = found
+    if number is None:
+        return f"the held-out measurement of the sweep {sweep}"
+    return f"candidate c{number:03d} of the sweep {sweep}"
 
 
 def best_line(sweep: Status) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from toprope.analysis.plateau import noise_floor, plateau
 from toprope.records.ledger import Experiment
 from toprope.records.status import Status
+from toprope.records.sweep import sweep_of
 
 __all__ = ["LIVE", "Standing", "handoff"]
 
@@ -139,7 +140,11 @@ def _learned(standing: Standing) -> list[str]:
 def _unnoted(standing: Standing) -> list[str]:
     """Runs that ended and stand in no experiment."""
     noted = {run for entry in standing.experiments for run in entry.runs}
-    runs = [run for run in standing.runs if run.ended and run.kind == "train" and run.run_id not in noted]
+    runs = [
+        run
+        for run in standing.runs
+        if run.ended and run.kind == "train" and run.run_id not in noted and not sweep_of(run.run_id)
+    ]
     if not runs:
         return []
     lines = ["ENDED, IN NO EXPERIMENT"]
@@ -174,7 +179,11 @@ def _next(standing: Standing) -> list[str]:
         named = ", ".join(f'"{run_id}"' for run_id in live[:5])
         calls.append(f"check_status(run_ids=[{named}], wait_s=45) waits for news")
     noted = {run for entry in standing.experiments for run in entry.runs}
-    fresh = [run for run in standing.runs if run.ended and run.kind == "train" and run.run_id not in noted]
+    fresh = [
+        run
+        for run in standing.runs
+        if run.ended and run.kind == "train" and run.run_id not in noted and not sweep_of(run.run_id)
+    ]
     if fresh:
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')
     measured = [entry for entry in standing.experiments if entry.accuracy is not None and entry.runs]

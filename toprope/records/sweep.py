@@ -37,11 +37,13 @@ __all__ = [
     "member_id",
     "members_in",
     "read_standing",
+    "sweep_of",
 ]
 
 SWEEP_VERSION = 1
 _FILE = "sweep.jsonl"
 _MEMBER = re.compile(r"-m(\d{2,4})$|-final$")
+_OF_A_SWEEP = re.compile(r"^(?P<sweep>.+-\d{6}-\d{4}-[a-z0-9]{4})-(?:m(?P<number>\d{2,4})|final)$")
 
 
 def member_id(sweep: str, number: int) -> str:
@@ -52,6 +54,13 @@ def member_id(sweep: str, number: int) -> str:
 def final_id(sweep: str) -> str:
     """The id of the run that measures a sweep's winner on held-out tasks."""
     return f"{sweep}-final"
+
+
+def sweep_of(run_id: str) -> tuple[str, int | None] | None:
+    """The sweep that a run belongs to and its candidate's number, None for the winner's measurement, by its id; None
+    for a run of no sweep."""
+    found = _OF_A_SWEEP.match(run_id)
+    return (found["sweep"], int(found["number"]) if found["number"] else None) if found else None
 
 
 def members_in(runs: Path, sweep: str) -> list[str]:

@@ -174,6 +174,7 @@ class Conductor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _measure_one(self, candidate: Candidate, epoch: int, strategist: Strategist) -> None:
+        self._check_ending()
         members, standing = self._members, self._log.standing
         run_id = members.run_id(candidate)
         if candidate.continues and candidate.continues not in standing.runs:

@@ -31,6 +31,11 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
         raise InvalidValue(
             f"{run.run_id} is a run of kind {run.kind}, which is not repeated.", hint="ask_checkpoint asks again."
         )
+    if run.kind == "sweep":
+        raise InvalidValue(
+            f"{run.run_id} is a sweep, which is not repeated.",
+            hint="Repeat one of its runs, or start_sweep again: the same seed draws the same first candidates.",
+        )
     now = time.time() if now is None else now
     own = [{"name": name, "default": value} for name, value in run.config.environment.knobs.items()]
     locks.enforce(run.config, all_fields(own))
