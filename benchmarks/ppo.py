@@ -49,8 +49,10 @@ class Done:
     """Of metrics.jsonl."""
     memory_mb: float
     """The most that the trainer's process held in memory."""
-    trainer_start_s: float
-    """From the trainer's start to its being ready."""
+    start_cpu_s: float
+    """Processor seconds of the trainer from its start to its being ready."""
+    cpu_s: float
+    """Its processor seconds from there to about the last step."""
 
     def accuracy(self, label: str, kind: str = "sampled") -> float:
         return float(self.results["evaluations"][label][kind]["accuracy"])
@@ -88,13 +90,13 @@ class Agent:
                 answer = await _call(client, "check_status", run_ids=[run_id], wait_s=45)
                 [run] = answer["runs"]
                 state = run["state"]
-            memory, start = await looking
+            memory, start_cpu, cpu = await looking
             answer = await _call(client, "get_results", run_id=run_id, detail="detailed")
         if state != "completed":
             raise SystemExit(f"{what}: {run_id} is {state}: {json.dumps(run)[:1500]}")
         lines = (self._home / "runs" / run_id / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "step" in row]
-        done = Done(answer["results"], rows, memory, start)
+        done = Done(answer["results"], rows, memory, start_cpu, cpu)
         sick = [event for event in self._findings(run_id) if event["level"] == "critical"]
         self._console.print(
             f"  {done.accuracy('before'):.3f} -> {done.accuracy('after'):.3f} sampled, "
@@ -108,19 +110,22 @@ class Agent:
         lines = (self._home / "runs" / run_id / "events.jsonl").read_text().splitlines()
         return [event["data"] for event in map(json.loads, lines) if event["kind"] == "finding"]
 
-    async def _look(self, run_id: str) -> tuple[float, float]:
-        """The highest resident size of the run's trainer, in MB, and seconds from its start to Ready."""
-        status, highest, ready = self._home / "runs" / run_id / "status.json", 0.0, float("nan")
+    async def _look(self, run_id: str) -> tuple[float, float, float]:
+        """Of the run's trainer: its highest resident size in MB, and its processor seconds until it was ready and from
+        there to the last look while it trained. They hardly hang on what else the machine does."""
+        status, highest, ready, last = self._home / "runs" / run_id / "status.json", 0.0, float("nan"), float("nan")
         while True:
             with suppress(FileNotFoundError, psutil.Error, KeyError, ValueError):
                 found = json.loads(status.read_text())
                 if found["state"] in _ENDED:
-                    return highest, ready
+                    return highest, ready, last - ready
                 member = found["crew"]["trainer"]
                 process = psutil.Process(member["pid"])
                 highest = max(highest, process.memory_info().rss / _MB)
-                if member["state"] == "ready" and ready != ready:
-                    ready = member["since"] - process.create_time()
+                times = process.cpu_times()
+                if member["state"] == "ready":
+                    last = times.user + times.system
+                    ready = last if ready != ready else ready
             await asyncio.sleep(0.25)
 
 
@@ -184,7 +189,8 @@ def _cost(name: str, done: Done) -> dict[str, float]:
         f"{name}_step_ms": 1e3 * done.mean("time/step"),
         f"{name}_passes_ms": 1e3 * (done.mean("time/passes") + done.mean("time/prepare")),
         f"{name}_trainer_mb": done.memory_mb,
-        f"{name}_trainer_start_seconds": done.trainer_start_s,
+        f"{name}_trainer_start_cpu_seconds": done.start_cpu_s,
+        f"{name}_trainer_cpu_ms_a_step": 1e3 * done.cpu_s / max(done.results["steps"], 1),
     }
 
 
