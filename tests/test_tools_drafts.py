@@ -4,7 +4,7 @@ import json
 
 import anyio
 import pytest
-from tools_house import make_workshop
+from tools_house import make_workshop, start_run
 
 from tools.answers import TOKEN_BUDGET, tokens
 from tools.config import edit_config, get_config, open_drafts
@@ -12,7 +12,8 @@ from tools.environments import describe_environment, list_environments, select_e
 from tools.inference import test_inference as try_inference
 from tools.training import resume_training, start_training, stop_training
 from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
-from toprope.records.specification import Specification
+from toprope.records.folder import write_json
+from toprope.records.specification import Specification, TestPlan
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_a_description_comes_from_the_loaded_environment(house):
     assert 'select_environment(name="sort_letters", preset="cpu-embedded")' in answer.text
     with pytest.raises(NotFound, match="sort_letters"):
         do(describe_environment, shop, name="sort_leters")
+
+
+def test_a_description_tells_what_a_rollout_takes_and_what_a_test_found(house):
+    shop, _ = house
+    assert do(describe_environment, shop, name="sort_letters").data.tested is None
+    folder = start_run(shop, kind="test", test=TestPlan(tasks=50, group_size=8))
+    found = {"tasks": 50, "group_size": 8, "accuracy": 0.25, "all_wrong_share": 0.5, "all_right_share": 0.1}
+    write_json(folder.evaluation("test"), {"version": 1, "label": "test", "sampled": found, "greedy": None})
+    answer = do(describe_environment, shop, name="sort_letters")
+    assert "embedded is right in 25.0% of its answers" in answer.text and "50.0% are all wrong" in answer.text
+    assert answer.data.tested.run_id == folder.run_id and answer.data.memory_mb > 5
+    assert len(answer.data.examples) == len(answer.data.prompt_characters) == 3
+    assert "near_miss" in answer.data.examples[0]["rewards"]
 
 
 def test_an_environment_that_does_not_load_makes_no_draft(house):

@@ -39,6 +39,7 @@ __all__ = [
     "StatusAnswer",
     "Stopped",
     "TOKEN_BUDGET",
+    "Tested",
     "ago",
     "call",
     "clip",
@@ -85,6 +86,16 @@ class Environments(_Data):
     next_cursor: str | None = None
 
 
+class Tested(_Data):
+    run_id: str
+    policy: str
+    tasks: int
+    group_size: int
+    pass_rate: float
+    all_wrong_share: float
+    all_right_share: float
+
+
 class Description(_Data):
     name: str
     summary: str
@@ -102,6 +113,11 @@ class Description(_Data):
     tools: bool = False
     versions: dict[str, str] = {}
     load_seconds: float = 0.0
+    score_seconds: float | None = None
+    memory_mb: int | None = None
+    prompt_characters: list[int] = []
+    answer_characters: list[int] = []
+    tested: Tested | None = None
 
 
 class FieldChange(_Data):

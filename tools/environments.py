@@ -13,12 +13,13 @@ import anyio
 from anyio import to_thread
 
 from tools import answers
-from tools.answers import Answer, call, clip, number, value
+from tools.answers import Answer, call, clip, duration, number, percent, value
 from tools.config import said_changes
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.variables import for_worker
+from toprope.workbench.baseline import baseline_of
 from toprope.workbench.catalog import Card, Description, Entry, Example
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         EnvironmentFailed: It does not load, raises or hangs.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
-    described = await _describe(workshop, entry, knobs or {}, examples=2)
+    described = await _describe(workshop, entry, knobs or {}, examples=3)
+    tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
     presets = _presets(workshop, entry.name)
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
@@ -96,6 +98,13 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     if sizes:
         lines.append(f"Distinct tasks: {', '.join(sizes)}.")
     lines += _example_lines(described.examples)
+    lines += _cost_lines(described)
+    if tested is not None:
+        lines.append(
+            f"Tested: {tested.policy} is right in {percent(tested.pass_rate)} of its answers; of {tested.tasks} groups "
+            f"of {tested.group_size}, {percent(tested.all_wrong_share)} are all wrong and "
+            f"{percent(tested.all_right_share)} all right ({tested.run_id})."
+        )
     lines += [f"Remark: {clip(remark, 300)}" for remark in described.remarks]
     lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
     lines.append(f"Next: {call('select_environment', name=entry.name, preset=workshop.settings().preset)}")
@@ -116,6 +125,11 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         tools=entry.tools,
         versions=dict(list(card.versions.items())[:20]),
         load_seconds=round(described.load_seconds, 2),
+        score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
+        memory_mb=None if described.memory_mb is None else round(described.memory_mb),
+        prompt_characters=[len(_prompt(example)) for example in described.examples],
+        answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
+        tested=None if tested is None else answers.Tested(**vars(tested)),
     )
     return Answer("\n".join(lines), data)
 
@@ -299,8 +313,25 @@ def _example_lines(examples: tuple[Example, ...]) -> list[str]:
     return lines
 
 
+def _cost_lines(described: Description) -> list[str]:
+    """What a rollout takes, and how long prompts and answers are."""
+    prompts = [len(_prompt(example)) for example in described.examples]
+    told = [f"loads in {duration(described.load_seconds)}"]
+    if described.score_seconds is not None:
+        told.append(f"an answer is scored in {number(described.score_seconds)} s")
+    if described.memory_mb is not None:
+        told.append(f"its worker takes {described.memory_mb:.0f} MB")
+    if prompts:
+        told.append(f"prompts of {min(prompts)} to {max(prompts)} characters")
+    return [f"It {', '.join(told)}."] if described.examples else []
+
+
+def _prompt(example: Example) -> str:
+    return " | ".join(str(message.get("content", "")) for message in example.messages)
+
+
 def _example(example: Example) -> dict[str, Any]:
-    prompt = " | ".join(str(message.get("content", "")) for message in example.messages)
+    prompt = _prompt(example)
     return {
         "prompt": clip(prompt, 600),
         "reference": None if example.reference is None else clip(str(example.reference), 200),

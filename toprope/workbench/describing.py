@@ -14,6 +14,7 @@ from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.records.groups import Outcome
+from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link, worker_environment
 from toprope.workbench.cards import Card, SplitSize
@@ -23,9 +24,6 @@ from toprope.workbench.leftovers import MARK, new_mark, sweep
 
 __all__ = ["JUNK", "Describer", "Description", "Example", "failed", "require_usable"]
 
-JUNK = "qx zv 17 ?!"
-"""An answer that no sensible scorer rewards; what does reward it is worth knowing."""
-
 _SURVEY_TASKS = 500
 _SURVEY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
@@ -33,12 +31,13 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Example:
-    """A training task, and how the environment scores three answers that say whether its scorer works."""
+    """A training task, and how the environment scores a few answers that say whether its scorer works."""
 
     messages: tuple[dict[str, Any], ...]
     reference: Any
     scores: dict[str, Outcome]
-    """By answer: `reference` (where there is one), `empty`, `junk`. Each is the whole rollout: one answer, scored."""
+    """By answer: `reference` (where there is one), `empty`, `junk`, and `near_miss`: wrong by one sign. Each is the
+    whole rollout: one answer, scored."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,10 @@ class Description:
     """From starting the worker to its first answer."""
     load_seconds: float
     """Loading the environment, its imports included."""
+    score_seconds: float | None = None
+    """To begin a rollout and score one answer, on average over the examples."""
+    memory_mb: float | None = None
+    """Of the worker, after that."""
 
 
 class Describer:
@@ -134,10 +137,10 @@ class Describer:
             card, loaded = Card.model_validate(opened), time.monotonic()
             shown: tuple[Example, ...] = ()
             sizes: dict[str, Any] = {}
-            refused = ""
+            refused, score_s = "", None
             if examples:
                 try:
-                    shown = await _examples(link, examples, call_timeout_s)
+                    shown, score_s = await _examples(link, examples, call_timeout_s)
                     sizes = await link.call(
                         "survey", timeout=call_timeout_s + _SURVEY_SECONDS, limit=_SURVEY_TASKS, seconds=_SURVEY_SECONDS
                     )
@@ -145,6 +148,7 @@ class Describer:
                     if failure.kind != "invalid":
                         raise
                     refused = failure.message  # it has no tasks with these knobs, and says why: the card stands
+            memory_mb = await asyncio.to_thread(_memory_mb, link.pid) if examples else None
             grace = _GRACE_SECONDS
         except WorkerFailure as failure:
             raise failed(entry, failure) from failure
@@ -160,6 +164,8 @@ class Describer:
             remarks=(refused,) if refused else tuple(_remarks(card, shown)) if examples else (),
             start_seconds=started - began,
             load_seconds=loaded - started,
+            score_seconds=score_s,
+            memory_mb=memory_mb,
         )
 
 
@@ -175,19 +181,33 @@ def require_usable(entry: Entry) -> None:
         raise EnvironmentFailed(f"{entry.name} is not installed.", hint=entry.problem)
 
 
-async def _examples(link: Link, count: int, timeout: float) -> tuple[Example, ...]:
+async def _examples(link: Link, count: int, timeout: float) -> tuple[tuple[Example, ...], float | None]:
+    """Examples, and the seconds that an answer to one took on average."""
     found = await link.call("tasks", timeout=timeout, split="train", start=0, count=count)
-    examples = []
+    examples, calls, seconds = [], 0, 0.0
     for index, task in enumerate(found["tasks"]):
         answers = {"empty": "", "junk": JUNK}
         if task["reference"] is not None:
             answers = {"reference": str(task["reference"]), **answers}
+            if (near := near_miss(answers["reference"])) is not None:
+                answers["near_miss"] = near
         scores = {}
         for label, answer in answers.items():
+            began = time.monotonic()
             scored = await link.call("score", timeout=timeout, split="train", index=index, answer=answer)
+            calls, seconds = calls + 1, seconds + time.monotonic() - began
             scores[label] = Outcome(**scored)
         examples.append(Example(tuple(task["messages"]), task["reference"], scores))
-    return tuple(examples)
+    return tuple(examples), seconds / calls if calls else None
+
+
+def _memory_mb(pid: int) -> float | None:
+    import psutil
+
+    try:
+        return psutil.Process(pid).memory_info().rss / (1 << 20)
+    except psutil.Error:
+        return None
 
 
 def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
