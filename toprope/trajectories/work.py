@@ -85,6 +85,9 @@ class Work:
                 outcome.texts[source] = outcome.texts.get(source, 0) + count
             self._left_out["held out"] += captured.sealed
             self._left_out["unreadable groups"] += captured.unreadable
+            if not captured.items:
+                kind = reader.specification.kind
+                outcome.warnings.append(f"{reader.folder.run_id}, a run of kind {kind}, has no rollouts to read.")
             if captured.removed:
                 outcome.warnings.append(
                     f"{reader.folder.run_id} has not kept all its rollouts (logging.keep_rollouts): older are gone."
