@@ -198,14 +198,14 @@ class Interpreters:
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
             installer.make(wanted.base)
-            what = _looked_at(installer.python)["what"]
+            what = _looked_at(installer.python).what
             pins = installer.resolve(target.name, wanted)
-            digest = digest_of(pins, str(what))
+            digest = digest_of(pins, what)
             try:
                 with self.store.lock(digest, _LONGEST_S):
                     if self.store.made(digest) is not None:
                         return self._of_store(added, digest, shared=True)
-                    self._fill(installer, target, pins, wanted, aside, digest, str(what), progress)
+                    self._fill(installer, target, pins, wanted, aside, digest, what, progress)
             except Timeout:
                 raise NotPossibleNow(
                     "Somebody else has been installing the same for an hour.", hint="Try again later."
@@ -302,13 +302,12 @@ def _within(target: Target, checkout: Path) -> Target:
 def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
     """The entry with an interpreter of the owner's own, once it was looked at."""
     seen = _looked_at(python)
-    version = tuple(seen["version"])  # type: ignore[arg-type]
-    if version < _OLDEST:
+    if seen.version < _OLDEST:
         raise InvalidValue(
-            f"{python} is Python {'.'.join(map(str, version))}; environments need 3.11 or newer.",
+            f"{python} is Python {'.'.join(map(str, seen.version))}; environments need 3.11 or newer.",
             hint="Give another, or leave --python out: one is made.",
         )
-    site = Path(str(seen["site"]))
+    site = Path(seen.site)
     here = packages_in(site) if site.is_dir() else {}
     missing = [one for one in requirements if "/" not in one and not satisfied([one], here)]
     lacks_package = target.adapter is not None and not target.adapter.is_in(site)
@@ -320,8 +319,19 @@ def _brought(added: Added, python: str, target: Target, requirements: Sequence[s
     return added.model_copy(update={"python": str(Path(python).expanduser().absolute()), "site_packages": str(site)})
 
 
-def _looked_at(python: str) -> dict[str, object]:
-    """What an interpreter says of itself: `version`, `site` and `what` it is.
+@dataclass(frozen=True)
+class _Seen:
+    """What an interpreter says of itself."""
+
+    version: tuple[int, ...]
+    site: str
+    """Where its packages lie."""
+    what: str
+    """Which Python it is, on what system."""
+
+
+def _looked_at(python: str) -> _Seen:
+    """Starts an interpreter and asks it.
 
     Raises:
         InvalidValue: It is none, or does not answer.
@@ -343,7 +353,7 @@ def _looked_at(python: str) -> dict[str, object]:
         raise InvalidValue(
             f"{python} is no working Python; it said: {excerpt(done.stderr.splitlines())}", hint="Give the path of one."
         )
-    return said
+    return _Seen(tuple(said["version"]), str(said["site"]), str(said["what"]))
 
 
 def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
