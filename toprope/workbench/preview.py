@@ -32,6 +32,7 @@ _FEWEST_STEPS = 5
 _SHAPE = (
     ("environment", "name"),
     ("environment", "knobs"),
+    ("environment", "mixture"),
     ("policy", "model"),
     ("policy", "lora"),
     ("algorithm", "name"),
@@ -220,7 +221,8 @@ def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]
 
 
 def _shape(config: dict[str, Any]) -> str:
-    return json.dumps([(config.get(section) or {}).get(name) for section, name in _SHAPE], sort_keys=True)
+    # What an earlier version did not know yet was empty then.
+    return json.dumps([(config.get(section) or {}).get(name) or None for section, name in _SHAPE], sort_keys=True)
 
 
 def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
@@ -284,6 +286,7 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
     content = {
         "draft": [first.draft_id, first.draft_revision, first.kind],
         "environment": first.environment.model_dump(mode="json"),
+        "mixture": [source.model_dump(mode="json") for source in first.mixture],
         "config": [one.config.model_dump(mode="json") for one in specifications],
         "estimates": {
             name: None if one is None else [f"{value:.3g}" for value in (one.value, one.low, one.high)]
