@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from trajectories_house import asked, group, hold_out, journal, make_run, place_tokenizer, words_run
+from trajectories_house import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
 
 from toprope.errors import InvalidValue
-from toprope.records.groups import Outcome
+from toprope.records.groups import MASKED, Outcome
 from toprope.records.traces import Trace, append_traces
 from toprope.trajectories.captured import RunReader
 from toprope.trajectories.dataset import TrajectoryDataset, read_items
@@ -21,6 +21,7 @@ from toprope.trajectories.items import TrajectoryItem, item_from
 from toprope.trajectories.selection import Query
 from toprope.trajectories.strategy import TrajectoryStrategy
 from toprope.trajectories.templates import ChatTemplate
+from toprope.trajectories.writers import writing
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,30 @@ def test_a_rollouts_words_are_those_of_its_tokens_and_whole(home: Path):
     told = first.metadata
     assert (told["run"], told["task"], told["group"], told["rollout"], told["version"]) == ("long", "task-1", 1, 0, 1)
     assert (told["success"], told["turns"], told["parts"], told["split"]) == (True, 2, {"exact": 1.0}, "train")
+
+
+def test_segments_of_a_rollout_are_one_conversation(home: Path):
+    """Where the template rewrites what was before, a rollout has several rows, each with a prompt of its own."""
+    folder = make_run(home / "runs", "segments")
+    first, second = asked("q", "thought and answer"), asked("q", "answer", "end")
+    rows = [row(first), row(second)]
+    rows[1] = (rows[1][0], [MASKED] * (len(rows[1][0]) - 4) + rows[1][0][-4:])  # of the second only "end" was sampled
+    one = group(1, [first], [1.0], rollouts=[0, 0], versions=[[(4, 3)], [(6, 3)]])
+    one.tokens, one.masks, one.scores = [r[0] for r in rows], [r[1] for r in rows], [1.0, 1.0]
+    journal(folder, [one])
+    [item] = RunReader(folder)
+    assert item.messages == [*first, {"role": "user", "content": "go on 1"}, {"role": "assistant", "content": "end"}]
+    assert item.metadata["version"] == 4 and item.metadata["text"] == "tokens"
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path):
+    (tmp_path / "a.parquet").write_text("before")
+    for form in ("jsonl", "json", "csv", "parquet", "datasets"):
+        with pytest.raises(RuntimeError), writing(tmp_path / "a.parquet", form) as writer:
+            writer.write([TrajectoryItem("q", "a", 1.0)] * 3000)
+            raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+    assert (tmp_path / "a.parquet").read_text() == "before"
 
 
 def test_without_a_tokenizer_an_item_says_that_its_words_were_kept_or_cut(tmp_path: Path):
