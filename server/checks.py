@@ -381,6 +381,20 @@ def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> 
             yield Finding(check.__name__.replace("_", " "), "broken", f"could not be looked at: {error!r}"[:400])
 
 
+def limits(home: Home) -> Iterator[Finding]:
+    """Whether environments can be held to environment.memory_mb and environment.network here; it is tried."""
+    from toprope.sdk.limits import network_can_be_denied
+
+    why = network_can_be_denied()
+    memory = "in the kernel for a single process, and watched" if sys.platform.startswith("linux") else "watched only"
+    yield Finding(
+        "limits of environments",
+        "note" if why else "ok",
+        f"environment.memory_mb holds ({memory}); environment.network: deny "
+        + (f"does not: {why}. Runs that ask for it are refused." if why else "holds, by a seccomp filter"),
+    )
+
+
 CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     python,
     packages,
@@ -388,6 +402,7 @@ CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     folders,
     owners_files,
     environments,
+    limits,
     keys,
     index,
 )

@@ -45,7 +45,7 @@ def test_a_sound_machine_is_said_to_be_sound(tmp_path):
     assert subjects >= {
         "Python", "packages", "torch", "GPU", "home", "disk", "owner's files", "environments", "index", "runs",
         "containment", "sandbox", "WANDB_API_KEY", "HF_TOKEN", "OPENROUTER_API_KEY", "TINKER_API_KEY",
-        "claude-desktop", "claude-code", "inspector",
+        "claude-desktop", "claude-code", "inspector", "limits of environments",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 
