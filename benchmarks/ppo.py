@@ -163,7 +163,7 @@ async def _trained(home: Path, only: str | None, seeds: int, steps: int, console
             "heldout_tasks": runs[0].results["evaluations"]["after"]["sampled"]["tasks"],
             "steps": steps,
             "ppo_clip_ratio": runs[0].mean("clip_ratio/all_epochs"),
-            "ppo_value_explained": runs[0].mean("value/explained_variance"),
+            "ppo_value_explained": statistics.median(row.get("value/explained_variance", 0.0) for row in runs[0].rows),
         } | _cost("ppo", runs[0])
     if only in (None, "grpo"):
         grpo = await agent.train("GRPO beside it", ENVIRONMENT, {"algorithm.seed": 0, "budget.steps": steps})
