@@ -118,4 +118,9 @@ def said(outcome: Outcome, environments: int) -> str:
         first = f"{added.name}: added."
     if environments:
         return f"{first} {environments} environment{'' if environments == 1 else 's'} to choose from."
-    return f"{first} No environment is found in it yet: list_environments shows files and packages as they change."
+    if added.adapter is not None and added.kind == "packages":
+        return (
+            f"{first} It brings no environments itself: files in your folders that follow it run in it, and packages "
+            f"of them are added with it (toprope env add PACKAGE -r {added.adapter})."
+        )
+    return f"{first} No environment is found in it; list_environments looks again at every call."
