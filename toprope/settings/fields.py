@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.settings.algorithms import NAME, implied
 from toprope.settings.schema import Config
+from toprope.settings.values import say, short
 
 __all__ = ["Change", "Field", "KNOBS", "LockCheck", "all_fields", "apply", "find_field", "get_value", "knob_fields"]
 
@@ -85,12 +86,12 @@ class Field:
     def bounds(self) -> str:
         """Bounds or choices as short text; empty where there are none."""
         if self.choices is not None:
-            return ", ".join(_say(choice) for choice in self.choices)
+            return ", ".join(say(choice) for choice in self.choices)
         parts = []
         if self.ge is not None or self.gt is not None:
-            parts.append(f">= {_say(self.ge)}" if self.ge is not None else f"> {_say(self.gt)}")
+            parts.append(f">= {say(self.ge)}" if self.ge is not None else f"> {say(self.gt)}")
         if self.le is not None or self.lt is not None:
-            parts.append(f"<= {_say(self.le)}" if self.le is not None else f"< {_say(self.lt)}")
+            parts.append(f"<= {say(self.le)}" if self.le is not None else f"< {say(self.lt)}")
         if self.min_length:
             parts.append("not empty" if self.min_length == 1 else f"at least {self.min_length} long")
         if self.max_length is not None:
@@ -109,7 +110,7 @@ class Field:
             result = self._typed(value)
             self._check(result)
         except (ValueError, TypeError, RecursionError, OverflowError):
-            raise InvalidValue(f"{self.name}: {_short(value)} is not {self._accepted()}.") from None
+            raise InvalidValue(f"{self.name}: {short(value)} is not {self._accepted()}.") from None
         return result
 
     def _accepted(self) -> str:
@@ -238,19 +239,6 @@ def _number(kind: Kind, value: Any) -> int | float:
     return value
 
 
-def _say(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def _from_annotation(annotation: Any) -> tuple[Kind, bool, tuple[Any, ...] | None, Kind | None]:
     """Kind, nullable, choices and item kind of a type of the schema."""
     origin = get_origin(annotation)
@@ -363,7 +351,7 @@ def find_field(name: str, fields: Mapping[str, Field]) -> Field:
         ends = {known.rsplit(".", 1)[-1]: known for known in fields}
         near = [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.6)]
     hint = f"Did you mean {' or '.join(near[:3])}?" if near else "get_config lists the fields there are."
-    raise NotFound(f"There is no field {_short(name)}.", hint=hint)
+    raise NotFound(f"There is no field {short(name)}.", hint=hint)
 
 
 def get_value(config: Config, field: Field) -> Any:
