@@ -239,7 +239,8 @@ def _each(groups: list[Made], counted: Callable[[list[Made]], dict[str, Any]]) -
     labels = list(dict.fromkeys(made.environment for made in groups))
     if labels in ([], [""]):
         return {}
-    return {"environments": {one: counted([made for made in groups if made.environment == one]) for one in labels}}
+    each = {one: counted([made for made in groups if made.environment == one]) for one in labels}
+    return {"parts": {}, "environments": each}  # a mean over tasks of which some do not have the part would mislead
 
 
 def _looks(groups: list[Made]) -> dict[str, float | None]:
