@@ -18,6 +18,8 @@ _WRONG = "frac_reward_zero_std/all_wrong"
 _CLIP = "clip_ratio/region_mean"
 _HEALTHY_MOVE = 0.03
 """Nats a sampled token changes in a step where learning went well: 0.005 to 0.07."""
+_NEARLY = 0.8
+"""Success from which low entropy is what is wanted: PPO and GRPO have a tenth of the start's there (measured)."""
 _LEAST_REACH = 0.2
 """Nats that all planned steps must be able to make, at the largest change so far."""
 
@@ -206,6 +208,8 @@ def entropy_gone(trail: Trail) -> Sign | None:
     still = trail.rows - reward.best_at >= trail.window
     if now > 0.1 * entropy.start or not still:
         return None
+    if trail.recent("success") >= _NEARLY:
+        return None  # what is nearly always right is certain of it, whatever algorithm taught it
     return Sign(
         "warning",
         f"Entropy fell to {share(now / entropy.start)} of its start and the reward stands at "
@@ -292,6 +296,6 @@ LEARNING: tuple[Rule, ...] = (
         "0.5: warning; 2 without a gain after four tenths of the run: critical",
         "rldoctor; Axolotl's page on training stability",
     ),
-    Rule("entropy_gone", entropy_gone, "a tenth of its start, with the reward still below target", MEASURED, 10),
+    Rule("entropy_gone", entropy_gone, "a tenth of its start, success below 80 %, the reward stands", MEASURED, 10),
     Rule("gradient_spikes", gradient_spikes, "three deviations and three times a frozen baseline", "rlwatch", 5),
 )
