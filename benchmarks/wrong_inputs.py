@@ -21,7 +21,7 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import _wrong_calls, _wrong_code, _wrong_machine, _wrong_owner, _wrong_runs, _wrong_states
+from benchmarks import _wrong_calls, _wrong_code, _wrong_data, _wrong_machine, _wrong_owner, _wrong_runs, _wrong_states
 from benchmarks._wrong_house import Case, House, Verdict, judge
 
 __all__ = ["CASES", "play", "play_all"]
@@ -29,6 +29,7 @@ __all__ = ["CASES", "play", "play_all"]
 CASES: list[Case] = [
     *_wrong_calls.CASES,
     *_wrong_code.CASES,
+    *_wrong_data.CASES,
     *_wrong_owner.CASES,
     *_wrong_states.CASES,
     *_wrong_machine.CASES,

@@ -35,7 +35,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
     async def post(request: Request) -> JSONResponse:
         from toprope.trajectories.inbox import MOST_BYTES, Inbox, items_of_body
 
-        body = b""
+        body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BYTES:
@@ -45,7 +45,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
             owners = home()
             if not owners.settings().data.build:
                 raise LockedField("The owner does not allow data sets (data.build in settings.yaml).")
-            return Inbox(owners.ensure().datasets, request.path_params["name"]).keep(items_of_body(body))
+            return Inbox(owners.ensure().datasets, request.path_params["name"]).keep(items_of_body(bytes(body)))
 
         try:
             taken = await to_thread.run_sync(take)

@@ -157,7 +157,8 @@ def serve_http(
     token.ensure()
     listening = _listen(host, door.port if port is None else port)
     allowed = (role or Role()).within(owners)
-    app = build_app(token, door, host, role=allowed, capture=None if allowed.read_only else home)
+    takes_in = not allowed.read_only and (allowed.sets is None or "run" in allowed.sets)
+    app = build_app(token, door, host, role=allowed, capture=home if takes_in else None)
     url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
     anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
     # A worker thread that still waits must not hold what its owner ended.
