@@ -244,10 +244,12 @@ def job_of(home: Home, order: Order) -> Job:
 
 
 def live_jobs(home: Home) -> Iterator[Job]:
-    """The jobs whose processes run."""
+    """The jobs that go on."""
     for place in _places(home):
-        if place.is_dir():
-            yield from (job for folder in sorted(place.iterdir()) if (job := Job(folder)).alive())
+        for folder in sorted(place.iterdir()) if place.is_dir() else ():
+            job = Job(folder)
+            if job.alive() and not job.ended():  # one that has ended is on its way out
+                yield job
 
 
 def begin(home: Home, asked: DataOrder) -> Job:
