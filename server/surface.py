@@ -39,7 +39,8 @@ work. 4. start_training freezes the draft and gives a run_id at once. Runs go on
 numbers come at most once per interval; calling more often shows nothing new.
 6. get_results: held-out accuracy before and after with 95 % intervals, checkpoint, plot. read_logs says why a run
 failed, browse_rollouts shows what the policy answered.
-7. One run proves little: start_training(seeds=3) and compare_runs tell a gain from chance.
+7. One run proves little: start_training(seeds=3) and compare_runs tell a gain from chance. start_sweep searches \
+settings.
 8. note_experiment keeps what was tried, fork_config begins the next try where a run was; get_handoff is the first \
 call where work was begun before.
 
