@@ -269,3 +269,16 @@ def test_the_chain_follows_the_conversation() -> None:
     assert chain_of(turns, said("uno", "two")) == [again, second]
     assert chain_of(turns, []) == [again, branch, second], "without a conversation only retries are known"
     assert chain_of(turns, said("something else")) == [again, branch, second]
+
+
+def test_the_fixed_answer_streams_for_clients_that_want_that() -> None:
+    import urllib.request
+
+    from toprope.sdk.scripted import scripted
+
+    with scripted("so be it") as session:
+        body = b'{"messages": [], "stream": true}'
+        with urllib.request.urlopen(f"{session.base_url}/chat/completions", body, timeout=30) as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream"
+            lines = answer.read().decode().split("\n\n")
+    assert '"delta": {"role": "assistant", "content": "so be it"}' in lines[0] and lines[2] == "data: [DONE]"

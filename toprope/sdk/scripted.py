@@ -46,13 +46,22 @@ def scripted(answer: str, *, timeout_s: float = 60.0) -> Iterator[Session]:
             ]
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             kind = "chat.completion" if chat else "text_completion"
-            self._send({"id": "scripted", "object": kind, "created": 0, "model": _MODEL, "choices": choices,
-                        "usage": usage})  # fmt: skip
+            head = {"id": "scripted", "object": kind, "created": 0, "model": _MODEL}
+            if not body.get("stream"):
+                self._send(head | {"choices": choices, "usage": usage})
+                return
+            if chat:
+                head["object"] = "chat.completion.chunk"
+                choices = [{"delta": choice.pop("message"), **choice} for choice in choices]
+            pieces = [json.dumps(head | {"choices": choices}), json.dumps(head | {"choices": [], "usage": usage})]
+            self._data("".join(f"data: {piece}\n\n" for piece in [*pieces, "[DONE]"]).encode(), "text/event-stream")
 
         def _send(self, value: dict[str, Any]) -> None:
-            data = json.dumps(value).encode()
+            self._data(json.dumps(value).encode(), "application/json")
+
+        def _data(self, data: bytes, kind: str) -> None:
             self.send_response(200)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
