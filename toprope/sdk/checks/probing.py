@@ -98,7 +98,7 @@ class Trial:
         began, used = time.monotonic(), self._busy(pid)
         sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds)
         taken, worked = time.monotonic() - began, self._busy(pid) - used
-        if worked > 0.25 * taken:  # it computes: what others make of this machine meanwhile is not its doing
+        if worked > 0.04 * taken:  # it computes: what others make of this machine meanwhile is not its doing
             taken = min(taken, worked)
         if sizes is None:  # what was found before it raised is there
             sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
