@@ -131,10 +131,10 @@ async def _opened(
 
 
 async def _played(
-    sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, times: int = 1, **knobs: Any
+    sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, warm: int = 0, **knobs: Any
 ) -> Made:
-    """Plays a task through the worker and inference, and looks whether everything is as a trainer needs it; the last
-    group of `times`."""
+    """Plays a task through the worker and inference, and looks whether everything is as a trainer needs it; after
+    another one, `warm` times, which pays for what is made once."""
     link, card = await _opened(sample, python, folder, policy, knobs)
 
     async def opened() -> Link:
@@ -148,9 +148,10 @@ async def _played(
             maker = kind(worker, client, multi_turn=card["max_turns"] > 1, call_timeout_s=60)
             if isinstance(maker, OwnLoopMaker):
                 maker.rollout_timeout_s = _ROLLOUT_S
-            for index in range(times):
-                made = await maker.make("train", index, size, Sampling(1.0, 1.0, 8))
-                _whole(made, size)
+            if warm:
+                _whole(await maker.make("train", 1, warm, Sampling(1.0, 1.0, 8)), warm)
+            made = await maker.make("train", 0, size, Sampling(1.0, 1.0, 8))
+            _whole(made, size)
     finally:
         await client.close()
     return made
@@ -196,8 +197,8 @@ async def _harnesses(folder: Path, policy: Path, url: str, console: Console) -> 
     speed = {}
     for name in ("auto", "null"):
         try:
-            # The first group pays for what is made once: null's script environment among it.
-            made = await _played(sample, python, folder, policy, url, size=HARNESS_ROLLOUTS, times=2, harness=name)
+            # The rollout before pays for what is made once: null's script environment among it.
+            made = await _played(sample, python, folder, policy, url, size=HARNESS_ROLLOUTS, warm=1, harness=name)
         except Exception as error:
             console.print(f"verifiers' harness {name} cannot be measured: {str(error)[:500]}", markup=False)
             return {"rollouts_per_second_ratio": None, "rollouts_per_second": {}}
