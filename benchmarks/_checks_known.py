@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["EXPLAINED", "NAMED"]
 
 _HASH = {"tasks depend on PYTHONHASHSEED": ("hash_seed",)}
-_ORACLE = {"the oracle scores 0": ("reference_fails", "never_varies")}
+_ORACLE = {"the oracle scores 0": ("reference_fails", "never_varies", "no_reference")}
 
 NAMED: dict[str, dict[str, tuple[str, ...]]] = {
     "game_of_life_halting": {"any junk is rewarded": ("junk_rewarded",)},
@@ -37,6 +37,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("knight_swap", "hash_seed"): "answers are searched over sets: other moves under another hash seed",
     ("list_functions", "not_repeatable"): "a generator uses random.randint, not the generator that it is given",
     ("number_sequence", "hangs"): "task 163 alone takes 29 s: its numbers grow without bounds",
+    ("prime_factorization", "no_reference"): "its answer is None, as boxnet's is",
     ("puzzle24", "wrong_rewarded"): "any four numbers that make 24 are right, not only those that were given",
     ("string_synthesis", "few_tasks"): "216 distinct questions in all",
     ("time_intervals", "lenient"): "of `9 days` the 9 is read, and nothing behind it",

@@ -98,15 +98,19 @@ def reference_fails(seen: Observed) -> Finding | None:
 
 
 def no_reference(seen: Observed) -> Finding | None:
-    """No right answer is known."""
+    """No right answer is known, and nothing that was tried came near the highest reward."""
     if not seen.scores or seen.of("reference", "solver"):
         return None
+    best = max(seen.share(score.reward) for score in seen.scores)
+    unseen = best < 0.5 and seen.max_turns == 1
     return Finding(
         "no_reference",
-        "note",
-        "No right answer is known, so nobody can say whether the highest reward can be reached.",
-        "tasks have a reference, or the environment a solve()",
-        "give Task(..., reference=...) or write solve()",
+        "warning" if unseen else "note",
+        f"No right answer is known, and none of {len(seen.scores)} answers earned more than {best:.0%} of the highest "
+        "reward: nobody can say whether it can be reached.",
+        "tasks have a reference, or the environment a solve(); a warning where one answer is all of a rollout",
+        "give Task(..., reference=...) or write solve(); test_inference shows what a policy earns",
+        {"best_share": round(best, 3)},
     )
 
 
