@@ -335,25 +335,26 @@ def _text(game: Any, observed: tuple[int, Any]) -> str:
 
 def _fingerprint(game: Any, text: str) -> str:
     """What a game that has begun holds, as a hash; alike for games that begin alike."""
-    kept = {name: value for name, value in vars(game).items() if name != "state" and id(value) not in _large_ids(game)}
-    held = json.dumps([kept, getattr(game.state, "game_state", None), text], default=_sayable, sort_keys=False)
+    kept = {name: value for name, value in vars(game).items() if name != "state"}
+    held = json.dumps([_held(kept), _held(getattr(game.state, "game_state", None)), text], default=str)
     return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _sayable(value: Any) -> Any:
+def _held(value: Any, depth: int = 8) -> Any:
+    """A value as JSON can say it, the same in every process; word lists are left out."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "tolist"):  # arrays
+        return value.tolist()
+    if depth == 0 or (isinstance(value, list | tuple | set | frozenset | dict) and len(value) > _LARGE):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [[str(key), _held(item, depth - 1)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_held(item, depth - 1) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return (
-        sorted(vars(value).items(), key=str)
-        if hasattr(value, "__dict__") and len(vars(value)) < 50
-        else str(type(value))
-    )
-
-
-def _large_ids(game: Any) -> set[int]:
-    return {id(one) for one in _large(vars(game).values())}
+    return _held(vars(value), depth - 1) if hasattr(value, "__dict__") and not callable(value) else type(value).__name__
 
 
 def _large(values: Any, depth: int = 2) -> Iterator[Any]:
