@@ -311,6 +311,9 @@ def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, qui
     assert (entry.source, entry.environment.interpreter) == ("folder", added.python)
     described = asyncio.run(catalog.describe(entry))
     assert described.card.versions["tinyrules"] == "1.5" and described.examples[0].reference == "1.5"
+    (folder / "requirements.txt").write_text("-r others.txt\n")
+    with pytest.raises(InvalidValue, match="option of pip"):
+        here.add(Order(str(folder)))
     here.remove("mine")
     cloned = here.add(Order(f"file://{folder}/.git", name="cloned")).added
     assert cloned.kind == "git" and len(str(cloned.commit)) == 40 and cloned.lock == added.lock
@@ -341,12 +344,28 @@ def test_names_of_things_are_told_apart() -> None:
     for wrong, error in [
         ("http://127.0.0.1:9000", InvalidValue),
         ("https://me:secret@example.org/x.git", InvalidValue),
+        ("git+ssh://me:secret@example.org/x.git", InvalidValue),
+        ("x @ https://secret@example.org/x.whl", InvalidValue),
+        ("http://secret@127.0.0.1:9000", InvalidValue),
         ("plain", InvalidValue),
         ("--what is this", NotFound),
     ]:
         with pytest.raises(error) as refusal:
             target_of(wrong, found)
         assert "secret" not in str(refusal.value)
+
+
+def test_a_key_in_a_url_goes_nowhere(home: Home, quick: None) -> None:
+    here = Interpreters(home, lambda: [])
+    with_key = "https://me:secret@example.org/simple"
+    for order in [
+        Order("tinyrules", wanted=Wanted((), extra_indexes=(with_key,))),
+        Order("tinyrules", requirements=(f"x @ {with_key}/x.whl",)),
+    ]:
+        with pytest.raises(InvalidValue) as refusal:
+            here.add(order)
+        assert "secret" not in str(refusal.value) and "PIP_EXTRA_INDEX_URL" in refusal.value.hint
+    assert not home.path.exists()
 
 
 def test_the_digest_is_of_what_is_installed() -> None:

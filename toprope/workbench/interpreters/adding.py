@@ -24,7 +24,7 @@ from toprope.settings.owner import Home
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.known import known_interpreters
-from toprope.workbench.interpreters.naming import Target, checked_name, is_project, target_of
+from toprope.workbench.interpreters.naming import Target, checked_name, is_project, require_no_secret, target_of
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
@@ -106,6 +106,8 @@ class Interpreters:
             TopropeError: It was not added, and nothing is left of the attempt.
         """
         began = time.monotonic()
+        for url in order.wanted.extra_indexes:
+            require_no_secret(url)
         target = target_of(order.given, self._adapters(), order.speaks)
         name = checked_name(order.name or target.name)
         self._require_free(name, target)
@@ -172,6 +174,8 @@ class Interpreters:
     ) -> Outcome:
         """The interpreter for it: the owner's, ours, one that is there, or a new one."""
         requirements = (*target.requirements, *self._expanded(order.requirements))
+        for text in requirements:
+            require_no_secret(text)
         added = Added(
             name=target.name,
             kind=target.kind,

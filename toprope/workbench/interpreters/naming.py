@@ -15,9 +15,10 @@ from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.sources.adapters import Adapter
 
-__all__ = ["Target", "checked_name", "target_of"]
+__all__ = ["Target", "checked_name", "is_project", "require_no_secret", "target_of"]
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
+_WITH_SECRET = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]+:[^/\s@]+@", re.IGNORECASE)
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 
 
@@ -50,6 +51,7 @@ def target_of(given: str, adapters: Sequence[Adapter], speaks: str | None = None
     """
     by_name = {one.name: one for one in adapters}
     plain = given.strip()
+    require_no_secret(plain)
     if plain.replace("-", "_").lower() in by_name:
         adapter = by_name[plain.replace("-", "_").lower()]
         if not adapter.requirements:
@@ -69,8 +71,6 @@ def target_of(given: str, adapters: Sequence[Adapter], speaks: str | None = None
         raise NotFound(
             f"{shown(given)} is no ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
         ) from None
-    if requirement.url and urlsplit(requirement.url).password:
-        raise _secret()
     return Target("packages", given, _name_from(requirement.name), (plain,))
 
 
@@ -94,15 +94,13 @@ def _git(given: str) -> Target:
         url, ref = given.removeprefix("git+"), ""
     if ref.startswith("-") or url.startswith("-"):
         raise InvalidValue(f"{shown(given)} is no URL of a repository.")
-    if urlsplit(url).password:
-        raise _secret()
     return Target("git", url, _name_from(url.rstrip("/").rpartition("/")[2].removesuffix(".git")), ref=ref)
 
 
 def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Target:
     parts = urlsplit(given)
-    if not parts.hostname or parts.username or parts.password:
-        raise _secret() if parts.username or parts.password else InvalidValue(f"{shown(given)} names no host.")
+    if not parts.hostname:
+        raise InvalidValue(f"{shown(given)} names no host.")
     if speaks is None or speaks not in by_name:
         raise InvalidValue(
             f"What the server at {given} speaks has to be said: --as ECOSYSTEM.",
@@ -130,7 +128,13 @@ def is_project(folder: Path) -> bool:
 
 def _lines(file: Path) -> list[str]:
     lines = (line.partition(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line and not line.startswith(("#", "-"))]
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    if option := next((line for line in wanted if line.startswith("-")), None):
+        raise InvalidValue(
+            f"{file} has the line {shown(option)}, which is an option of pip and no requirement.",
+            hint="Leave it out of the file; --requirement, --extra-index-url and --find-links say the same.",
+        )
+    return wanted
 
 
 def _name_from(text: str) -> str:
@@ -141,7 +145,14 @@ def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:
     return [one.name for one in adapters if one.requirements]
 
 
-def _secret() -> InvalidValue:
-    return InvalidValue(
-        "A URL with a user or password is not kept.", hint="Let git or pip find it: a credential helper, or netrc."
-    )
+def require_no_secret(text: str) -> None:
+    """Passes where a URL holds neither user nor password: it would be read in lists of processes and in files.
+
+    Raises:
+        InvalidValue: One does. It is not repeated.
+    """
+    if _WITH_SECRET.search(text):
+        raise InvalidValue(
+            "A URL with a user or password in it is not taken.",
+            hint="Let git and pip find it: a credential helper, netrc, or PIP_EXTRA_INDEX_URL.",
+        )
