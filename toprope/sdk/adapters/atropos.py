@@ -57,7 +57,8 @@ class Atropos(OwnLoop):
     tags = ("atropos",)
     Knobs = AtroposKnobs  # type: ignore[assignment]
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, file: str) -> None:
+        self.files = (file,)
         self.name = f"atropos/{getattr(cls, 'name', None) or cls.__name__.lower()}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
         self._cls = cls
@@ -212,7 +213,7 @@ def make(target: str) -> Atropos:
     }
     if name not in own:
         raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
-    return Atropos(own[name])
+    return Atropos(own[name], str(path))
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:

@@ -56,6 +56,8 @@ class Inspect(OwnLoop):
 
     def __init__(self, target: str) -> None:
         self._target = target
+        file = target.partition("@")[0]
+        self.files = (file,) if Path(file).is_file() else ()
         name = target.rpartition("@")[2] if "@" in target else target.rpartition("/")[2].removesuffix(".py")
         self.name = f"inspect_ai/{name}"  # type: ignore[misc]
         self.__doc__ = f"The inspect-ai task {name}"

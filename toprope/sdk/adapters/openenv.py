@@ -238,7 +238,9 @@ def make(target: str) -> OpenEnv:
         raise LoadError(
             f"{target!r} is no OpenEnv server: give its URL, /path/server.py:app, or a JSON object with url or command."
         )
-    return OpenEnv(path.stem, "", _uvicorn(f"{path.stem}:{attribute}"), str(path.parent))
+    environment = OpenEnv(path.stem, "", _uvicorn(f"{path.stem}:{attribute}"), str(path.parent))
+    environment.files = (str(path),)
+    return environment
 
 
 def _uvicorn(app: str) -> tuple[str, ...]:

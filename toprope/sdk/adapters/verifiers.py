@@ -44,11 +44,12 @@ class Verifiers(OwnLoop):
     packages = ("verifiers",)
     tags = ("verifiers",)
 
-    def __init__(self, taskset: str) -> None:
+    def __init__(self, taskset: str, file: str = "") -> None:
         from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
         self._taskset_id = taskset
         cls = taskset_class(taskset)
+        self.files = (file,) if file else ()
         self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or first_line(sys.modules[cls.__module__].__doc__) or self.name
         self._fields, knobs = _knobs(taskset_config_type(taskset))
@@ -256,14 +257,15 @@ def make(target: str) -> Verifiers:
             f"verifiers {version} does not have the API of 0.4 ({error}): it needs {', '.join(REQUIREMENTS)} in an "
             "interpreter of its own."
         ) from error
-    return Verifiers(_taskset(target))
+    taskset, file = _taskset(target)
+    return Verifiers(taskset, file)
 
 
-def _taskset(target: str) -> str:
-    """The id by which verifiers finds the taskset; a user's file becomes a module that it can import."""
+def _taskset(target: str) -> tuple[str, str]:
+    """The id by which verifiers finds the taskset, and the user's file that became a module which it can import."""
     file, _, attribute = target.partition(".py")
     if not target.startswith("/") and ".py" not in target:
-        return target
+        return target, ""
     path = Path(file + ".py")
     if not path.is_file():
         raise LoadError(f"The file {path} does not exist.")
@@ -288,7 +290,7 @@ def _taskset(target: str) -> str:
         raise LoadError(f"{path.name} has {len(own)} tasksets ({', '.join(own)}): name one as {path}:Class.")
     others = [name for name in getattr(module, "__all__", ()) if name not in own]
     module.__all__ = [*others, named or own[0]]  # type: ignore[attr-defined]
-    return path.stem
+    return path.stem, str(path)
 
 
 def _knobs(config: Any) -> tuple[dict[str, str], type]:
