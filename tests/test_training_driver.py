@@ -249,6 +249,7 @@ def test_every_group_that_was_begun_is_posted_or_given_up_with_a_reason_and_ids_
             "the environment failed": 1,
             "training had ended": 2,
         },
+        rollouts=2,
     )
     assert [group.group_id.rpartition("-")[0] for group in Api.posted] == ["run-1.2"] * 2
     assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)
