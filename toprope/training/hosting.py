@@ -44,6 +44,8 @@ def plans_of(specification: Specification) -> list[tuple[MemberPlan, Environment
             f"The specification names {len(sources)} environments, and its configuration {len(plans)}.",
             hint="Start the draft again.",
         )
+    if not plans[0].label:
+        plans[0].name = plans[0].label = specification.environment.name
     return list(zip(plans, sources, strict=True))
 
 
