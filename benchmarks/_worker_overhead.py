@@ -117,9 +117,9 @@ async def measure(
     )
 
 
-async def start_over_import(source: Mapping[str, Any], package: str, *, times: int = 5) -> float:
-    """Seconds by which starting a worker and loading an environment takes longer than a Python that imports the package
-    alone: the least of several, as the machine's noise only adds.
+async def start_over_import(source: Mapping[str, Any], package: str, *, times: int = 3) -> float:
+    """Seconds by which starting a worker and loading an environment takes longer than the package's import alone: the
+    least of several, as the machine's noise only adds.
 
     Args:
         source: As the worker's `card` takes it.
@@ -128,14 +128,13 @@ async def start_over_import(source: Mapping[str, Any], package: str, *, times: i
     """
     alone, whole = [], []
     for _ in range(times):
+        timed = f"import time; began = time.perf_counter(); import {package}; print(time.perf_counter() - began)"
+        ran = subprocess.run([sys.executable, "-P", "-c", timed], check=True, capture_output=True, text=True)
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-P", "-c", f"import {package}"], check=True)
-        passed = time.perf_counter()
         async with await Link.start(timeout=60) as link:
             await link.call("card", source=dict(source), timeout=120)
-            ended = time.perf_counter()
-        alone.append(passed - began)
-        whole.append(ended - passed)
+            whole.append(time.perf_counter() - began)
+        alone.append(float(ran.stdout.splitlines()[-1]))
     return min(whole) - min(alone)
 
 
