@@ -117,6 +117,10 @@ def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Ho
     assert second.shared and second.added.lock == first.lock and left_in(home) == [first.lock]
     without = here.add(Order("tinyrules>=1.2", name="third", wanted=Wanted((), offline=True)))
     assert without.shared and without.added.lock == first.lock  # no index and no folder: what is there will do
+    named = here.add(Order("tinyrules", name="named", python=first.python)).added
+    assert named.lock == first.lock  # by its path, and still known for one of the store
+    assert len(Catalog(registry=here.registry).interpreters()) == 2
+    here.remove("named")
     other = here.add(Order("tinyrules", name="other", requirements=("tinymore",))).added
     assert len(left_in(home)) == 2 and other.requirements == ["tinyrules", "tinymore"]
     for name in ("tinyrules", "third", "other"):

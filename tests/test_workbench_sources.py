@@ -224,7 +224,7 @@ def test_a_source_that_cannot_be_listed_is_one_broken_entry(monkeypatch: pytest.
 
 def test_interpreters_of_an_ecosystem_come_before_others() -> None:
     added = {
-        name: Added(name=name, kind="packages", given=name, adapter=adapter, python="/p", site_packages="/s")
-        for name, adapter in {"zeta": "zeta", "aaa": None, "older": "zeta"}.items()
+        name: Added(name=name, kind="packages", given=name, adapter=adapter, python="/p", site_packages=f"/{name[0]}")
+        for name, adapter in {"zeta": "zeta", "aaa": None, "older": "zeta", "aab": None}.items()
     }
     assert [one.name for one in known_interpreters(added)] == ["", "zeta", "older", "aaa"]

@@ -187,7 +187,11 @@ class Interpreters:
             added_at=time.time(),
         )
         if order.python is not None:
-            return Outcome(_brought(added, order.python, target, requirements))
+            brought = _brought(added, order.python, target, requirements)
+            inside = Path(str(brought.python)).parent.parent
+            if inside.parent == self.store.path and self.store.made(inside.name) is not None:  # one of our own
+                return self._of_store(brought, inside.name, shared=True)
+            return Outcome(brought)
         if not requirements:
             return Outcome(added, own=True)
         own = known_interpreters({})[0].site_packages

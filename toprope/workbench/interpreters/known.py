@@ -33,11 +33,16 @@ class Known:
 
 
 def known_interpreters(added: Mapping[str, Added]) -> list[Known]:
-    """Ours first, then the others by name; those that were made for an ecosystem before the rest."""
+    """Ours first, then the others by name; those that were made for an ecosystem before the rest. One that several
+    entries share is one."""
     found = [Known("", None, Path(sysconfig.get_path("purelib")))]
     theirs = [
         Known(one.name, one.python, Path(one.site_packages), one.adapter)
         for one in added.values()
         if one.python and one.site_packages
     ]
-    return found + sorted(theirs, key=lambda one: (one.name != one.adapter, one.adapter is None, one.name))
+    theirs.sort(key=lambda one: (one.name != one.adapter, one.adapter is None, one.name))
+    first: dict[Path, Known] = {}
+    for one in theirs:
+        first.setdefault(one.site_packages, one)
+    return [*found, *first.values()]
