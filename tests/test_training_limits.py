@@ -122,3 +122,23 @@ def test_failures_have_few_names() -> None:
     errors.add([Outcome(0.0, error=f"Kind{number}: x") for number in range(40)])
     assert (errors.rollouts, errors.counted["ValueError"], errors.counted["context is full"]) == (43, 1, 1)
     assert len(errors.counted) <= 13 and errors.counted["other"] == 30
+
+
+def test_halves_of_characters_reach_nobody(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "from toprope.sdk import Environment, Task\nclass Odd(Environment):\n    max_turns = 2\n"
+        "    def tasks(self):\n        for n in range(60): yield Task(f'Say \\ud800 {n}')\n"
+        "    def step(self, text): return 'more \\udfff', False\n"
+        "    def score(self): raise ValueError('no \\ud801')\n"
+    )
+
+    async def run() -> None:
+        async with await Link.start() as link:
+            await link.call("open", source={"file": str(tmp_path / "odd.py"), "attribute": "Odd"})
+            begun = await link.call("begin", split="train", index=0, count=1)
+            [first] = await link.call("advance", moves=[[begun["rollouts"][0], "a"]])
+            [last] = await link.call("advance", moves=[[begun["rollouts"][0], "b"]])
+            said = [begun["messages"][0]["content"], first["messages"][0]["content"], last["outcome"]["error"]]
+            assert all("?" in text and text.encode() for text in said), said
+
+    asyncio.run(run())

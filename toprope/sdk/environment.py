@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, sayable
 from toprope.sdk.knobs import nearest
 
 __all__ = ["Environment", "Messages", "Outcome", "Part", "Scoring", "Task", "as_messages", "copy_for"]
@@ -53,7 +53,7 @@ def as_messages(value: Any, what: str) -> Messages:
     if value is None:
         return []
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [{"role": "user", "content": sayable(value)}]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def as_messages(value: Any, what: str) -> Messages:
             raise EnvironmentMistake(f"{what} holds {message!r:.80}: a message is a dict with a role of {_ROLES}.")
         if not isinstance(message.get("content"), str):
             raise EnvironmentMistake(f"{what} holds a message whose content is not a text: {message!r:.80}.")
-        messages.append(dict(message))
+        messages.append({**message, "content": sayable(message["content"])})
     return messages
 
 

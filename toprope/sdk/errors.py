@@ -26,6 +26,7 @@ __all__ = [
     "WorkerError",
     "WorkerFailure",
     "WorkerTimeout",
+    "sayable",
 ]
 
 _SDK = os.path.dirname(os.path.abspath(__file__))
@@ -137,11 +138,16 @@ class Failure:
         return f"{text} ({self.where})" if self.where else text
 
 
+def sayable(text: str) -> str:
+    """The text without halves of characters (lone surrogates), which no file and no wire can hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def _message(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the environment's code called sys.exit({error.code!r})"
     try:
-        return str(error)
+        return sayable(str(error))
     except Exception:  # an author's __str__ may raise as well
         return "(its message cannot be shown)"
 

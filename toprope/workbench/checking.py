@@ -228,7 +228,7 @@ class _Check:
         seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
 
     def _room_for_another(self) -> bool:
-        return time.monotonic() + 2.0 * (self.seen.start_s + self.seen.load_s) < self._until
+        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until
 
     async def _repeat(self) -> None:
         """Scores the same few answers on and on, and looks whether memory and processes grow."""
