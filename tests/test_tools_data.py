@@ -23,7 +23,7 @@ from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPoss
 from toprope.settings.owner import HttpDoor
 from toprope.trajectories.dataset import read_items
 from toprope.trajectories.items import TrajectoryItem
-from toprope.trajectories.jobs import Job
+from toprope.trajectories.jobs import Job, hold
 from toprope.trajectories.orders import Order
 from toprope.trajectories.store import DatasetStore
 from toprope.workbench.data import build_order, export_order
@@ -172,8 +172,6 @@ def test_the_owner_can_forbid_and_limit(shop, settings):
     settings("data: {at_once: 1}\n")
     held = Job.of(shop.home.exports / ".jobs", Order(kind="export"))
     held.folder.mkdir(parents=True)
-    from toprope.trajectories.jobs import hold
-
     descriptor = hold(held.folder)
     try:
         with pytest.raises(NotPossibleNow, match="at_once"):
@@ -250,3 +248,15 @@ def test_the_owner_does_the_same_by_commands(shop, tmp_path, monkeypatch):
 def test_an_item_says_who_it_is_by_its_words():
     plain, talk = TrajectoryItem("q", "a", 1.0), TrajectoryItem([{"role": "user", "content": "q"}], "a", 0.0)
     assert plain.id == talk.id != TrajectoryItem("q", "b", 1.0).id
+
+
+def test_a_program_that_was_killed_is_known_as_ended_and_one_that_begins_is_not(tmp_path):
+    job = Job.of(tmp_path, Order(kind="export"))
+    job.folder.mkdir()
+    (job.folder / "job.lock").touch()  # made, and not held yet
+    assert not job.standing().ended and not job.ended()
+    descriptor = hold(job.folder)
+    assert job.alive() and not job.standing().ended
+    os.close(descriptor)
+    failed = job.standing()
+    assert failed.ended and "was ended" in str(failed.failure) and not job.stop()

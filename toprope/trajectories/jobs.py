@@ -32,6 +32,7 @@ __all__ = ["Job", "Standing", "hold"]
 
 _START_S = 30.0
 _EVERY_S = 0.05
+_HOLD_S = 5.0
 _WORDS = 1500
 
 
@@ -88,8 +89,8 @@ class Job:
     def _launch(self, order: Order, keys: Mapping[str, str] | None) -> None:
         if (self.folder / "outcome.json").exists():
             (self.folder / "state.jsonl").unlink(missing_ok=True)
-        # Without its lock's file it counts as about to begin, not as ended.
-        for name in ("outcome.json", "failure.json", "progress.json", "told", "job.lock"):
+        # Without its number it counts as about to begin, not as ended.
+        for name in ("outcome.json", "failure.json", "progress.json", "told", "pid.json"):
             (self.folder / name).unlink(missing_ok=True)
         write_json(self.folder / "order.json", order.model_dump(mode="json"))
         with (self.folder / "job.log").open("ab") as log:
@@ -120,7 +121,7 @@ class Job:
         except OSError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who look do not see each other
             return False
         except BlockingIOError:
             return True
@@ -134,6 +135,21 @@ class Job:
             Corrupt: Its files are not what we wrote.
         """
         alive = self.alive()  # looked at first: one that ends meanwhile has left its result by then
+        if (found := self._result(alive)) is not None:
+            return found
+        # Whoever wrote its number held the lock; if nobody does after that was seen, it has ended.
+        if (self.folder / "pid.json").exists() and not self.alive():
+            if (found := self._result(False)) is not None:
+                return found
+            ended = f"The program for data was ended: {self._last_words()}"
+            return Standing(False, failure=ComponentFailed(ended, hint="The same call goes on."))
+        told = self._read("progress.json") or {}
+        return Standing(
+            alive, doing=str(told.get("doing", "")), read=int(told.get("read", 0)), kept=int(told.get("kept", 0))
+        )
+
+    def _result(self, alive: bool) -> Standing | None:
+        """How it stands where it has left word of its end."""
         if (outcome := self._read("outcome.json")) is not None:
             try:
                 return Standing(alive, Outcome.model_validate(outcome))
@@ -141,16 +157,7 @@ class Job:
                 raise Corrupt(f"{self.folder}/outcome.json: {misfits(error)}.", hint=LEFT) from None
         if (failure := self._read("failure.json")) is not None:
             return Standing(alive, failure=_error(failure))
-        told = self._read("progress.json") or {}
-        if not alive and (self.folder / "job.lock").exists():
-            words = self._last_words()
-            return Standing(
-                False,
-                failure=ComponentFailed(f"The program for data was ended: {words}", hint="The same call goes on."),
-            )
-        return Standing(
-            alive, doing=str(told.get("doing", "")), read=int(told.get("read", 0)), kept=int(told.get("kept", 0))
-        )
+        return None
 
     def wait(self, seconds: float) -> Standing:
         """Waits for its end, so long at most."""
@@ -196,11 +203,16 @@ class Job:
 def hold(folder: Path) -> int | None:
     """Takes a job's lock for life; None where another process has it."""
     descriptor = os.open(folder / "job.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
+    deadline = time.monotonic() + _HOLD_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # another process, or somebody who looks at this very moment
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(0.01)
     write_json(folder / "pid.json", {"pid": os.getpid()})
     return descriptor
 
