@@ -191,7 +191,7 @@ class Sample:
     text: str
     target: str
     imports: str
-    """Statement that imports what the environment's author imports, in the folder of its file."""
+    """Statement that imports what its author imports, in the folder of its file; where that is a server, loads it."""
     knobs: dict[str, Any] = field(default_factory=dict)
     tokenizer: str = ""
     """The knob that names the policy's tokenizer, where there is one."""
@@ -201,6 +201,8 @@ class Sample:
         return f"{self.ecosystem}_sample.py"
 
 
+_SERVED = "import uvicorn, openenv_sample as sample; uvicorn.Config(sample.app).load()"
+
 SAMPLES = (
     Sample("reasoning_gym", "reasoning_gym", "", "spell_backward", "import reasoning_gym"),
     Sample("trl", "trl", TRL, json.dumps({"file": "{file}", "reward_funcs": ["accuracy"], "rows": "rows"}),
@@ -208,7 +210,7 @@ SAMPLES = (
     Sample("score", "score", SCORE, json.dumps({"file": "{file}", "rows": "rows"}), "import score_sample"),
     Sample("textarena", "textarena", "", "GuessTheNumber-v0", "import textarena"),
     Sample("verifiers", "verifiers", VERIFIERS, "{file}", "import verifiers_sample"),
-    Sample("openenv", "openenv", OPENENV, "{file}:app", "import openenv_sample"),
+    Sample("openenv", "openenv", OPENENV, "{file}:app", _SERVED),
     Sample("inspect_ai", "inspect_ai", INSPECT, "{file}@copying", "import inspect_ai_sample"),
     Sample("atropos", "atropos", ATROPOS, "{file}:Copy", "import atropos_sample", {}, "tokenizer"),
 )  # fmt: skip
