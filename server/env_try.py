@@ -6,6 +6,8 @@ owner's. `solver` needs no policy: the environment's own reference answers, or i
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import unicodedata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -93,14 +95,15 @@ async def _opened(
     from toprope.supervisor.variables import for_worker
     from toprope.workbench.leftovers import MARK, new_mark, sweep
 
-    mark = new_mark()
+    mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
     variables = worker_environment({**for_worker(workshop.settings().variables), MARK: mark})
     try:
-        async with await Link.start(entry.environment.interpreter, env=variables, stderr=printed) as link:
+        async with await Link.start(entry.environment.interpreter, env=variables, cwd=folder, stderr=printed) as link:
             source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
             yield link, await link.call("open", timeout=180.0, source=source, knobs=knobs)
     finally:
         sweep(mark)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @asynccontextmanager

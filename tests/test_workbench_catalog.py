@@ -142,6 +142,13 @@ def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
     assert children() == before
 
 
+def test_what_an_environment_writes_where_it_is_goes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    text = "    def setup(self): open('left.csv', 'w').close(); self.tags = (os.getcwd(),)\n"
+    [place] = described(folder, text + TASKS + "    def score(self): return 0\n").card.tags
+    assert place != str(folder) and not Path(place).exists() and not (folder / "left.csv").exists()
+
+
 def test_the_card_alone_makes_no_task(folder: Path) -> None:
     alone = described(folder, '    """Mine."""\n    def tasks(self): raise OSError\n', examples=0)
     assert alone.card.description == "Mine." and (alone.examples, alone.splits, alone.remarks) == ((), {}, ())

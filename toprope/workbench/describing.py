@@ -6,6 +6,8 @@ User code never runs here: the worker gets time limits, and neither it nor what 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,11 +123,11 @@ class Describer:
     ) -> Description:
         began = time.monotonic()
         link: Link | None = None
-        mark = new_mark()
+        mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
         grace = 0.0  # only a worker that answered to the end gets time to end by itself
         try:
             surroundings = worker_environment({**(variables or {}), MARK: mark})
-            link = await Link.start(entry.environment.interpreter, env=surroundings, timeout=load_timeout_s)
+            link = await Link.start(entry.environment.interpreter, env=surroundings, cwd=folder, timeout=load_timeout_s)
             started = time.monotonic()
             opened = await link.call(
                 "open",
@@ -156,6 +158,7 @@ class Describer:
             if link is not None:
                 await asyncio.shield(link.close(grace))
             await asyncio.shield(asyncio.to_thread(sweep, mark))
+            shutil.rmtree(folder, ignore_errors=True)
         return Description(
             entry=entry,
             card=card,
