@@ -58,8 +58,8 @@ def environment_files(folder: Path) -> list[Path]:
 def discover_file(file: Path) -> list[Found]:
     """The environments of one file.
 
-    A class counts when one of its bases is `Environment` or `OwnLoop` of this package, by whatever name it was imported,
-    or a class of the same file that counts. Classes that begin with `_` are bases for others and not listed.
+    A class counts when one of its bases is `Environment` or `OwnLoop` of this package, by whatever name it was
+    imported, or a class of the same file that counts. Classes that begin with `_` are bases for others and not listed.
     """
     try:
         tree = parse(file)
