@@ -218,6 +218,11 @@ def test_agent_frameworks_post_their_traces_with_the_owners_token(shop, settings
     for body in ({"items": [TALK, {"state": "x"}]}, {"messages": []}, []):
         refused = client.post("/trajectories/posted", json=body, headers=secret)
         assert refused.status_code == 422 and refused.json()["error"]
+    half = json.dumps(TALK | {"metadata": {"half": "\ud800"}})
+    deep = '{"state": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for body in (half, deep, f'{{"messages": [], "more": {deep}}}'):
+        refused = client.post("/trajectories/posted", content=body, headers=secret)
+        assert refused.status_code == 422 and refused.json()["error"]
     assert client.post("/trajectories/Not a name", json=TALK, headers=secret).status_code == 422
     settings("data: {build: false}\n")
     assert client.post("/trajectories/posted", json=TALK, headers=secret).status_code == 403

@@ -81,6 +81,19 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path):
     assert (tmp_path / "a.parquet").read_text() == "before"
 
 
+def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: Path):
+    dataset = TrajectoryDataset()
+    dataset.capture(TrajectoryItem("q", "a", 1.0))
+    for _ in range(2):
+        assert dataset.export(tmp_path / "mine") == 1
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    for form in ("datasets", "jsonl"):
+        with pytest.raises(InvalidValue, match="other things in it"):
+            dataset.export(tmp_path / "mine", form)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"] and len(_loaded(tmp_path / "mine")) == 1
+
+
 def test_without_a_tokenizer_an_item_says_that_its_words_were_kept_or_cut(tmp_path: Path):
     folder = make_run(tmp_path / "runs")
     talk = asked("short", "answer")
@@ -220,6 +233,7 @@ def test_items_from_outside_come_in_three_shapes_or_are_refused():
         ({"messages": talk[:1]}, "need a question and an answer"),
         ({"state": "a"}, "no action"),
         ({"state": "a", "action": "b", "reward": float("nan")}, "reward must be a number"),
+        ({"state": "a", "action": "b", "reward": 10**400}, "reward must be a number"),
         ({"state": [{"role": "robot", "content": "x"}], "action": "b"}, "role of"),
         ([], "no JSON object"),
     ):

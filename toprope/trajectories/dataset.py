@@ -146,7 +146,7 @@ def read_items(path: Path) -> Iterator[TrajectoryItem]:
                     continue
                 try:
                     given = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     raise InvalidValue(f"{path.name}, line {number} is no JSON.", hint="One object a line.") from None
                 yield item_from(given, f"{path.name}, line {number}")
     except OSError as error:

@@ -61,9 +61,12 @@ class Inbox:
     def keep(self, items: Iterable[TrajectoryItem]) -> int:
         """Keeps items; returns how many."""
         packed = []
-        for item in items:
+        for number, item in enumerate(items, 1):
             item.metadata = {"text": "messages", **item.metadata, "origin": item.metadata.get("origin", "outside")}
-            packed.append(_encode(item) + b"\n")
+            try:
+                packed.append(_encode(item) + b"\n")
+            except (ValueError, RecursionError) as error:  # half a character, lists in lists in lists
+                raise InvalidValue(f"Item {number} cannot be written: {error}.", hint="Nothing was taken.") from None
         if not packed:
             raise InvalidValue("There is no item in it.", hint="One JSON object a line.")
         data = b"".join(packed)
@@ -99,6 +102,8 @@ def items_of_body(body: bytes) -> list[TrajectoryItem]:
     """
     try:
         given: Any = json.loads(body)
+    except RecursionError:
+        raise InvalidValue("It is nested too deeply.", hint="Nothing was taken.") from None
     except ValueError:
         given = [_decoded(line, f"line {number}") for number, line in enumerate(body.splitlines(), 1) if line.strip()]
     if isinstance(given, dict) and "items" in given:
@@ -110,5 +115,5 @@ def items_of_body(body: bytes) -> list[TrajectoryItem]:
 def _decoded(line: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidValue(f"{where} is no JSON.", hint="One JSON object a line.") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,7 +122,7 @@ def item_from(given: Any, where: str) -> TrajectoryItem:
     if reward is None:
         reward = 0.0
         metadata.setdefault("unscored", True)
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
         raise InvalidValue(f"{where}: reward must be a number, not {shown(reward)}.", hint=_SHAPES)
     return TrajectoryItem(state, action, float(reward), metadata)
 

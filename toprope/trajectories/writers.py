@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -40,6 +41,8 @@ _NUMBERS = ("group", "rollout", "version", "turns", "tokens")
 _FLAGS = ("success", "truncated")
 _COLUMNS = ("state", "action", "reward", *_TEXTS, *_NUMBERS, *_FLAGS, "parts", "more")
 _KNOWN = {*_TEXTS, *_NUMBERS, *_FLAGS, "parts"}
+_EXPORTED = re.compile(r"data-\d{5}\.arrow|cache-.*\.arrow|state\.json|dataset_info\.json")
+"""What is in a folder that an export made, and what the library `datasets` adds to it."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -252,15 +255,20 @@ def writing(path: Path, form: str) -> Iterator[Writer]:
     """A writer to `path`, which is there as a whole when the block is left in order, and not at all when it is not.
 
     Args:
-        path: A file, for `datasets` a folder. What lies there is replaced.
+        path: A file, for `datasets` a folder. What lies there is replaced, if it is a file or an earlier export.
         form: One of FORMATS.
 
     Raises:
-        InvalidValue: There is no such format.
+        InvalidValue: There is no such format, or `path` is a folder with something else in it.
         DiskFull: There is no room.
     """
     if form not in FORMATS:
         raise InvalidValue(f"There is no format {form!r}.", hint=f"Formats: {', '.join(FORMATS)}.")
+    if path.is_dir() and not all(_EXPORTED.fullmatch(one.name) for one in path.iterdir()):
+        raise InvalidValue(
+            f"{path} is a folder with other things in it, which an export does not replace.",
+            hint="Name a new folder, or a file in it. Nothing was written.",
+        )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
