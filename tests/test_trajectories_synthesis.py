@@ -10,13 +10,24 @@ from pathlib import Path
 import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue
-from toprope.trajectories.asked import OwnFilter, OwnGenerator, OwnScorer, TeacherAnswers, TeacherQuestions
+from toprope.sdk.link import Link
+from toprope.trajectories.asked import (
+    EnvironmentTasks,
+    OwnFilter,
+    OwnGenerator,
+    OwnScorer,
+    TeacherAnswers,
+    TeacherQuestions,
+)
+from toprope.trajectories.dataset import read_items
 from toprope.trajectories.duplicates import Deduplicator, deduplicate, shingles, similarity, split_dataset
 from toprope.trajectories.generators import Mutation, TemplateSynthesiser, add_noise, swap_io
 from toprope.trajectories.items import TrajectoryItem, text_of
+from toprope.trajectories.orders import Code, Order
 from toprope.trajectories.recipe import parse_recipe
 from toprope.trajectories.strategy import OwnCode, WorkerObject, WorkerStrategy, worker
 from toprope.trajectories.synthesis import SynthesisConfig, SynthesisPipeline, TryAgain, filter_by_score
+from toprope.trajectories.work import Work
 
 WORDS = [f"{a}{b}{c}{d}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst" for d in "aeiou"]
 
@@ -168,6 +179,99 @@ def test_an_interrupted_pipeline_goes_on_behind_its_last_round(tmp_path: Path):
         asyncio.run(pipeline(state, target_size=601).add_step(lambda made: made).run())
 
 
+class Broken(Exception):
+    pass
+
+
+def breaking_at(number):
+    """A step that raises in the round with this number, from 1."""
+    rounds = []
+
+    def step(made):
+        rounds.append(len(made))
+        if len(rounds) == number:
+            raise Broken
+        return made
+
+    return step
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis._ROUND", 16)
+    state = tmp_path / "state.jsonl"
+    state.write_text('{"version": 1, "dig')  # nobody lived to finish the first line
+
+    def two(last):
+        made = SynthesisPipeline(SynthesisConfig(target_size=40, dedup_threshold=None), state=state)
+        for word in ("a", "b"):
+            made.add_step(TemplateSynthesiser([f"{word} {{n}}"], {"n": list(range(20))}))
+        return made.add_step(last)
+
+    with pytest.raises(Broken):
+        asyncio.run(two(breaking_at(3)).run())
+    result = asyncio.run(two(breaking_at(0)).run())
+    assert result.complete and len({item.state for item in result.items}) == 40
+
+
+SPARSE = """
+from toprope.sdk import Environment, Part, Task
+class Sparse(Environment):
+    name = "sparse"
+    parts = {"exact": Part()}
+    def tasks(self):
+        for n in range(400):
+            yield Task(f"task {n}", reference=str(n))
+    def solve(self, variant=0):
+        n = int(self.task.reference)
+        return str(n) if n % 3 == 0 and n < 200 else None
+    def score(self):
+        return {"exact": float(self.answer == self.task.reference)}
+"""
+
+
+def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_answers(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis._ROUND", 8)
+    (tmp_path / "sparse.py").write_text(SPARSE)
+    source = {"file": str(tmp_path / "sparse.py"), "attribute": "Sparse"}
+
+    async def work():
+        link = await Link.start(timeout=60)
+        try:
+            await link.call("open", timeout=60, source=source, knobs={})
+
+            async def made(state, number):
+                config = SynthesisConfig(target_size=100, dedup_threshold=None)
+                pipeline = SynthesisPipeline(config, state=state).add_step(EnvironmentTasks(link, "sparse"))
+                return await pipeline.add_step(breaking_at(number)).run()
+
+            whole = await made(tmp_path / "whole.jsonl", 0)
+            with pytest.raises(Broken):
+                await made(tmp_path / "state.jsonl", 4)
+            return whole, await made(tmp_path / "state.jsonl", 0)
+        finally:
+            await link.close()
+
+    whole, again = asyncio.run(work())
+    states = [text_of(item.state) for item in whole.items]
+    assert len(states) == len(set(states)) > 24 and not whole.complete  # of 67 those that are in the train split
+    assert [text_of(item.state) for item in again.items] == states
+
+
+def test_an_order_that_was_broken_off_is_begun_anew_when_a_file_of_it_was_mended(tmp_path: Path):
+    (tmp_path / "given.jsonl").write_text('{"state": "q", "action": "a", "reward": 1}\n')
+    own = tmp_path / "own.py"
+    own.write_text("class Keep:\n    def keep(self, item): return item['nothing']\n")
+    order = Order(
+        kind="build", files=[str(tmp_path / "given.jsonl")], store=str(tmp_path / "datasets"), name="mended",
+        recipe={"steps": [{"filter": "own.py:Keep"}]}, codes={"1": Code(file=str(own), attribute="Keep")},
+    )  # fmt: skip
+    with pytest.raises(EnvironmentFailed, match="KeyError"):
+        asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    own.write_text("class Keep:\n    def keep(self, item): return True\n")
+    outcome = asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    assert [item.state for item in read_items(Path(outcome.path) / "items.jsonl")] == ["q"]
+
+
 class Teacher:
     """Answers at the second asking, and never about what is impossible; counts how many are asked beside each other."""
 
@@ -196,6 +300,10 @@ def test_a_teacher_is_asked_again_and_what_it_never_answers_is_left_out(monkeypa
     assert len(result.items) == 21 and result.filtered == {"unanswered": 1} and teacher.asked["impossible"] == 3
     assert {text_of(item.action) for item in result.items} == {"an answer", "mine"} and 1 < teacher.most <= 3
     assert "known" not in teacher.asked
+    anew = SynthesisPipeline(SynthesisConfig(target_size=1, dedup_threshold=None))
+    solved = TrajectoryItem("q", "mine", 1.0, {"success": True, "parts": {"exact": 1.0}})
+    [item] = asyncio.run(anew.add_step(TeacherAnswers(Teacher(), again=True)).run([solved])).items
+    assert item.action == "an answer" and not item.success  # what was said of the former answer went with it
 
     written = SynthesisPipeline(SynthesisConfig(target_size=30, dedup_threshold=None))
     written.add_step(TeacherQuestions(Teacher()))

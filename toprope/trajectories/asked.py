@@ -23,6 +23,8 @@ _QUESTION = (
     "with the task alone."
 )
 _EXAMPLES = 3
+_MOST_MISSED = 50
+"""Tasks in a row without an answer after which an environment's solver is not asked on."""
 _FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 
 
@@ -56,7 +58,8 @@ class TeacherAnswers(PipelineStep):
             if not said.strip():
                 raise TryAgain("the teacher's answer is empty")
             told = {**item.metadata, "answered_by": "teacher", "unscored": True}
-            told.pop("score", None)
+            for gone in ("score", "success", "parts"):  # those of an answer that was there before
+                told.pop(gone, None)
             return TrajectoryItem(item.state, said, 0.0, told)
 
         return await at.each(items, answered, "unanswered")
@@ -101,6 +104,10 @@ class TeacherQuestions(DataSynthesiser):
         return await at.each(orders, written, "unanswered")
 
 
+class _NoMore(Exception):
+    """Every task was given once."""
+
+
 class EnvironmentTasks(DataSynthesiser):
     """An environment's own training tasks, as its author's solver plays them.
 
@@ -113,34 +120,38 @@ class EnvironmentTasks(DataSynthesiser):
 
     def __init__(self, link: Link, environment: str, *, solve: bool = True, timeout_s: float = 60.0) -> None:
         self._link, self._name, self._solve, self._timeout = link, environment, solve, timeout_s
-        self._next: int | None = None
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
         made: list[TrajectoryItem] = []
-        if self._next is None:
-            self._next = self.begun or 0
-        while len(made) < count:
+        missed = 0
+        while len(made) < count and missed < _MOST_MISSED:
             try:
-                item = await self._task(self._next)
+                item = await self._task(self.place)
+            except _NoMore:
+                break
             except WorkerError as error:
                 if error.kind == "invalid":  # there are no more
                     break
                 item = None
             except WorkerFailure as error:
                 raise EnvironmentFailed(f"{self._name}: {error}", hint="Mend the environment.") from None
-            self._next += 1
+            self.place += 1
+            missed = missed + 1 if item is None else 0
             if item is not None:
                 made.append(item)
-            elif self._next > 50 and not made:
-                raise EnvironmentFailed(
-                    f"{self._name} has no answers of its own: its solver answered none of 50 tasks.",
-                    hint='Write solve() in it, or take its tasks alone ("solve": false) and have a teacher answer.',
-                )
+        if missed == self.place == _MOST_MISSED:
+            raise EnvironmentFailed(
+                f"{self._name} has no answers of its own: its solver answered none of {missed} tasks.",
+                hint='Write solve() in it, or take its tasks alone ("solve": false) and have a teacher answer.',
+            )
         return made
 
     async def _task(self, index: int) -> TrajectoryItem | None:
         start = await self._link.call("begin", timeout=self._timeout, split="train", index=index, count=1)
         [handle], messages = start["rollouts"], list(start["messages"])
+        if start["epoch"]:  # training begins again with the first after the last
+            await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+            raise _NoMore
         told: dict[str, Any] = {
             "origin": "environment",
             "environment": self._name,

@@ -62,7 +62,6 @@ class TemplateSynthesiser(DataSynthesiser):
         self._listed = sum(sizes) <= _MOST_COMBINATIONS
         self._sizes = sizes
         self._order: list[int] | None = None
-        self._next = 0
 
     def _names(self, template: Mapping[str, str]) -> list[str]:
         slots = set(_SLOT.findall(f"{template['state']}{template.get('action', '')}"))
@@ -83,10 +82,10 @@ class TemplateSynthesiser(DataSynthesiser):
             numbers = [self.random.randrange(len(self._templates)) for _ in range(count)]
             return [self._filled(number, self.random.randrange(self._sizes[number])) for number in numbers]
         if self._order is None:
-            self._order, self._next = list(range(sum(self._sizes))), self.begun or 0
+            self._order = list(range(sum(self._sizes)))
             random.Random(self.seed).shuffle(self._order)
-        chosen = self._order[self._next : self._next + count]
-        self._next += len(chosen)
+        chosen = self._order[self.place : self.place + count]
+        self.place += len(chosen)
         return [self._filled(*self._place(one)) for one in chosen]
 
     def _place(self, combination: int) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from toprope.trajectories.items import TrajectoryItem
 
 __all__ = [
     "DataSynthesiser",
+    "OtherPipeline",
     "PipelineStep",
     "Round",
     "SynthesisConfig",
@@ -57,6 +58,10 @@ _STATE_VERSION = 1
 
 class TryAgain(Exception):
     """A step raises this over an item that may succeed at another try."""
+
+
+class OtherPipeline(InvalidValue):
+    """A state file is of a pipeline with other steps, settings or seeds."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,8 @@ class SynthesisConfig:
 class Round:
     """What a step is given beside its items."""
 
-    def __init__(
-        self, config: SynthesisConfig, number: int, seeds: Sequence[TrajectoryItem], wanted: int, before: int = 0
-    ) -> None:
+    def __init__(self, config: SynthesisConfig, number: int, seeds: Sequence[TrajectoryItem], wanted: int) -> None:
         self.config, self.number, self.seeds, self.wanted = config, number, seeds, wanted
-        self.before = before
-        """Items that were generated in earlier rounds."""
         self.random = random.Random(f"{config.seed}:{number}")
         self.generated = 0
         self.dropped: Counter[str] = Counter()
@@ -148,8 +149,8 @@ class DataSynthesiser(PipelineStep):
     """Set anew by the pipeline at each round, so that an interrupted pipeline goes on as it would have."""
     seed: int = 0
     """The pipeline's."""
-    begun: int | None = None
-    """Items that had been generated before the first round of this process, which are not to come again."""
+    place: int = 0
+    """How far it is through what it can generate, for those that go through it in an order; kept in the state file."""
 
     @abstractmethod
     async def generate(self, count: int) -> list[TrajectoryItem]:
@@ -160,7 +161,6 @@ class DataSynthesiser(PipelineStep):
         if missing <= 0:
             return items
         self.random, self.seed = at.random, at.config.seed
-        self.begun = at.before if self.begun is None else self.begun
         made = await self.generate(missing)
         at.generated += len(made)
         return [*items, *made]
@@ -261,7 +261,7 @@ class SynthesisPipeline:
                 break
             wanted = min(_ROUND, max(len(begun), self.config.target_size - len(result.items)))
             wanted = len(begun) if fed < len(seeds) else wanted
-            at = Round(self.config, result.rounds, seeds, wanted, result.generated_count)
+            at = Round(self.config, result.rounds, seeds, wanted)
             items = list(begun)
             for step in self._steps:
                 items = await step.apply(items, at)
@@ -309,6 +309,9 @@ class SynthesisPipeline:
         try:
             lines = self._state.read_bytes().split(b"\n")
         except FileNotFoundError:
+            lines = []
+        if len(lines) < 2:  # not even its first line was finished
+            self._state.unlink(missing_ok=True)
             _append(self._state, {"version": _STATE_VERSION, "digest": digest})
             return 0
         try:
@@ -316,7 +319,7 @@ class SynthesisPipeline:
             if head["version"] > _STATE_VERSION:
                 raise Corrupt(f"{self._state} was written by a newer version of Toprope.", hint="Update Toprope.")
             if head["digest"] != digest:
-                raise InvalidValue(
+                raise OtherPipeline(
                     f"{self._state} is of a pipeline with other steps, settings or seeds.", hint="Use another file."
                 )
         except (ValueError, KeyError, TypeError):
@@ -332,13 +335,17 @@ class SynthesisPipeline:
             for reason, count in done.dropped.items():
                 result.filtered[reason] = result.filtered.get(reason, 0) + count
             fed = done.fed
+            for step, place in zip(self._steps, done.places, strict=True):
+                if isinstance(step, DataSynthesiser):
+                    step.place = place
             if known is not None:
                 known.add([whole_text(item) for item in done.items])
         return fed
 
     def _write(self, at: Round, made: list[TrajectoryItem], fed: int) -> None:
         if self._state is not None:
-            done = _Done(at.number, at.generated, {why: n for why, n in at.dropped.items() if n}, fed, made)
+            places = [step.place if isinstance(step, DataSynthesiser) else 0 for step in self._steps]
+            done = _Done(at.number, at.generated, {why: n for why, n in at.dropped.items() if n}, fed, places, made)
             _append(self._state, msgspec.to_builtins(done))
 
 
@@ -347,6 +354,7 @@ class _Done(msgspec.Struct):
     generated: int
     dropped: dict[str, int]
     fed: int
+    places: list[int]
     items: list[TrajectoryItem]
 
 
@@ -356,7 +364,9 @@ def _append(path: Path, value: Any) -> None:
     try:
         size = os.fstat(descriptor).st_size
         torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (b"\n" if torn else b"") + msgspec.json.encode(value) + b"\n")
+        data = (b"\n" if torn else b"") + msgspec.json.encode(value) + b"\n"
+        while data:
+            data = data[os.write(descriptor, data) :]
         os.fsync(descriptor)
     except OSError as error:
         raise ComponentFailed(f"{path} cannot be written: {error.strerror or error}.", hint="Make room.") from None

@@ -37,7 +37,13 @@ from toprope.trajectories.recipe import Recipe, StepPlan, parse_recipe
 from toprope.trajectories.selection import Query, best_of_tasks, place_of
 from toprope.trajectories.store import DatasetStore, digest_of
 from toprope.trajectories.strategy import OwnCode, WorkerObject, WorkerStrategy, batched, worker
-from toprope.trajectories.synthesis import PipelineStep, SynthesisConfig, SynthesisPipeline, SynthesisResult
+from toprope.trajectories.synthesis import (
+    OtherPipeline,
+    PipelineStep,
+    SynthesisConfig,
+    SynthesisPipeline,
+    SynthesisResult,
+)
 from toprope.trajectories.writers import ENDINGS, Writer, writing
 
 __all__ = ["Work"]
@@ -276,10 +282,15 @@ class Work:
 
         steps = [await self._step(stack, number, plan) for number, plan in enumerate(recipe.steps, 1)]
         identity = f"{recipe.digest}{sorted(self._digests.items())}"
-        pipeline = SynthesisPipeline(config, state=self._folder / "state.jsonl", progress=progress, identity=identity)
+        state = self._folder / "state.jsonl"
+        pipeline = SynthesisPipeline(config, state=state, progress=progress, identity=identity)
         for step in steps:
             pipeline.add_step(step)
-        result = await pipeline.run(seeds)
+        try:
+            result = await pipeline.run(seeds)
+        except OtherPipeline:  # a source has grown, or a file was mended, since this order was broken off
+            state.unlink()
+            result = await pipeline.run(seeds)
         self._outcome.generated = result.generated_count
         self._left_out.update(result.filtered)
         if recipe.target_size is not None:
