@@ -73,6 +73,14 @@ def test_a_file_that_does_not_parse_is_listed_with_its_line(tmp_path: Path) -> N
     assert discover_file(tmp_path / "bytes.py")[0].problem
 
 
+def test_a_file_that_is_no_source_is_not_read_whole(tmp_path: Path) -> None:
+    file = tmp_path / "huge.py"
+    with file.open("wb") as out:
+        out.truncate(1 << 34)  # a hole: 16 GB that nobody wrote
+    [found] = discover_file(file)
+    assert found.name == "huge" and "larger than 4 MB" in found.problem
+
+
 def test_a_file_that_makes_the_parser_warn_does_not(tmp_path: Path) -> None:
     assert found_in(tmp_path, 'class A:\n  x = "\\d"\n') == []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link
 from toprope.sdk.splits import split_of
 
@@ -56,6 +56,8 @@ async def judged(answer):
     await asyncio.sleep(0.4)
     if answer == "boom":
         raise RuntimeError("the judge is ill")
+    if answer == "never":
+        await asyncio.sleep(600)
     return 7 if answer == "seven" else 0.5
 
 
@@ -129,6 +131,21 @@ def test_async_functions_of_a_group_wait_beside_each_other_and_their_errors_are_
     assert ill["error"].startswith("RuntimeError: reward function 'judged': the judge is ill") and ill["reward"] == 0
     assert "outside its range of 0 to 1" in wild["error"]
     assert [one["parts"]["judged"] for one in others] == [0.5] * 14 and scored["parts"]["judged"] == 0.5
+
+
+def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_meanwhile(folder: Path) -> None:
+    async def work(link: Link) -> None:
+        hangs = asyncio.create_task(link.call("score", split="train", index=0, answer="never", timeout=1.0))
+        until = time.monotonic() + 60
+        while not hangs.done() and time.monotonic() < until:
+            try:
+                await link.call("score", split="train", index=1, answer="x", timeout=30)
+            except WorkerFailure:
+                break
+        with pytest.raises(WorkerTimeout):
+            await asyncio.wait_for(hangs, 10)
+
+    worked(folder, work, rewards=[reward(folder, "judged")])
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,16 @@ def test_secrets_stay_with_us_unless_they_are_given(monkeypatch: pytest.MonkeyPa
     assert not {"OPENAI_API_KEY", "TOPROPE_RUN_SECRET", "DB_PASSWORD"} & variables.keys()
 
 
+def test_a_key_within_a_url_is_a_secret_whatever_its_variable_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://me:hidden@example.org/simple")
+    monkeypatch.setenv("STORE", "postgres://me:hidden@example.org/data")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:shared@127.0.0.1:8")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://example.org/simple")
+    variables = worker_environment()
+    assert not any("hidden" in value for value in variables.values())
+    assert variables["PIP_INDEX_URL"] == "https://example.org/simple" and "HTTPS_PROXY" in variables
+
+
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

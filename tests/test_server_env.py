@@ -132,6 +132,7 @@ def test_agents_install_only_where_the_owner_lets_them(
     ordered: list[str] = []
 
     def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:
+        assert order.plain_only
         ordered.append(order.given)
         for word in ("resolving", "installing"):
             progress(word)

@@ -359,6 +359,29 @@ def test_names_of_things_are_told_apart() -> None:
         assert "secret" not in str(refusal.value)
 
 
+def test_what_an_agent_names_is_never_what_lies_in_the_servers_folder(
+    home: Home, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "pyproject.toml").write_text("[project]\nname = 'here'\n")
+    (tmp_path / "store.git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert target_of("here", []).path is not None and target_of("store.git", []).kind == "git"
+    for given in ("here", "store.git"):
+        target = target_of(given, [], plain_only=True)
+        assert (target.kind, target.path, target.requirements) == ("packages", None, (given,))
+    added = Interpreters(home, lambda: []).add(Order("here", plain_only=True)).added
+    assert (added.kind, added.path, added.requirements) == ("packages", None, ["here"])
+
+
+def test_requirements_in_another_encoding_are_told(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_bytes("tinyrules\n".encode("utf-16"))
+    with pytest.raises(InvalidValue, match=r"requirements\.txt cannot be read as UTF-8"):
+        target_of(str(tmp_path), [])
+    (tmp_path / "requirements.txt").write_bytes(b"\xef\xbb\xbftinyrules\n")  # as editors on Windows begin a file
+    assert target_of(str(tmp_path), []).requirements == ("tinyrules",)
+
+
 def test_a_key_in_a_url_goes_nowhere(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
     with_key = "https://me:secret@example.org/simple"

@@ -222,6 +222,24 @@ def test_a_source_that_cannot_be_listed_is_one_broken_entry(monkeypatch: pytest.
     assert told.status == "broken" and "half written" in told.problem
 
 
+def test_what_a_file_says_of_itself_can_be_shown_and_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text("from toprope.sdk import Environment\nclass A(Environment):\n  'Good.'\n")
+    text = "from toprope.sdk import Environment\nclass A(Environment):\n  '\x1b[2JB'\n  name = 'x\\n\\nDo this:' %s\n"
+    (tmp_path / "lines.py").write_text(text % "")
+    (tmp_path / "long.py").write_text(text % f"'{'z' * 100_000}'")
+    (tmp_path / "esc\x1b[2J\n.py").write_text("def (\n")
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000 + "]" * 5000)
+    (tmp_path / "data.yaml").write_text("adapter: dataset\npath: hf:a/b\n")
+    entries = [entry for entry in Catalog([tmp_path]).entries() if entry.source in ("folder", "dataset")]
+    for entry in entries:
+        for said in (entry.name, entry.description, entry.problem):
+            assert said.isprintable() and len(said) <= 1000, said[:200]
+    named = {entry.name: entry for entry in entries}
+    assert named["good"].status == named["data"].status == "ready"
+    assert named["deep"].status == "broken" and "nested too deeply" in named["deep"].problem
+    assert {"x Do this:", "esc\ufffd[2J"} <= set(named)
+
+
 def test_interpreters_of_an_ecosystem_come_before_others() -> None:
     added = {
         name: Added(name=name, kind="packages", given=name, adapter=adapter, python="/p", site_packages=f"/{name[0]}")

@@ -58,7 +58,7 @@ async def add_environment(
             f"{clip(what, 80)!r} is neither an ecosystem nor a plain requirement such as name==1.2.",
             hint="Paths, URLs and repositories are added by the owner: toprope env add ...",
         )
-    order = Order(what.strip())
+    order = Order(what.strip(), plain_only=True)
     installation = workshop.installations.of(order, Interpreters(workshop.home))
     deadline = time.monotonic() + longest_wait_s(client, settings.status.waits)
     told = -1

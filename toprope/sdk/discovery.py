@@ -21,6 +21,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """How an environment may be called."""
 
 _BASES = ("Environment", "OwnLoop")
+_LARGEST = 4 << 20
+"""Bytes of a file that is read: nobody writes more by hand, and a syntax tree takes a hundred times as much."""
 _PARSING = threading.Lock()
 
 
@@ -75,10 +77,19 @@ def discover_file(file: Path) -> list[Found]:
 
 def parse(file: Path) -> ast.Module:
     """The syntax tree of a file, without the warnings that parsing may give. Threads take turns: neither Python 3.11's
-    parser (python/cpython#106905) nor its list of warning filters is made for several."""
+    parser (python/cpython#106905) nor its list of warning filters is made for several.
+
+    Raises:
+        OSError, SyntaxError, RecursionError, MemoryError: It cannot be read or parsed.
+        ValueError: It is larger than any source is.
+    """
+    with file.open("rb") as source:
+        content = source.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ValueError(f"it is larger than {_LARGEST >> 20} MB")
     with _PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(file.read_bytes(), str(file))
+        return ast.parse(content, str(file))
 
 
 def first_line(text: str | None) -> str:

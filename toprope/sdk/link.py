@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 
-__all__ = ["Link", "worker_environment"]
+__all__ = ["KEY_IN_URL", "Link", "worker_environment"]
 
 WORKER = Path(__file__).with_name("worker.py")
 _LONGEST_LINE = 1 << 30
@@ -32,6 +32,8 @@ _CHUNK = 1 << 16
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|^TOPROPE_", re.IGNORECASE)
+KEY_IN_URL = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]+:[^/\s@]+@", re.IGNORECASE)
+"""A URL with a user or password in it, as those of package indexes and databases often have."""
 
 
 class Sink(Protocol):
@@ -46,7 +48,12 @@ def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     Args:
         extra: Variables to add; an environment that needs a key gets it here.
     """
-    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        # Without its proxy a program has no network at all: whoever names one to all programs means these as well.
+        if not _SECRET.search(name) and (not KEY_IN_URL.search(value) or name.lower().endswith("_proxy"))
+    }
     return {**kept, **(extra or {})}
 
 
@@ -93,6 +100,8 @@ class Link:
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Call] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timed = 0
+        """The call that it is of."""
         self._timed_out: str = ""
         self._ended_for: str = ""
         self._tail: deque[bytes] = deque()
@@ -237,14 +246,17 @@ class Link:
         await self.close()
 
     def _start_clock(self) -> None:
-        """Times the oldest call."""
+        """Times the oldest call. Its time goes on where a later one was answered before it."""
+        oldest = next((number for number, call in self._waiting.items() if not call.beside), 0)
         if self._timer is not None:
+            if oldest == self._timed:
+                return
             self._timer.cancel()
             self._timer = None
-        for number, call in self._waiting.items():
-            if not call.beside:
-                self._timer = asyncio.get_running_loop().call_later(call.timeout, self._out_of_time, number)
-                return
+        self._timed = oldest
+        if oldest:
+            timeout = self._waiting[oldest].timeout
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._out_of_time, oldest)
 
     def _out_of_time(self, number: int) -> None:
         call = self._waiting.get(number)

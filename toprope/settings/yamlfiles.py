@@ -55,6 +55,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         where = f" at line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it does not parse"
         raise InvalidValue(f"{path} is not valid YAML{where}: {problem}.", hint="Mend the file.") from None
+    except RecursionError:
+        raise InvalidValue(f"{path} is nested too deeply.", hint="Mend the file.") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):

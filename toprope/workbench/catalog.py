@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Catalog:
             except Exception as error:  # whatever one place holds, the others are listed
                 problem = f"This source cannot be listed: {type(error).__name__}: {error}"
                 entries.append(broken(source.kind, problem, source.kind))
-        return entries
+        return [_sayable(entry) for entry in entries]
 
     def search(self, query: str = "") -> list[Entry]:
         """Entries whose name, description, ecosystem or tags contain every word of a query; those that match by name
@@ -138,6 +139,22 @@ class Catalog:
         if self._adapters_found is None:
             self._adapters_found = adapters()
         return self._adapters_found
+
+
+def _sayable(entry: Entry) -> Entry:
+    """The entry as it can be shown: file names and what somebody's package says of itself may hold anything."""
+    name, description, problem = _clean(entry.name, 160), _clean(entry.description, 1000), _clean(entry.problem, 1000)
+    if (name, description, problem) == (entry.name, entry.description, entry.problem):
+        return entry
+    environment = entry.environment.model_copy(update={"name": _clean(entry.environment.name, 160)})
+    return replace(entry, name=name, description=description, problem=problem, environment=environment)
+
+
+def _clean(text: str, longest: int) -> str:
+    if text.isprintable() and len(text) <= longest:
+        return text
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 
 def _text(entry: Entry) -> str:

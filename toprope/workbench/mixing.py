@@ -13,6 +13,7 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.specification import EnvironmentSource, RewardSource
+from toprope.sdk.discovery import parse
 from toprope.sdk.knobs import nearest
 from toprope.settings.fields import KNOBS, all_fields
 from toprope.settings.locks import Locks
@@ -22,8 +23,6 @@ from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
 
 __all__ = ["Ingredients", "blend", "hold_locks", "reward_source"]
-
-_LARGEST = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,8 @@ def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSo
 
 def _require_function(file: Path, function: RewardFunction) -> None:
     try:
-        content = file.read_bytes()
-        if len(content) > _LARGEST:
-            raise ValueError("it is too large")
-        tree = ast.parse(content)
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        tree = parse(file)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Mend the file.") from None
     defined: list[str] = []
     for node in tree.body:

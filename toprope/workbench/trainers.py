@@ -13,13 +13,13 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.records.specification import TrainerSource
+from toprope.sdk.discovery import parse
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import nearest
 
 __all__ = ["trainer_of"]
 
 _FORM = re.compile(r"(?P<file>[^:\\]+\.py):(?P<attribute>[A-Za-z_]\w*)")
-_LARGEST = 4 << 20
 
 
 def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> TrainerSource | None:
@@ -49,21 +49,18 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
             continue
         if not file.resolve().is_relative_to(folder.resolve()):
             raise InvalidValue(f"{file} leads out of {folder}, where trainers are taken from.")
-        content = file.read_bytes()
-        classes = _classes(file, content)
+        classes = _classes(file)
         if form["attribute"] not in classes:
             raise NotFound(f"{file} defines no class {form['attribute']}.", hint=nearest(form["attribute"], classes))
-        digest = hashlib.sha256(content).hexdigest()
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
         return TrainerSource(file=str(file.resolve()), attribute=form["attribute"], sha256=digest)
     raise NotFound(f"There is no trainer {shown(named)}.", hint=_known(folders, settings_file))
 
 
-def _classes(file: Path, content: bytes) -> list[str]:
+def _classes(file: Path) -> list[str]:
     try:
-        if len(content) > _LARGEST:
-            raise ValueError("it is too large")
-        tree = ast.parse(content)
-    except (SyntaxError, ValueError, RecursionError) as error:
+        tree = parse(file)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Mend the file.") from None
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
@@ -75,8 +72,8 @@ def _known(folders: Sequence[Path], settings_file: Path) -> str:
     for folder in folders:
         for file in sorted(folder.glob("*.py"))[:50]:
             try:
-                found += [f"{file.name}:{name}" for name in _classes(file, file.read_bytes())]
-            except (InvalidValue, OSError):
+                found += [f"{file.name}:{name}" for name in _classes(file)]
+            except InvalidValue:
                 continue
     where = ", ".join(str(folder) for folder in folders)
     return f"In {where}: {', '.join(found[:20])}." if found else f"There is no trainer in {where}."

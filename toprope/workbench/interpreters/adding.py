@@ -56,6 +56,8 @@ class Order:
     """The ecosystem of a server."""
     requirements: tuple[str, ...] = ()
     """More of them; the name of an ecosystem stands for its own."""
+    plain_only: bool = False
+    """Nothing but an ecosystem or a requirement: what lies here by that name is not meant."""
     isolated: bool = False
     """An interpreter of its own also where Toprope's has everything."""
     wanted: Wanted = Wanted(())
@@ -108,7 +110,7 @@ class Interpreters:
         began = time.monotonic()
         for url in order.wanted.extra_indexes:
             require_no_secret(url)
-        target = target_of(order.given, self._adapters(), order.speaks)
+        target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
         name = checked_name(order.name or target.name)
         self._require_free(name, target)
         checkout = self._clone(target, name, progress) if target.kind == "git" else None

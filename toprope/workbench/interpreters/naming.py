@@ -12,13 +12,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.sdk.discovery import NAME
+from toprope.sdk.link import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.sources.adapters import Adapter
 
 __all__ = ["Target", "checked_name", "is_project", "require_no_secret", "target_of"]
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
-_WITH_SECRET = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]+:[^/\s@]+@", re.IGNORECASE)
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 
 
@@ -37,13 +37,16 @@ class Target:
     """Of a checkout: the branch or tag."""
 
 
-def target_of(given: str, adapters: Sequence[Adapter], speaks: str | None = None) -> Target:
+def target_of(
+    given: str, adapters: Sequence[Adapter], speaks: str | None = None, *, plain_only: bool = False
+) -> Target:
     """Reads what an owner named.
 
     Args:
         given: An ecosystem, a requirement, a path, a git URL, a server's URL, or `hf:` and a data set's id.
         adapters: The ecosystems there are.
         speaks: The ecosystem of a server.
+        plain_only: Whether it can be nothing but an ecosystem or a requirement, whatever lies here by that name.
 
     Raises:
         NotFound: It is none of these.
@@ -57,14 +60,8 @@ def target_of(given: str, adapters: Sequence[Adapter], speaks: str | None = None
         if not adapter.requirements:
             raise InvalidValue(f"{adapter.name} needs no interpreter of its own: it is there.", hint="toprope env list")
         return Target("packages", given, adapter.name, adapter.requirements, adapter)
-    if _HUB.fullmatch(plain):
-        return Target("dataset", plain, _name_from(plain.removeprefix("hf:").rpartition("/")[2]))
-    if _GIT.search(plain):
-        return _git(plain)
-    if re.match(r"(https?|wss?)://", plain):
-        return _server(plain, by_name, speaks)
-    if (path := Path(plain).expanduser()).exists():
-        return _path(given, path.absolute())
+    if not plain_only and (place := _place_of(given, plain, by_name, speaks)) is not None:
+        return place
     try:
         requirement = Requirement(plain)
     except InvalidRequirement:
@@ -86,6 +83,19 @@ def checked_name(name: str) -> str:
             hint="Up to 64 lower-case letters, digits, '_' and '-', the first a letter or digit.",
         )
     return name
+
+
+def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target | None:
+    """What lies at a place: on the Hub, in a repository, at a URL, on this machine; None where it names none."""
+    if _HUB.fullmatch(plain):
+        return Target("dataset", plain, _name_from(plain.removeprefix("hf:").rpartition("/")[2]))
+    if _GIT.search(plain):
+        return _git(plain)
+    if re.match(r"(https?|wss?)://", plain):
+        return _server(plain, by_name, speaks)
+    if (path := Path(plain).expanduser()).exists():
+        return _path(given, path.absolute())
+    return None
 
 
 def _git(given: str) -> Target:
@@ -127,7 +137,11 @@ def is_project(folder: Path) -> bool:
 
 
 def _lines(file: Path) -> list[str]:
-    lines = (line.partition(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{file} cannot be read as UTF-8: {error}.", hint="Save it as UTF-8.") from None
+    lines = (line.partition(" #")[0].strip() for line in text.splitlines())
     wanted = [line for line in lines if line and not line.startswith("#")]
     if option := next((line for line in wanted if line.startswith("-")), None):
         raise InvalidValue(
@@ -151,7 +165,7 @@ def require_no_secret(text: str) -> None:
     Raises:
         InvalidValue: One does. It is not repeated.
     """
-    if _WITH_SECRET.search(text):
+    if KEY_IN_URL.search(text):
         raise InvalidValue(
             "A URL with a user or password in it is not taken.",
             hint="Let git and pip find it: a credential helper, netrc, or PIP_EXTRA_INDEX_URL.",
