@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai_stand_in import OpenAiStandIn
@@ -26,10 +27,11 @@ from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.jobs import Job, hold
 from toprope.trajectories.orders import Order
 from toprope.trajectories.store import DatasetStore
-from toprope.workbench.data import build_order, export_order
+from toprope.workbench.data import begin, build_order, export_order
 
 KEY = "sk-very-secret-0123456789"
 WAIT_S = 120.0
+MANY = "many-251122-0310-ab12"
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,8 @@ def shop(tmp_path_factory):
     shop.home.ensure()
     place_tokenizer(shop.home.path / "policies")
     words_run(shop.home.runs, 6, "run-a")
-    words_run(shop.home.runs, 3, "many-s0")
-    words_run(shop.home.runs, 3, "many-s1")
+    words_run(shop.home.runs, 3, f"{MANY}-s0")
+    words_run(shop.home.runs, 3, f"{MANY}-s1")
     shop.home.configuration.mkdir(parents=True, exist_ok=True)
     yield shop
     launcher.close()
@@ -68,7 +70,7 @@ def test_rollouts_are_exported_by_a_program_of_their_own(shop):
     assert "whole, from tokens" in answer.text and answer.data.path in answer.text
     found = list(read_items(shop.home.exports / os.path.basename(answer.data.path)))
     assert [item.reward for item in found] == [1.0] * 6 and found[0].action[0]["content"] == "epor"
-    both = ask(data.export_trajectories, shop, sources=["many"], format="json")
+    both = ask(data.export_trajectories, shop, sources=[MANY, f"{MANY}-s1"], format="json")
     assert both.data.items == 12 and both.data.path.endswith(".json")
     assert {path.name for path in shop.home.exports.iterdir()} == {
         ".jobs", os.path.basename(answer.data.path), os.path.basename(both.data.path),
@@ -96,7 +98,7 @@ def test_what_takes_longer_goes_on_and_the_same_call_hears_of_it_once(shop):
 
 def test_versions_are_made_once_and_never_change(shop):
     recipe = {"dedup_threshold": 0.95, "split": {"train": 0.7, "validation": 0.3}, "description": "Right answers."}
-    given = {"name": "best", "sources": ["run-a", "many"], "where": {"success": True}}
+    given = {"name": "best", "sources": ["run-a", MANY], "where": {"success": True}}
     first = ask(data.build_dataset, shop, **given)
     assert (first.data.dataset, first.data.items, first.data.new) == ("best@v1", 12, True)
     again = ask(data.build_dataset, shop, **given)
@@ -178,6 +180,27 @@ def test_the_owner_can_forbid_and_limit(shop, settings):
             ask(data.export_trajectories, shop, sources=["run-a"], format="json", where={"limit": 1})
     finally:
         os.close(descriptor)
+
+
+def test_two_who_ask_at_the_same_moment_do_not_begin_more_than_the_owner_allows(shop, settings, monkeypatch):
+    settings("data: {at_once: 1}\n")
+    descriptors = []
+
+    def slow(job, order, keys):
+        job.folder.mkdir(mode=0o700, parents=True)
+        time.sleep(0.3)
+        descriptors.append(hold(job.folder))
+
+    monkeypatch.setattr(Job, "begin", slow)
+    orders = [export_order(shop.home, ["run-a"], "jsonl", {"limit": 90 + number}) for number in range(2)]
+    try:
+        with ThreadPoolExecutor() as two:
+            asked = [two.submit(begin, shop.home, order) for order in orders]
+        refused = [one.exception() for one in asked if one.exception() is not None]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert [type(one) for one in refused] == [NotPossibleNow] and len(descriptors) == 1
 
 
 def test_wrong_orders_are_refused_before_anything_starts(shop):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.folder import RunFolder
 from toprope.records.tested import ENDPOINT_KEY
@@ -24,6 +26,7 @@ from toprope.trajectories.strategy import OwnCode
 from toprope.trajectories.writers import ENDINGS, FORMATS
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
+from toprope.workbench.seeds import expand
 
 __all__ = ["INBOX", "DataOrder", "Sources", "begin", "build_order", "export_order", "job_of", "live_jobs", "sources_of"]
 
@@ -54,6 +57,7 @@ class DataOrder:
 
 def sources_of(home: Home, names: Sequence[str]) -> Sources:
     """What names mean: runs, seed groups (all of their runs), data sets (`name@v2`), and inboxes (`name@inbox`).
+    What is named twice, as a run and by its group for instance, is read once.
 
     Raises:
         NotFound: One is nothing of these.
@@ -68,17 +72,14 @@ def sources_of(home: Home, names: Sequence[str]) -> Sources:
         elif at:
             found.versions.append(store.find(name).path)
         else:
-            found.runs.extend(_runs(home, name, store))
-    return found
+            found.runs.extend(_run(home, run_id, store) for run_id in expand(home.runs, [name]))
+    return Sources(*(list(dict.fromkeys(paths)) for paths in (found.runs, found.versions, found.files)))
 
 
-def _runs(home: Home, name: str, store: DatasetStore) -> list[Path]:
+def _run(home: Home, name: str, store: DatasetStore) -> Path:
     try:
-        return [RunFolder.open(home.runs, name).path]
+        return RunFolder.open(home.runs, name).path
     except NotFound:
-        group = sorted(home.runs.glob(f"{name}-s[0-9]*")) if NAME.fullmatch(name) else []
-        if group:
-            return group
         if store.versions(name) if NAME.fullmatch(name) else ():
             raise NotFound(f"{name} is a data set, not a run.", hint=f"Name a version: {name}@v1.") from None
         raise
@@ -263,14 +264,15 @@ def begin(home: Home, asked: DataOrder) -> Job:
     if job.alive() if not job.ended() else not job.told():
         return job
     most = home.settings().data.at_once
-    live = list(live_jobs(home))
-    if len(live) >= most:
-        raise NotPossibleNow(
-            f"{len(live)} exports and builds are going on, as many as the owner allows (data.at_once).",
-            hint="Wait for them to end; nothing was started.",
-        )
-    _forget(home)
-    job.begin(asked.order, asked.keys)
+    with FileLock(str(home.path / "data.lock")):  # whoever is asked beside us counts ours
+        live = list(live_jobs(home))
+        if len(live) >= most:
+            raise NotPossibleNow(
+                f"{len(live)} exports and builds are going on, as many as the owner allows (data.at_once).",
+                hint="Wait for them to end; nothing was started.",
+            )
+        _forget(home)
+        job.begin(asked.order, asked.keys)
     return job
 
 
