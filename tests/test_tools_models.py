@@ -268,7 +268,12 @@ def test_data_sets_are_in_the_catalog_by_name(house, tmp_path):
     assert "no key 'paht'. Did you mean path?" in listed["typo"].state
     told = do(describe_environment, shop, name="sums")
     assert sum(split["known"] for split in told.data.splits.values()) == 60 and not told.data.remarks
-    assert told.data.examples[0]["rewards"] == {"reference": 1.0, "empty": 0.0, "junk": 0.0}
+    assert told.data.examples[0]["rewards"] == {
+        "reference": 1.0,
+        "near_miss": 0.0,
+        "empty": 0.0,
+        "junk": 0.0,
+    }
     with pytest.raises(InvalidValue, match="Columns: a, b, total"):
         do(describe_environment, shop, name="sums", knobs={"reference": "totl"})
     with pytest.raises(EnvironmentFailed, match="typo is broken"):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toprope.errors import NotPossibleNow
 from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.finding import Finding
 from toprope.sdk.checks.observed import Again, Observed
@@ -140,6 +141,11 @@ async def check(
             await checked.run(full, folder)
     except WorkerFailure as failure:
         raise failed(entry, failure) from failure
+    except OSError as error:
+        raise NotPossibleNow(
+            f"{entry.name} cannot be tried: {error}. Nothing was changed.",
+            hint="A check needs a temporary folder (TMPDIR) with room, and processes.",
+        ) from error
     finally:
         for mark in checked.marks:
             await asyncio.shield(asyncio.to_thread(sweep, mark))

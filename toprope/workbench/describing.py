@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.errors import EnvironmentFailed, InvalidValue, visible
 from toprope.records.groups import Outcome
 from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
@@ -123,7 +123,7 @@ class Describer:
     ) -> Description:
         began = time.monotonic()
         link: Link | None = None
-        mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
+        mark, folder = new_mark(), _folder()
         grace = 0.0  # only a worker that answered to the end gets time to end by itself
         try:
             surroundings = worker_environment({**(variables or {}), MARK: mark})
@@ -158,7 +158,8 @@ class Describer:
             if link is not None:
                 await asyncio.shield(link.close(grace))
             await asyncio.shield(asyncio.to_thread(sweep, mark))
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         return Description(
             entry=entry,
             card=card,
@@ -170,6 +171,15 @@ class Describer:
             score_seconds=score_s,
             memory_mb=memory_mb,
         )
+
+
+def _folder() -> str | None:
+    """Where a worker may write, since some environments write where they are; None where the disk has no room for it:
+    nothing that describes needs it."""
+    try:
+        return tempfile.mkdtemp(prefix="toprope-")
+    except OSError:
+        return None
 
 
 def require_usable(entry: Entry) -> None:
@@ -235,7 +245,13 @@ def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
 
 
 def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
-    """A worker's failure in the words of our own tree."""
+    """A worker's failure in the words of our own tree; what user code says in it is shown and steers nothing."""
+    told = _told(entry, failure)
+    told.message = visible(told.message)
+    return told
+
+
+def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
             return InvalidValue(f"{entry.name}: {failure.message}")
