@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import unicodedata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -71,7 +70,7 @@ async def _play(
     bad = 0
     try:
         async with _opened(workshop, entry, knobs, printed) as (link, card):
-            typer.echo(f"{card['name']}: {card['description']}")
+            typer.echo(_cut(f"{card['name']}: {card['description']}"))
             async with _player(workshop, link, card, model, max_tokens) as make:
                 for index in range(count):
                     made = await make(split, index)
@@ -241,7 +240,7 @@ def _show(made: Made, index: int, card: dict[str, Any]) -> int:
         f"{f' ({parts})' if parts else ''}; {', '.join(fact for fact in facts if fact)}"
     )
     if outcome.error:
-        typer.echo(f"error: {outcome.error}")
+        typer.echo(f"error: {_cut(outcome.error)}")
     return bool(outcome.error)
 
 
@@ -258,9 +257,10 @@ def _knobs(given: list[str]) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
+    from toprope.errors import visible
+
     # What comes out of environments and models must not steer the terminal.
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters in all]"
+    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters in all]")
 
 
 class _Printed:

@@ -135,6 +135,12 @@ def test_an_exception_in_score_names_its_line() -> None:
     assert outcome.error is not None and "test_sdk_environment.py:" in outcome.error and "in score" in outcome.error
 
 
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "two\nlines", "a" * 101, 5])
+def test_names_of_parts_can_be_shown(name: Any) -> None:
+    with pytest.raises(EnvironmentMistake, match="printable text of at most 100 characters"):
+        Scoring.weighted({name: Part()}, {})
+
+
 def test_missing_and_unknown_parts_are_an_error() -> None:
     class Sloppy(Echo):
         def score(self):

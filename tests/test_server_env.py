@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 from server.app import create_server
 from server.commands import build
 from server.roles import Role, owners_role
+from tools.answers import TOKEN_BUDGET, tokens
+from tools.environments import describe_environment
+from toprope.errors import EnvironmentFailed
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.registry import Added
 
@@ -34,7 +37,7 @@ class Talk(Environment):
         print("heard", text)
         return "again \\x1b[31m", False
     def score(self):
-        if self.answer == "raise": raise ValueError("odd answer")
+        if self.answer == "raise": raise ValueError("odd answer\\x1b[2J")
         return 0.25
 """
 
@@ -89,7 +92,7 @@ def test_turns_errors_and_prints_are_shown_with_a_model_at_an_endpoint(shell: Sh
     finally:
         stand_in.close()
     assert "user: Say " in said and "assistant: fine\nuser: again" in said and "\x1b" not in said
-    assert "error: ValueError: odd answer" in said and "talk.py:" in said and "heard fine" in said
+    assert "error: ValueError: odd answer\ufffd[2J" in said and "talk.py:" in said and "heard fine" in said
     unsolved = shell("try", str(file), "--model", "solver", "--tasks", "9", code=1)
     assert "nobody knows the answer" in unsolved and re.search(r"There (is|are) no more than [1-3] in", unsolved)
     assert "There is no file" in shell("try", str(tmp_path / "none.py"), code=1)
@@ -119,11 +122,45 @@ def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -
     assert "was added" in shell("remove", "mine", code=1)
 
 
+LOUD = """
+from toprope.sdk import Environment, Part, Task, knob
+class Loud(Environment):
+    '''Says much.'''
+    tags = ("t" * 100_000,)
+    parts = {f"part{n}": Part(description="d\\x1b[2J" + "d" * 10_000) for n in range(200)}
+    class Knobs:
+        size: str = knob("k" * 100_000, choices=["k" * 100_000, "other"], help="h\\x1b[2J")
+        raises: bool = knob(False)
+    def setup(self):
+        if self.knobs.raises: raise ValueError("no\\x1b[2J" + "!" * 100_000)
+    def tasks(self):
+        for n in range(300): yield Task(f"Say\\x1b[2J {n}")
+    def score(self):
+        return dict.fromkeys(self.parts, 0.0)
+"""
+
+
 @pytest.fixture
 def house(tmp_path: Path) -> Any:
     shop, launcher = make_workshop(tmp_path)
     yield shop
     launcher.close()
+
+
+def test_an_environment_that_says_much_leaves_room_in_an_answer_and_hides_nothing(house: Any) -> None:
+    folder = house.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "loud.py").write_text(LOUD)
+
+    async def ask() -> Any:
+        with pytest.raises(EnvironmentFailed) as refusal:
+            await describe_environment(house, name="loud", knobs={"raises": True})
+        return await describe_environment(house, name="loud"), str(refusal.value)
+
+    answer, refused = anyio.run(ask)
+    assert tokens(answer) < TOKEN_BUDGET and len(answer.data.reward_parts) == 40
+    assert "no\ufffd[2J!!" in refused and len(refused) < 5000
+    assert "\x1b" not in answer.text + refused
 
 
 def test_agents_install_only_where_the_owner_lets_them(

@@ -13,7 +13,7 @@ import anyio
 from anyio import to_thread
 
 from tools import answers
-from tools.answers import Answer, call, clip, duration, number, percent, value
+from tools.answers import Answer, call, clip, cut, duration, number, percent, value
 from tools.config import said_changes
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.settings.fields import knob_fields
@@ -32,6 +32,8 @@ _LONGEST_S = 45.0
 """Clients drop a call at about 60 s."""
 _LOAD_S = 30.0
 _MOST_SUMMARY = 120
+_MOST_LINES = 40
+"""Knobs and reward parts that are told."""
 
 
 async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:
@@ -112,9 +114,12 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         name=entry.name,
         summary=clip(card.description, 300),
         max_turns=card.max_turns,
-        tags=card.tags[:20],
-        knobs=[_knob(knob.model_dump(mode="json", exclude_none=True)) for knob in card.knobs],
-        reward_parts={part: one.model_dump(mode="json") for part, one in card.parts.items()},
+        tags=[clip(tag, 80) for tag in card.tags[:20]],
+        knobs=[_knob(knob.model_dump(mode="json", exclude_none=True)) for knob in card.knobs[:_MOST_LINES]],
+        reward_parts={
+            part: one.model_dump(mode="json") | {"description": clip(one.description, 100)}
+            for part, one in list(card.parts.items())[:_MOST_LINES]
+        },
         max_reward=card.max_reward,
         splits={split: size.model_dump(mode="json") for split, size in described.splits.items()},
         examples=[_example(example) for example in described.examples],
@@ -123,7 +128,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         ecosystem=entry.ecosystem,
         state=_state(entry),
         tools=entry.tools,
-        versions=dict(list(card.versions.items())[:20]),
+        versions={clip(name, 80): clip(one, 80) for name, one in list(card.versions.items())[:20]},
         load_seconds=round(described.load_seconds, 2),
         score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
@@ -277,7 +282,9 @@ def _summary(entry: Entry) -> str:
 
 def _knob(knob: dict[str, Any]) -> dict[str, Any]:
     """A knob for the structure: without the value, which is a draft's affair, and with long texts cut."""
-    return {key: clip(one, 200) if isinstance(one, str) else one for key, one in knob.items() if key != "value"}
+    return {
+        key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if key != "value"
+    }
 
 
 def _knob_lines(card: Card) -> list[str]:
@@ -285,11 +292,11 @@ def _knob_lines(card: Card) -> list[str]:
     if not fields:
         return ["It has no knobs."]
     lines = ["Knobs (edit_config as environment.knobs.<name>):"]
-    for name, field in list(fields.items())[:40]:
+    for name, field in list(fields.items())[:_MOST_LINES]:
         says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
         says = f"one of {field.bounds}" if field.choices is not None else says
         said = f": {clip(field.description, 120)}" if field.description else ""
-        lines.append(f"  {name.rpartition('.')[2]} = {value(field.default)} ({says}){said}")
+        lines.append(f"  {clip(name.rpartition('.')[2], 80)} = {value(field.default)} ({clip(says, 400)}){said}")
     return lines
 
 
@@ -297,7 +304,7 @@ def _part_lines(card: Card) -> list[str]:
     return [
         f"{name} (weight {number(part.weight)}, {number(part.low)} to {number(part.high)})"
         + (f" {clip(part.description, 100)}" if part.description else "")
-        for name, part in card.parts.items()
+        for name, part in list(card.parts.items())[:_MOST_LINES]
     ] or ["no parts"]
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "TooNew",
     "TopropeError",
     "shown",
+    "visible",
 ]
 
 
@@ -36,6 +37,13 @@ def shown(name: object, limit: int = 80) -> str:
     """A name as a message quotes it: cut, and with what is invisible in it written out. It came from outside."""
     text = ascii(name) if isinstance(name, str) and not name.isprintable() else repr(name)
     return text if len(text) <= limit else f"{text[: limit - 2]}…{text[0]}"
+
+
+def visible(text: str, limit: int = 4000) -> str:
+    """Words from outside as a message may hold them: lines stay, what else is invisible is marked, and it is cut."""
+    if not text.isprintable():
+        text = "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class TopropeError(Exception):

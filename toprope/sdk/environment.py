@@ -38,6 +38,8 @@ Messages = list[dict[str, Any]]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _TOLERANCE = 1e-9
+_LONGEST_NAME = 100
+"""Of a reward part: its name stands in tables, metrics and errors."""
 
 
 def as_messages(value: Any, what: str) -> Messages:
@@ -266,6 +268,11 @@ class Scoring:
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(p, Part) for p in parts.values()):
             raise EnvironmentMistake("`parts` must be a dict of names and Part(...), with one part at least.")
         for name, part in parts.items():
+            if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+                raise EnvironmentMistake(
+                    f"The name of a reward part is a printable text of at most {_LONGEST_NAME} characters, not "
+                    f"{name!r:.120}."
+                )
             if not all(map(_finite, (part.weight, part.low, part.high))) or part.low > part.high:
                 raise EnvironmentMistake(f"Part {name!r} needs finite numbers with low <= high, not {part}.")
         own = dict(parts)

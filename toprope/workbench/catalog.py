@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import toprope
-from toprope.errors import NotFound, TopropeError, shown
+from toprope.errors import NotFound, TopropeError, shown, visible
 from toprope.workbench.cards import Card, KnobCard, PartCard, SplitSize
 from toprope.workbench.describing import Describer, Description, Example
 from toprope.workbench.entries import Entry, Names, Source, broken
@@ -143,18 +143,15 @@ class Catalog:
 
 def _sayable(entry: Entry) -> Entry:
     """The entry as it can be shown: file names and what somebody's package says of itself may hold anything."""
-    name, description, problem = _clean(entry.name, 160), _clean(entry.description, 1000), _clean(entry.problem, 1000)
+    name, description, problem = _line(entry.name, 160), _line(entry.description, 1000), _line(entry.problem, 1000)
     if (name, description, problem) == (entry.name, entry.description, entry.problem):
         return entry
-    environment = entry.environment.model_copy(update={"name": _clean(entry.environment.name, 160)})
+    environment = entry.environment.model_copy(update={"name": _line(entry.environment.name, 160)})
     return replace(entry, name=name, description=description, problem=problem, environment=environment)
 
 
-def _clean(text: str, longest: int) -> str:
-    if text.isprintable() and len(text) <= longest:
-        return text
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
-    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+def _line(text: str, longest: int) -> str:
+    return text if text.isprintable() and len(text) <= longest else visible(" ".join(text.split()), longest)
 
 
 def _text(entry: Entry) -> str:
