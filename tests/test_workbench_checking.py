@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from server.commands import build
 from tools.checking import check_environment
-from toprope.errors import EnvironmentFailed, NotFound
+from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
 from toprope.workbench.catalog import Catalog
 from toprope.workbench.checking import CheckReport, check
 
@@ -135,3 +136,15 @@ def test_the_command_ends_by_what_it_found(tmp_path: Path, monkeypatch: pytest.M
     done = CliRunner().invoke(build(), ["env", "check", "mine"])
     assert done.exit_code == 1 and "never_varies" in done.output and "Next" not in done.output
     assert CliRunner().invoke(build(), ["env", "check", "nobody"]).exit_code == 2
+
+
+def test_without_room_for_a_temporary_folder_a_check_says_so_and_a_description_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(HEAD)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    catalog = Catalog([tmp_path])
+    entry = catalog.find("mine")
+    with pytest.raises(NotPossibleNow, match="mine cannot be tried"):
+        asyncio.run(check(entry))
+    assert asyncio.run(catalog.describe(entry)).examples[0].scores["reference"].reward == 1.0
