@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import uuid
+from types import SimpleNamespace
 
 import anyio
 import psutil
@@ -12,12 +14,26 @@ import sweep_stand_ins
 from supervisor_house import eventually
 
 from toprope.errors import Corrupt
+from toprope.records.crew import Evaluated
 from toprope.records.folder import RunFolder
 from toprope.records.specification import Specification
 from toprope.records.status import read_events
-from toprope.records.sweep import Survivors, SweepLog, final_id, members_in, read_standing
+from toprope.records.sweep import (
+    Candidate,
+    Finalist,
+    Generation,
+    Measured,
+    Scored,
+    Started,
+    Survivors,
+    SweepLog,
+    final_id,
+    members_in,
+    read_standing,
+)
 from toprope.settings.owner import Home
 from toprope.supervisor.lock import held
+from toprope.sweeps.conductor import Conductor
 from toprope.sweeps.planning import local_strategy
 from toprope.workbench import launch
 
@@ -161,19 +177,23 @@ def test_killed_three_times_it_ends_the_same(house):
     eventually(lambda: not house.processes(), 20.0)
 
 
-def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on(house):
-    folder = house.start({"environment": {"slow": 30.0}})
+def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(house):
+    folder = house.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
     first = f"{folder.run_id}-m01"
     eventually(lambda: held(house.home.runs / first / "keeper.lock"), LIMIT_S)
     house.runs.stop(folder.run_id)
     assert house.ended(folder).state == "stopped"
     eventually(lambda: not house.processes(), LIMIT_S)
     known = lines_of(folder, "generation")
+    for table in house.path.glob("programs-*.json"):
+        table.write_text(table.read_text().replace("30.0", "0.0"))
     house.runs.resume(folder.run_id, launch.variables_of(Specification.read(folder), house.home))
-    eventually(lambda: house.runs.status(folder.run_id).state == "evaluating", LIMIT_S)
-    house.runs.stop(folder.run_id)
-    house.ended(folder)
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
     assert lines_of(folder, "generation") == known
+    standing, plan = read_standing(folder), Specification.read(folder).sweep
+    assert {name: one.score for name, one in standing.scores.items()} == undisturbed(plan)["scores"]
+    assert house.runs.status(first).attempt == 2 and standing.final.measured is not None
 
 
 def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
@@ -197,6 +217,26 @@ def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
     # Four and the sweep itself count for today: one member fits, the next does not.
     assert status.state == "failed" and "per_day.runs is 6" in status.failure.reason
     assert len(members_in(house.home.runs, refused.run_id)) == 1
+
+
+def test_a_conductor_that_goes_on_tells_of_former_epochs_as_they_were(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    folder = RunFolder.create(tmp_path, "dice")
+    spec = sweep_stand_ins.sweep_in(home, population=2, epochs=2)
+    log = SweepLog(folder)
+    for epoch, name, score in ((1, "c001", 0.25), (2, "c002", 0.75)):
+        log.append(Generation(epoch=epoch, candidates=[Candidate(id=name, values={}, steps=4)]))
+        log.append(Started(candidate=name, epoch=epoch, run_id=f"dice-{name}"))
+        log.append(Scored(candidate=name, score=score, measured=Measured(accuracy=score, tasks=100, steps=4)))
+        log.append(Survivors(epoch=epoch, ids=[name]))
+    log.append(Finalist(candidate="c002", why="evaluation.heldout_tasks is 0"))
+    told = []
+    member = SimpleNamespace(spec=spec, folder=folder, report=told.append, ending=threading.Event())
+    anyio.run(Conductor(member, home).run)
+    evaluated = {one.label: one.summary for one in told if isinstance(one, Evaluated)}
+    assert [(one["score"], one["steps"], one["best"]) for one in evaluated.values()] == [
+        (0.25, 4, "dice-c001"), (0.75, 8, "dice-c002"),
+    ]  # fmt: skip
 
 
 def test_a_torn_line_of_the_journal_does_not_count(tmp_path):

@@ -188,7 +188,11 @@ class Standing:
     @property
     def best(self) -> Scored | None:
         """The candidate with the highest score; of equals the one that was measured on more steps, then the earlier."""
-        scored = [one for one in self.scores.values() if one.score is not None]
+        return self.best_until(len(self.generations))
+
+    def best_until(self, epoch: int) -> Scored | None:
+        """The best, see there, of those that there were in an epoch or before."""
+        scored = [one for one in self.scores.values() if one.score is not None and self.born[one.candidate] <= epoch]
         return max(scored, key=lambda one: (one.score, self.line_steps(one.candidate)), default=None)
 
     @property
@@ -199,7 +203,11 @@ class Standing:
     @property
     def steps(self) -> int:
         """Optimizer steps that all runs have done together."""
-        return sum(one.measured.steps for one in self.scores.values())
+        return self.steps_until(len(self.generations))
+
+    def steps_until(self, epoch: int) -> int:
+        """Those of the candidates that there were in an epoch or before."""
+        return sum(one.measured.steps for one in self.scores.values() if self.born[one.candidate] <= epoch)
 
     def line_steps(self, candidate: str) -> int:
         """Optimizer steps behind a candidate's weights, those of the candidates that it goes on from included."""

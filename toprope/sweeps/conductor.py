@@ -20,7 +20,17 @@ from typing import Any, TypeVar
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.crew import Evaluated, Failed, Finished, Progress, Ready, Warned
 from toprope.records.status import Status
-from toprope.records.sweep import Candidate, Finalist, Generation, Measured, Scored, Started, Survivors, SweepLog
+from toprope.records.sweep import (
+    Candidate,
+    Finalist,
+    Generation,
+    Measured,
+    Scored,
+    Started,
+    Survivors,
+    SweepLog,
+    final_id,
+)
 from toprope.settings.owner import Home
 from toprope.sweeps.members import Members, hopeless
 from toprope.sweeps.strategist import Strategist
@@ -94,18 +104,19 @@ class Conductor:
             scores = [standing.scores[one.id].score for one in generation.candidates]
             ids = await self._unless_ending(strategist.select(generation.candidates, scores))
             self._log.append(Survivors(epoch=epoch, ids=ids))
-        best = standing.best
+        # As it was then: a conductor that goes on says the same of epochs that were before it.
+        best = standing.best_until(epoch)
         if best is not None:
-            self._member.report(Evaluated(f"epoch-{epoch}", self._summary(best)))
+            self._member.report(Evaluated(f"epoch-{epoch}", self._summary(best, epoch)))
 
-    def _summary(self, best: Scored) -> dict[str, Any]:
+    def _summary(self, best: Scored, epoch: int) -> dict[str, Any]:
         return {
             "accuracy": best.measured.accuracy,
             "score": best.score,
             "split": "validation",
             "tasks": best.measured.tasks,
             "best": self._log.standing.runs[best.candidate],
-            "steps": self._log.standing.steps,
+            "steps": self._log.standing.steps_until(epoch),
         }
 
     async def _new_generation(self, strategist: Strategist) -> None:
@@ -183,11 +194,12 @@ class Conductor:
         if candidate.id not in standing.runs:
             self._log.append(Started(candidate=candidate.id, epoch=epoch, run_id=run_id))
         try:
-            await self._start(run_id, lambda: members.start(candidate, epoch, standing))
+            if not await self._taken_up(run_id):
+                await self._start(run_id, lambda: members.start(candidate, epoch, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not members.is_there(run_id):
+            if not members.is_there(run_id) or members.was_stopped(run_id):
                 self._score(Scored(candidate=candidate.id, score=None, why=f"it did not start: {error.message}"))
                 return
         status, why = await self._follow(candidate.id, run_id)
@@ -229,6 +241,20 @@ class Conductor:
                     self._warn(f"{run_id} waits: {error.message}")
                 await asyncio.sleep(_ROOM_EVERY_S)
 
+    async def _taken_up(self, run_id: str) -> bool:
+        """Has a run go on that was stopped with the sweep before this conductor began; whether it was.
+
+        Raises: see `_start`.
+        """
+        members = self._members
+        if not await asyncio.to_thread(members.was_stopped, run_id):
+            return False
+        while not members.over(await asyncio.to_thread(members.status, run_id)):
+            self._check_ending()
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await self._start(run_id, lambda: members.go_on(run_id))
+        return True
+
     async def _follow(self, candidate: str, run_id: str) -> tuple[Status, str]:
         """Waits for the end of a run; its status, and why it was stopped early, if it was."""
         members, why = self._members, ""
@@ -257,6 +283,8 @@ class Conductor:
                 hint="list_runs names the members; read_logs says more of each.",
             )
         if standing.final is not None and (standing.final.measured is not None or standing.final.why):
+            if standing.final.measured is not None and self._members.is_there(final_id(self._member.spec.run_id)):
+                self._tell_heldout(self._members.status(final_id(self._member.spec.run_id)), standing.final.candidate)
             return
         if not self._member.spec.config.evaluation.heldout_tasks:
             self._log.append(Finalist(candidate=best.candidate, why="evaluation.heldout_tasks is 0"))
@@ -266,18 +294,14 @@ class Conductor:
         assert standing.final is not None
         winner = standing.candidates[standing.final.candidate]
         self._enter("evaluating")
-        run_id = ""
-
-        def start() -> None:
-            nonlocal run_id
-            run_id = self._members.start_final(winner, standing)
-
+        run_id = final_id(self._member.spec.run_id)
         try:
-            await self._start("the winner's measurement", start)
+            if not await self._taken_up(run_id):
+                await self._start("the winner's run", lambda: self._members.start_final(winner, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not run_id:
+            if not self._members.is_there(run_id) or self._members.was_stopped(run_id):
                 self._log.append(Finalist(candidate=winner.id, why=f"it could not be measured: {error.message}"))
                 self._warn(f"the winner was not measured on held-out tasks: {error.message}")
                 return
@@ -289,11 +313,13 @@ class Conductor:
             return
         measured: Measured = await asyncio.to_thread(self._members.measured, status)
         self._log.append(Finalist(candidate=winner.id, run_id=run_id, measured=measured))
-        self._member.report(
-            Evaluated("heldout", {**status.evaluations.get("test", {}), "best": standing.runs[winner.id]})
-        )
+        self._tell_heldout(status, winner.id)
 
     # Telling and ending
+
+    def _tell_heldout(self, status: Status, winner: str) -> None:
+        best = self._log.standing.runs[winner]
+        self._member.report(Evaluated("heldout", {**status.evaluations.get("test", {}), "best": best}))
 
     def _enter(self, phase: str) -> None:
         self._phase = phase

@@ -17,7 +17,9 @@ from toprope.records.status import Status
 from toprope.records.sweep import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.fields import apply
 from toprope.settings.owner import Home
+from toprope.supervisor.ledger import the_books
 from toprope.workbench import launch
+from toprope.workbench.budgets import may_go_on
 from toprope.workbench.drafts import Draft
 from toprope.workbench.lineage import RUN, base_of
 
@@ -118,22 +120,36 @@ class Members:
             test = TestPlan(tasks=evaluation.validation_tasks, group_size=config.rollout.group_size)
         self._launch(run_id, changes, member, test, base)
 
-    def start_final(self, candidate: Candidate, standing: Standing) -> str:
-        """Starts the winner's measurement on held-out tasks, unless it was started before; the run's id.
+    def start_final(self, candidate: Candidate, standing: Standing) -> None:
+        """Starts the winner's measurement on held-out tasks; nothing where it was started before.
 
         Raises: see `start`.
         """
         run_id = final_id(self._sweep.run_id)
-        if not self.is_there(run_id):
-            member = SweepMember(
-                sweep=self._sweep.run_id, candidate=candidate.id, epoch=self._plan.epochs, final=True
-            )  # fmt: skip
-            base = None
-            if self._plan.evaluate == "train":
-                base = base_of(f"{RUN}{standing.runs[candidate.id]}", self._home.runs)
-            test = TestPlan(tasks=self._sweep.config.evaluation.heldout_tasks, group_size=1, heldout=True)
-            self._launch(run_id, candidate.values, member, test, base)
-        return run_id
+        if self.is_there(run_id):
+            return
+        member = SweepMember(sweep=self._sweep.run_id, candidate=candidate.id, epoch=self._plan.epochs, final=True)
+        base = None
+        if self._plan.evaluate == "train":
+            base = base_of(f"{RUN}{standing.runs[candidate.id]}", self._home.runs)
+        test = TestPlan(tasks=self._sweep.config.evaluation.heldout_tasks, group_size=1, heldout=True)
+        self._launch(run_id, candidate.values, member, test, base)
+
+    def was_stopped(self, run_id: str) -> bool:
+        """Whether a run is there and was ordered to stop."""
+        return self.is_there(run_id) and self.status(run_id).state in ("stopping", "stopped")
+
+    def go_on(self, run_id: str) -> None:
+        """Has a run go on that was stopped, from its last checkpoint.
+
+        Raises:
+            NoRoomWithin: The owner's limits leave no room.
+            TopropeError: It cannot go on.
+        """
+        specification = Specification.read(RunFolder(self.runs.path / run_id))
+        with the_books(self.runs.path):
+            may_go_on(specification, self._home.limits(), self._home.runs)
+            self.runs.resume(run_id, launch.variables_of(specification, self._home))
 
     def _launch(
         self,
