@@ -35,13 +35,13 @@ TALK = '''
 import asyncio, json, os, urllib.error, urllib.request
 from toprope.sdk import OwnLoop, Part, Played, Task
 
-async def ask(session, messages, key=None, path="/chat/completions"):
-    body = {"model": session.model, "messages": messages, "max_tokens": session.max_tokens}
+async def ask(session, messages, key=None, path="/chat/completions", n=1):
+    body = {"model": session.model, "messages": messages, "max_tokens": session.max_tokens, "n": n}
     head = {"Authorization": f"Bearer {key or session.api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(session.base_url + path, json.dumps(body).encode(), head)
     def send():
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())["choices"][0]["message"]
+            return json.loads(answer.read())["choices"][n // 2]["message"]
     return await asyncio.to_thread(send)
 
 class Talk(OwnLoop):
@@ -60,6 +60,9 @@ class Talk(OwnLoop):
             await asyncio.sleep(60)
         if "task 5" in said[0]["content"]:
             os._exit(9)
+        if "task 7" in said[0]["content"]:
+            said.append(await ask(session, said, n=3))    # the second of three
+            return Played({"kind": 1, "length": 1}, messages=said)
         await ask(session, said)                      # nobody takes this answer
         said.append(await ask(session, said))
         said.append({"role": "user", "content": "go on"})
@@ -123,7 +126,7 @@ async def numbers(maker: OwnLoopMaker) -> dict[str, int]:
 def test_what_a_rollout_rests_on_is_trained_and_nothing_else(engine: Engine, tiny_policy: Path, tmp_path: Path) -> None:
     async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)
-        good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5"))][:3]
+        good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
         groups = await asyncio.gather(*(maker.make("train", index, 3, SAMPLING) for index in good))
         for made in groups:
             assert [outcome.error for outcome in made.outcomes] == [None] * 3
@@ -139,6 +142,22 @@ def test_what_a_rollout_rests_on_is_trained_and_nothing_else(engine: Engine, tin
             assert len(group.tokens) <= 3 + whole.count(False), "two turns of a rollout are one sequence"
             assert all("assistant" in talk and "go on" in talk for talk in made.talks)
         assert len(server.sessions) == 0, "sessions are forgotten with their group"
+
+    play(engine, tiny_policy, tmp_path, body)
+
+
+def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
+    engine: Engine, tiny_policy: Path, tmp_path: Path
+) -> None:
+    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+        index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
+        made = await maker.make("train", index, 4, SAMPLING)
+        assert [outcome.error for outcome in made.outcomes] == [None] * 4
+        for turns, text in zip(made.turns, made.texts, strict=True):
+            assert len(turns) == 1 and turns[0].completion_ids
+            # A random policy says special tokens, which no client gives back.
+            assert any(token < 4 for token in turns[0].completion_ids[:-1]) or text.strip() in turns[0].completion_text
+        assert len(server.sessions) == 0
 
     play(engine, tiny_policy, tmp_path, body)
 

@@ -10,7 +10,7 @@ A model at an endpoint plays through a relay in this process, since the worker's
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -84,7 +84,7 @@ class OwnLoopMaker(RolloutMaker):
         finally:
             with suppress(ComponentFailed):  # it may be going; what went wrong first is what counts
                 await policy.close_session(group)
-        return answer, [recorded.get(name, []) for name in names]
+        return answer, [_under(name, recorded) for name in names]
 
     async def _relayed(
         self, client: EndpointClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
@@ -154,6 +154,12 @@ def chain_of(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> list[
             chain.append(found)
     # An environment may word its conversation otherwise than the policy did: what cannot be told apart is kept.
     return chain if len(chain) == len(said) else kept
+
+
+def _under(name: str, recorded: Mapping[str, list[Turn]]) -> list[Turn]:
+    """What was sampled in a rollout: several answers to one question (`n`) lie in sub-sessions of its session."""
+    below = f"{name}/"
+    return [turn for key, turns in recorded.items() if key == name or key.startswith(below) for turn in turns]
 
 
 def _says(turn: Turn, message: dict[str, Any]) -> bool:
