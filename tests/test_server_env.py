@@ -21,8 +21,10 @@ from server.app import create_server
 from server.commands import build
 from server.roles import Role, owners_role
 from tools.answers import TOKEN_BUDGET, tokens
+from tools.checking import check_environment
 from tools.environments import describe_environment
 from toprope.errors import EnvironmentFailed
+from toprope.sdk.limits import network_can_be_denied
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.registry import Added
 
@@ -161,6 +163,43 @@ def test_an_environment_that_says_much_leaves_room_in_an_answer_and_hides_nothin
     assert tokens(answer) < TOKEN_BUDGET and len(answer.data.reward_parts) == 40
     assert "no\ufffd[2J!!" in refused and len(refused) < 5000
     assert "\x1b" not in answer.text + refused
+
+
+CALLS_HOME = """
+import socket
+from toprope.sdk import Environment, Part, Task
+class Caller(Environment):
+    '''Calls home.'''
+    def setup(self):
+        try:
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM).close()
+            self.parts = {"reached": Part()}
+        except OSError:
+            self.parts = {"alone": Part()}
+    def tasks(self):
+        for n in range(300): yield Task(f"Say {n}", reference=str(n))
+    def score(self):
+        return float(self.answer == self.task.reference)
+"""
+
+
+@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
+def test_where_the_owner_locks_the_network_nobody_has_one_before_a_run_either(house: Any) -> None:
+    folder = house.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "caller.py").write_text(CALLS_HOME)
+
+    async def ask() -> list[str]:
+        described = await describe_environment(house, name="caller")
+        checked = await check_environment(house, name="caller")
+        assert checked.data.verdict != "critical"
+        return list(described.data.reward_parts)
+
+    assert anyio.run(ask) == ["reached"]
+    (house.home.configuration / "locks.yaml").write_text(
+        "locks: [{field: environment.network, value: deny, reason: Not from here.}]\n"
+    )
+    assert anyio.run(ask) == ["alone"]
 
 
 def test_agents_install_only_where_the_owner_lets_them(

@@ -55,7 +55,12 @@ async def check_environment(
         draft = await to_thread.run_sync(workshop.drafts.get, name)
         draft_id, section = draft.id, draft.config.environment
         entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=draft.environment)
-        settings = dict(knobs=section.knobs, reward_weights=section.reward_weights, max_turns=section.max_turns)
+        settings = dict(
+            knobs=section.knobs,
+            reward_weights=section.reward_weights,
+            max_turns=section.max_turns,
+            network=section.network,
+        )
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
     allowed = seconds or (FULL_S if full else QUICK_S)
@@ -78,6 +83,8 @@ async def _checked(
                 load_timeout_s=min(30.0, seconds),
                 call_timeout_s=min(10.0, seconds / 2),
                 variables=for_worker(workshop.settings().variables),
+                network=settings.get("network") != "deny"
+                and not workshop.home.locks().refusal("environment.network", "allow"),
             )
     except TimeoutError:
         raise EnvironmentFailed(

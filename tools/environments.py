@@ -201,6 +201,7 @@ async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, 
                 examples=examples,
                 load_timeout_s=_LOAD_S,
                 variables=for_worker(workshop.settings().variables),
+                network=not workshop.home.locks().refusal("environment.network", "allow"),
             )
     except TimeoutError:
         raise EnvironmentFailed(

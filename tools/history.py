@@ -61,7 +61,12 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
         try:
             with anyio.fail_after(_LOAD_S):
                 described = await workshop.catalog.describe(
-                    entry, {}, examples=0, load_timeout_s=_LOAD_S, variables=for_worker(workshop.settings().variables)
+                    entry,
+                    {},
+                    examples=0,
+                    load_timeout_s=_LOAD_S,
+                    variables=for_worker(workshop.settings().variables),
+                    network=not locks.refusal("environment.network", "allow"),
                 )
         except TimeoutError:
             raise EnvironmentFailed(f"{entry.name} did not answer within {_LOAD_S:.0f} s; no draft was made.") from None

@@ -98,6 +98,7 @@ async def check(
     load_timeout_s: float = 30.0,
     call_timeout_s: float = 10.0,
     variables: Mapping[str, str] | None = None,
+    network: bool = True,
 ) -> CheckReport:
     """Tries an environment.
 
@@ -111,6 +112,7 @@ async def check(
         load_timeout_s: Seconds for a worker's start, and again for loading.
         call_timeout_s: Seconds for each call after that.
         variables: Variables for the workers beside the usual ones.
+        network: Whether they may have one.
 
     Raises:
         InvalidValue: A knob or weight is wrong.
@@ -134,6 +136,7 @@ async def check(
         until,
         (load_timeout_s, call_timeout_s),
         dict(variables or {}),
+        network,
     )
     try:
         # A folder of its own, as a run has: what it leaves there is seen, and gone afterwards.
@@ -161,10 +164,11 @@ class _Check:
         until: float,
         limits: tuple[float, float],
         variables: dict[str, str],
+        network: bool,
     ) -> None:
         self._entry, self._opening, self._form, self._until = entry, opening, form, until
         self._load_s, self._call_s = limits
-        self._variables = variables
+        self._variables, self._network = variables, network
         self._mark = new_mark()
         self.marks = [self._mark]
         """Of the workers that are tried, and of each other one."""
@@ -217,6 +221,8 @@ class _Check:
         )
         try:
             started = time.monotonic()
+            if not self._network:
+                await link.call("limit", timeout=self._load_s, network=False)
             card = Card.model_validate(await link.call("open", timeout=self._load_s, **self._opening))
         except BaseException:
             await asyncio.shield(link.close(0))

@@ -84,6 +84,7 @@ class Describer:
         load_timeout_s: float = 60.0,
         call_timeout_s: float = 20.0,
         variables: Mapping[str, str] | None = None,
+        network: bool = True,
     ) -> Description:
         """Asks a worker what an environment is like.
 
@@ -96,6 +97,7 @@ class Describer:
             load_timeout_s: Seconds for the worker's start, and again for loading.
             call_timeout_s: Seconds for each call after that.
             variables: Variables for the worker beside the usual ones.
+            network: Whether it may have one.
 
         Raises:
             InvalidValue: A knob or weight is wrong.
@@ -104,11 +106,17 @@ class Describer:
         require_usable(entry)
         source = entry.environment.model_dump()
         asked = question(
-            source, self._shipped, knobs=knobs, weights=reward_weights, examples=examples, variables=variables
+            source,
+            self._shipped,
+            knobs=knobs,
+            weights=reward_weights,
+            examples=examples,
+            variables=variables,
+            network=network,
         )
         limits = load_timeout_s, call_timeout_s
         return await self._described.get(
-            asked, lambda: self._ask(entry, knobs, reward_weights, examples, *limits, variables)
+            asked, lambda: self._ask(entry, knobs, reward_weights, examples, *limits, variables, network)
         )
 
     async def _ask(
@@ -120,6 +128,7 @@ class Describer:
         load_timeout_s: float,
         call_timeout_s: float,
         variables: Mapping[str, str] | None,
+        network: bool,
     ) -> Description:
         began = time.monotonic()
         link: Link | None = None
@@ -129,6 +138,8 @@ class Describer:
             surroundings = worker_environment({**(variables or {}), MARK: mark})
             link = await Link.start(entry.environment.interpreter, env=surroundings, cwd=folder, timeout=load_timeout_s)
             started = time.monotonic()
+            if not network:
+                await link.call("limit", timeout=load_timeout_s, network=False)
             opened = await link.call(
                 "open",
                 timeout=load_timeout_s,
