@@ -189,6 +189,15 @@ class Solved(TrajectoryStrategy):
         return item
 
 
+def test_the_best_of_a_task_are_found_whatever_outsiders_call_their_tasks():
+    def told(reward, **metadata):
+        return TrajectoryItem(f"q{reward}", "a", reward, metadata)
+
+    odd = [told(0.1, task=["t"]), told(0.9, task=["t"]), told(0.2, task="u", group=1), told(0.3, task="u", group=1)]
+    found = list(Query(per_task=1).select(lambda: iter(odd)))
+    assert [item.reward for item in found] == [0.9, 0.3]
+
+
 def test_a_data_set_captures_by_its_strategy_and_counts():
     dataset = TrajectoryDataset(Solved())
     assert dataset.capture(TrajectoryItem("2+2?", "4", 1.0)) and not dataset.capture(TrajectoryItem("2+2?", "5", 0.0))

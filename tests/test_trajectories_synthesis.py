@@ -93,6 +93,14 @@ def test_splits_share_no_near_duplicate_and_no_task():
         split_dataset(whole, {"train": 0.0})
 
 
+def test_an_item_and_what_was_made_from_it_are_in_one_split():
+    seeds = [TrajectoryItem(state, f"answer {state}", 1.0) for state in texts(60, 10)]
+    made = add_noise(seeds, 0.5)
+    split = split_dataset([*seeds, *made, *swap_io(made)], {"train": 0.5, "validation": 0.5}, seed=3)
+    firsts = {name: {one.metadata.get("made_from", one.id) for one in held} for name, held in split.items()}
+    assert [len(held) for held in split.values()] == [90, 90] and not firsts["train"] & firsts["validation"]
+
+
 def test_noise_touches_as_much_as_was_asked_and_only_questions():
     [plain] = items(["The quick brown fox jumps over the lazy dog again and again"])
     assert add_noise([plain], 0.0)[0].state == plain.state
@@ -109,7 +117,8 @@ def test_noise_touches_as_much_as_was_asked_and_only_questions():
 def test_question_and_answer_swap_and_lose_their_score():
     [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True})])
     assert (swapped.state, swapped.action, swapped.reward) == ("4", "2+2?", 0.0)
-    assert swapped.metadata == {"origin": "swap_io", "unscored": True}
+    first = TrajectoryItem("2+2?", "4", 1.0).id
+    assert swapped.metadata == {"origin": "swap_io", "unscored": True, "made_from": first}
     assert filter_by_score([swapped, TrajectoryItem("a", "b", 0.4)], 0.3)[0].state == "a"
 
 

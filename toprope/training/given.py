@@ -82,7 +82,7 @@ async def take_given(
                 continue
             told = content_id(state)
             task = str(item.metadata.get("task") or told)
-            if task in sealed or told in sealed:
+            if not sealed.isdisjoint((task, task.rpartition("/")[2], told)):  # a mixture's tasks are ENVIRONMENT/ID
                 left += 1
                 continue
             taken += 1

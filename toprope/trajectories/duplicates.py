@@ -266,8 +266,9 @@ def split_dataset(
 ) -> dict[str, list[TrajectoryItem]]:
     """Splits items by ratios, none of whose questions is a near duplicate of one in another split.
 
-    Near duplicates, and items of one task, go together; whole clusters are dealt out by size, in an order that the seed
-    shuffles, each to the split that lacks most. So a split can miss its ratio by the size of a cluster.
+    Near duplicates, items of one task, and an item with its mutations go together; whole clusters are dealt out by
+    size, in an order that the seed shuffles, each to the split that lacks most. So a split can miss its ratio by the
+    size of a cluster.
 
     Args:
         items: What to split.
@@ -301,10 +302,14 @@ def split_dataset(
 
 
 def _with_tasks(items: Sequence[TrajectoryItem], found: list[int]) -> list[int]:
-    """Clusters that have items of one task in common become one."""
+    """Clusters that have items of one task in common become one, and those with an item and what was made from it."""
     joined = _Joined()
-    first: dict[tuple[Any, Any], int] = {}
+    first: dict[tuple[str, ...], int] = {}
+    mutated = any("made_from" in item.metadata for item in items)
     for item, cluster in zip(items, found, strict=True):
-        if task := item.metadata.get("task"):
-            joined.join(cluster, first.setdefault((item.metadata.get("environment"), task), cluster))
+        told = item.metadata
+        if task := told.get("task"):
+            joined.join(cluster, first.setdefault((str(told.get("environment")), str(task)), cluster))
+        if mutated:
+            joined.join(cluster, first.setdefault((str(told.get("made_from", item.id)),), cluster))
     return [joined.root(cluster) for cluster in found]

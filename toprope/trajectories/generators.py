@@ -166,7 +166,7 @@ def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -
                 else one
                 for one in item.state
             ]
-        told = {**item.metadata, "origin": "noise", "noise": level}
+        told = {**item.metadata, "origin": "noise", "noise": level, "made_from": _first_of(item)}
         noisy.append(TrajectoryItem(state, item.action, item.reward, told))
     return noisy
 
@@ -177,7 +177,7 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
     swapped = []
     for item in items:
         before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
-        told = {**item.metadata, "origin": "swap_io", "unscored": True}
+        told = {**item.metadata, "origin": "swap_io", "unscored": True, "made_from": _first_of(item)}
         for gone in ("success", "score", "parts", "task"):
             told.pop(gone, None)
         asked = text_of([one for one in as_messages(item.state, "user") if one.get("role") != "system"])
@@ -186,6 +186,11 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
             state = [*before, {"role": "user", "content": state}]
         swapped.append(TrajectoryItem(state, asked, 0.0, told))
     return swapped
+
+
+def _first_of(item: TrajectoryItem) -> Any:
+    """Id of the item that it goes back to, which may be itself: they belong in one split."""
+    return item.metadata.get("made_from", item.id)
 
 
 def _check_level(level: float) -> None:

@@ -107,9 +107,9 @@ class Query:
 
 def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any, ...]]:
     """Places of the `count` best items of each task. What is remembered grows with the tasks, not with the items."""
-    heaps: dict[tuple[Any, Any], list[tuple[float, int, tuple[Any, ...]]]] = {}
+    heaps: dict[tuple[str, str], list[tuple[float, int, tuple[Any, ...]]]] = {}
     for number, item in enumerate(items):
-        heap = heaps.setdefault((item.metadata.get("environment"), item.metadata.get("task")), [])
+        heap = heaps.setdefault((str(item.metadata.get("environment")), str(item.metadata.get("task"))), [])
         entry = (item.reward, number, place_of(item))
         if len(heap) < count:
             heapq.heappush(heap, entry)
@@ -121,8 +121,9 @@ def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any,
 def place_of(item: TrajectoryItem) -> tuple[Any, ...]:
     """What tells an item from all others: its place in its run, else what it says."""
     told = item.metadata
-    if "group" in told:
-        return told.get("run"), told.get("group"), told.get("rollout")
+    run, group, rollout = told.get("run"), told.get("group"), told.get("rollout")
+    if isinstance(run, str) and isinstance(group, int) and isinstance(rollout, int):
+        return run, group, rollout
     return (item.id,)
 
 
