@@ -101,7 +101,15 @@ def test_a_task_has_the_same_id_here_as_in_its_environment():
 def test_a_data_sets_items_are_learned_but_for_what_is_held_out(tmp_path: Path):
     by_id = TrajectoryItem("other words", "x", 1.0, {"task": Task("104 + 1?").id})
     of_mixture = TrajectoryItem("others", "x", 1.0, {"task": f"add/{Task('105 + 1?').id}"})
-    made(tmp_path / "datasets", item(1), item(2, environment="add"), item(103), by_id, of_mixture, item(3, answer=" "))
+    made(
+        tmp_path / "datasets",
+        item(1),
+        item(2, environment="add", parts=["odd"]),
+        item(103),
+        by_id,
+        of_mixture,
+        item(3, answer=" "),
+    )
     specification = frozen(tmp_path)
     assert specification.config.sft.dataset == specification.dataset.name == "best@v1"
     traces, seen = taken(tmp_path, specification)

@@ -93,7 +93,7 @@ async def take_given(
                     variant=number,
                     messages=[*state, *action],
                     reward=item.reward,
-                    parts=item.metadata.get("parts") or {},
+                    parts=_parts(item.metadata.get("parts")),
                     turns=sum(one.get("role") == "assistant" for one in action),
                     teacher=source.name,
                 )
@@ -115,6 +115,12 @@ async def take_given(
     os.replace(aside, path)
     tell("reading the data set", source.items, source.items)
     return path
+
+
+def _parts(told: Any) -> dict[str, float]:
+    """Parts of a reward, as far as they are some: an item of outside may call anything so."""
+    found = told.items() if isinstance(told, dict) else ()
+    return {name: float(value) for name, value in found if isinstance(value, int | float)}
 
 
 def _require_sound(file: Path, source: DatasetSource) -> None:
