@@ -259,6 +259,9 @@ def test_the_relay_opens_to_its_rollouts_only_and_speaks_the_dialect() -> None:
                 async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
                     assert answer.status == 401
             headers = {"Authorization": f"Bearer {relay.keys[0]}"}
+            for wrong in ({"max_tokens": "many"}, {"temperature": []}, {"top_p": "high"}):
+                async with http.post(f"{relay.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
+                    assert answer.status == 400 and "must be numbers" in await answer.text()
             async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
                 assert (await answer.text()).count('"content":"hm"') == 2
             assert [turn.completion_text for turn in relay.turns[0]] == ["hm", "hm"]

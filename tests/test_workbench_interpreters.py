@@ -32,6 +32,7 @@ from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.naming import target_of
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.interpreters.words import failure
 from toprope.workbench.requirements import require_interpreters
 from toprope.workbench.sources.adapters import Adapter
@@ -275,10 +276,40 @@ def test_what_a_crash_left_goes_and_what_is_being_made_stays(home: Home) -> None
     left = home.interpreters / ".making-old"
     left.mkdir(parents=True)
     os.utime(left, (1, 1))
+    cloning, clone = home.checkouts / ".making-now", home.checkouts / ".making-then"
+    for path in (cloning, clone):
+        path.mkdir(parents=True)
+    os.utime(clone, (1, 1))
     with here.store.aside() as busy:
         os.utime(busy, (1, 1))
-        assert here.collect() == [left] and busy.is_dir()
-    assert not busy.exists()
+        assert here.collect() == [clone, left] and busy.is_dir()
+    assert not busy.exists() and [path.name for path in home.checkouts.iterdir()] == [cloning.name]
+
+
+def test_a_checkout_that_a_run_uses_stays(tmp_path: Path) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    here, place = Interpreters(shop.home, lambda: []), shop.home.checkouts / "mine"
+    place.mkdir(parents=True)
+    url = f"file://{tmp_path}/mine.git"
+    with here.registry.changing() as entries:
+        entries["mine"] = Added(name="mine", kind="git", given=url, path=str(place))
+    source = EnvironmentSource(name="ruled", file=str(place / "ruled.py"), attribute="Ruled")
+    run = Specification(
+        run_id="ruled-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
+        policy_cache=str(shop.home.policies),
+    )  # fmt: skip
+    folder = shop.runs.start(run)
+    try:
+        for change in (lambda: here.remove("mine"), lambda: here.add(Order(url))):
+            with pytest.raises(NotPossibleNow, match="uses the checkout"):
+                change()
+            assert place.is_dir() and "mine" in here.registry.read()
+        become(folder, "completed", ended_at=1.0)
+        launcher.leave("ruled-1")
+        here.remove("mine")
+        assert not place.exists()
+    finally:
+        launcher.close()
 
 
 def test_a_registry_that_cannot_be_read_is_left_alone_and_told(home: Home) -> None:

@@ -95,7 +95,10 @@ class Relay:
         count = asked.get("n") or 1
         if type(count) is not int or not 1 <= count <= 1024:
             return _error(400, f"n must be between 1 and 1024, not {count!r}.")
-        body = self._body(asked)
+        try:
+            body = self._body(asked)
+        except (TypeError, ValueError):
+            return _error(400, "max_tokens, temperature and top_p must be numbers.")
         try:
             answers = await asyncio.gather(*(self._client.complete(body) for _ in range(count)))
         except (ModelFailed, Unanswered) as failure:
@@ -115,8 +118,8 @@ class Relay:
         body = {name: asked[name] for name in _PASSED_ON if asked.get(name) is not None}
         temperature, top_p = asked.get("temperature"), asked.get("top_p")
         body["max_tokens"] = min(int(wanted), sampling.max_new_tokens)
-        body["temperature"] = sampling.temperature if temperature is None else temperature
-        top_p = sampling.top_p if top_p is None else top_p
+        body["temperature"] = sampling.temperature if temperature is None else float(temperature)
+        top_p = sampling.top_p if top_p is None else float(top_p)
         if top_p < 1:
             body["top_p"] = top_p
         if sampling.stop and "stop" not in body:

@@ -37,6 +37,7 @@ _LONGEST_S = 3600.0
 _LOOK_S = 60.0
 _IMPORT_S = 180.0
 _OLDEST = (3, 11)
+_CLONING = ".making-"
 _LOOK = (
     "import json, platform, sys, sysconfig; print(json.dumps({'version': list(sys.version_info[:3]), "
     "'site': sysconfig.get_path('purelib'), "
@@ -113,6 +114,8 @@ class Interpreters:
         target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
         name = checked_name(order.name or target.name)
         self._require_free(name, target)
+        if target.kind == "git":
+            self._require_idle(name)
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
         try:
             if checkout is not None:
@@ -137,10 +140,13 @@ class Interpreters:
 
         Raises:
             NotFound: Nothing of that name was added.
+            NotPossibleNow: A run that has not ended uses its checkout.
         """
         with self.registry.changing() as entries:
             if name not in entries:
                 raise NotFound(f"No environment {shown(name)} was added.", hint=nearest(name, entries))
+            if entries[name].kind == "git":
+                self._require_idle(name)
             gone = entries.pop(name)
         if gone.kind == "git" and gone.path and Path(gone.path).is_relative_to(self._home.checkouts):
             shutil.rmtree(gone.path, ignore_errors=True)
@@ -149,18 +155,22 @@ class Interpreters:
 
     def unused(self) -> list[Path]:
         """Environments that no entry and no run refers to which has not ended, and leftovers of crashes."""
+        begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _older(path, 2 * _LONGEST_S)]
         if not self.store.path.is_dir():
-            return []
+            return begun
         used = {one.lock for one in self.registry.read().values() if one.lock}
         rest = [digest for digest in self.store.digests() if digest not in used]
-        return self.store.unused(used | digests_in_use(self._home.runs, rest))
+        return [*begun, *self.store.unused(used | digests_in_use(self._home.runs, rest))]
 
     def collect(self) -> list[Path]:
         """Deletes what `unused` says; returns it."""
         with self.registry.changing():  # nobody adds meanwhile
             found = self.unused()
             for path in found:
-                self.store.remove(path.name)
+                if path.parent == self.store.path:
+                    self.store.remove(path.name)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
         return found
 
     def _require_free(self, name: str, target: Target) -> None:
@@ -169,6 +179,15 @@ class Interpreters:
             raise InvalidValue(
                 f"{name} is the name of {there.given}, which was added before.",
                 hint="Give another with --name, or remove that one.",
+            )
+
+    def _require_idle(self, name: str) -> None:
+        """Passes where no run that has not ended uses the checkout of that name."""
+        place = str(self._home.checkouts / name)
+        if digests_in_use(self._home.runs, [f"{place}/", f'{place}"']):
+            raise NotPossibleNow(
+                f"A run that has not ended uses the checkout {place}; nothing was changed.",
+                hint="Wait for its end, or stop it.",
             )
 
     def _place(
@@ -274,7 +293,7 @@ class Interpreters:
         import tempfile
 
         self._home.checkouts.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=self._home.checkouts))
+        aside = Path(tempfile.mkdtemp(prefix=_CLONING, dir=self._home.checkouts))
         progress(f"cloning {target.given}")
         reference = [f"--branch={target.ref}"] if target.ref else []
         command = ["git", "clone", "--quiet", "--depth=1", *reference, "--", target.given, str(aside / name)]
@@ -300,6 +319,13 @@ class Interpreters:
             shutil.rmtree(place)
         checkout.rename(place)
         return added.model_copy(update={"path": str(place), "commit": done.stdout.strip() or None})
+
+
+def _older(path: Path, seconds: float) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > seconds
+    except OSError:
+        return False
 
 
 def _within(target: Target, checkout: Path) -> Target:
