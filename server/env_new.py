@@ -124,6 +124,7 @@ def write_template(name: str, folder: Path) -> tuple[Path, Path]:
         InvalidValue: It is no name, or Python knows something else by it.
         NotPossibleNow: A file is in the way, or the folder cannot be written to.
     """
+    import importlib.util
     import keyword
     import sys
 
@@ -131,8 +132,13 @@ def write_template(name: str, folder: Path) -> tuple[Path, Path]:
     from toprope.workbench.interpreters.naming import checked_name
 
     module = checked_name(name).replace("-", "_")
-    if module[0].isdigit() or keyword.iskeyword(module) or module in sys.stdlib_module_names:
-        raise InvalidValue(f"{name!r} cannot be the name of a Python file.", hint="Begin with a letter; not a module.")
+    known = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
+    if module[0].isdigit() or keyword.iskeyword(module) or known:
+        raise InvalidValue(
+            f"{name!r} cannot be the name of a Python file"
+            + (": there is a module of that name, which the file would hide." if known else "."),
+            hint="Begin with a letter; not a module.",
+        )
     words = {
         "name": name,
         "module": module,

@@ -114,6 +114,13 @@ def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Pa
         shop.drafts.edit(draft, {"environment.knobs.largest": 9}, shop.home.locks())
         answer = await check_environment(shop, name=draft)
         assert answer.data.draft_id == draft and [one.rule for one in answer.data.findings] == ["few_tasks"]
+        (folder / "_more.py").write_text("def brief(answer):\n    return 2.0\n")
+        function = {"name": "brief", "fn": "_more.py:brief"}
+        changes = {"environment.rewards": [function], "environment.reward_weights": {"brief": 0.5}}
+        shop.drafts.edit(draft, changes, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert "outside its range of 0 to 1" in answer.text, "the draft's reward functions are tried as well"
+        shop.drafts.edit(draft, {"environment.rewards": [], "environment.reward_weights": {}}, shop.home.locks())
         (folder / "mine.py").write_text(HEAD + "    def score(self): return 0.5\n")
         answer = await check_environment(shop, name=draft)
         assert answer.data.verdict == "critical" and f'check_environment(name="{draft}")' in answer.text

@@ -17,6 +17,7 @@ from toprope.errors import EnvironmentFailed
 from toprope.supervisor.variables import for_worker
 from toprope.workbench.checking import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.entries import Entry
+from toprope.workbench.mixing import own_source
 
 if TYPE_CHECKING:
     from tools.workshop import Workshop
@@ -46,7 +47,7 @@ async def check_environment(
         seconds: How long it may take; the form's own time when None.
 
     Raises:
-        NotFound: There is no such environment or draft.
+        NotFound: There is no such environment, draft or reward function.
         InvalidValue: A knob of the draft is wrong.
         EnvironmentFailed: It does not load.
     """
@@ -54,7 +55,9 @@ async def check_environment(
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
         draft_id, section = draft.id, draft.config.environment
-        entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=draft.environment)
+        folders = workshop.home.environment_folders(workshop.settings())
+        source = await to_thread.run_sync(own_source, draft, folders)
+        entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
         settings = dict(
             knobs=section.knobs,
             reward_weights=section.reward_weights,

@@ -22,7 +22,7 @@ from toprope.settings.schema import Config
 from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
 
-__all__ = ["Ingredients", "blend", "hold_locks", "reward_source"]
+__all__ = ["Ingredients", "blend", "hold_locks", "own_source", "reward_source"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
         InvalidValue: One is not ready, or a file lies elsewhere.
     """
     first, *others = members_of(draft.config.environment)
-    own = draft.environment.model_copy(update={"rewards": _rewards(first, folders)})
+    own = own_source(draft, folders)
     mixture = []
     for plan in others:
         entry = find(plan.name)
@@ -60,6 +60,12 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
             )
         mixture.append(source)
     return Ingredients(own, mixture)
+
+
+def own_source(draft: Draft, folders: Sequence[Path]) -> EnvironmentSource:
+    """The selected environment of a draft with its reward functions. Raises: as `blend`."""
+    first = members_of(draft.config.environment)[0]
+    return draft.environment.model_copy(update={"rewards": _rewards(first, folders)})
 
 
 def hold_locks(config: Config, locks: Locks) -> None:
