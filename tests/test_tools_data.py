@@ -182,6 +182,17 @@ def test_the_owner_can_forbid_and_limit(shop, settings):
         os.close(descriptor)
 
 
+def test_the_owners_locks_go_with_an_order_for_environments(shop):
+    file = shop.home.configuration / "locks.yaml"
+    file.write_text("locks: [{field: environment.network, value: deny, reason: No calls.}]\n")
+    try:
+        recipe = {"target_size": 3, "steps": [{"environment": "number_guess"}]}
+        order = build_order(shop.home, shop.catalog, "locked", [], None, recipe).order
+    finally:
+        file.unlink()
+    assert order.network is False and order.locks["environment.network"]["reason"] == "No calls."
+
+
 def test_two_who_ask_at_the_same_moment_do_not_begin_more_than_the_owner_allows(shop, settings, monkeypatch):
     settings("data: {at_once: 1}\n")
     descriptors = []

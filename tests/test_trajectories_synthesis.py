@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
+from toprope.records.specification import EnvironmentSource
+from toprope.sdk.limits import network_can_be_denied
 from toprope.sdk.link import Link
 from toprope.trajectories.asked import (
     EnvironmentTasks,
@@ -264,6 +266,47 @@ def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_ans
     states = [text_of(item.state) for item in whole.items]
     assert len(states) == len(set(states)) > 24 and not whole.complete  # of 67 those that are in the train split
     assert [text_of(item.state) for item in again.items] == states
+
+
+CALLING = """
+import socket
+from toprope.sdk import Environment, Part, Task, knob
+class Calling(Environment):
+    name = "calling"
+    parts = {"exact": Part()}
+    class Knobs:
+        length: int = knob(9, ge=1, le=12)
+    def tasks(self):
+        try:
+            socket.socket(socket.AF_INET).close()
+            network = "online"
+        except OSError:
+            network = "offline"
+        for n in range(20):
+            yield Task(f"{network} {n}", reference="x")
+    def score(self):
+        return {"exact": 1.0}
+"""
+
+
+@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine cannot deny a network")
+def test_the_owners_locks_hold_for_environments_of_a_recipe(tmp_path: Path):
+    (tmp_path / "calling.py").write_text(CALLING)
+    source = EnvironmentSource(name="calling", file=str(tmp_path / "calling.py"), attribute="Calling")
+    locks = {"environment.knobs.length": {"max": 5, "reason": "Short ones only."}}
+
+    def built(knobs):
+        order = Order(
+            kind="build", store=str(tmp_path / "datasets"), name="locked", environments={"calling": source},
+            recipe={"target_size": 3, "steps": [{"environment": "calling", "knobs": knobs}]},
+            locks=locks, network=False,
+        )  # fmt: skip
+        return asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+
+    with pytest.raises(LockedField, match="Short ones only"):
+        built({})
+    found = list(read_items(Path(built({"length": 5}).path) / "items.jsonl"))
+    assert len(found) == 3 and all(text_of(item.state).startswith("offline") for item in found)
 
 
 def test_an_order_that_was_broken_off_is_begun_anew_when_a_file_of_it_was_mended(tmp_path: Path):

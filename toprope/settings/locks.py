@@ -15,6 +15,7 @@ every start: an owner's lock never fails open.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from toprope.settings.fields import KNOBS, Change, Field, all_fields, find_field
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["Lock", "Locks"]
+__all__ = ["Lock", "Locks", "hold_knobs"]
 
 _KEYS = ("field", "value", "min", "max", "reason")
 
@@ -149,6 +150,30 @@ class Locks:
     def record(self) -> dict[str, Any]:
         """All locks as a mapping, for a run's specification."""
         return {lock.field: lock.record() for lock in self}
+
+
+def hold_knobs(knobs: Iterable[Mapping[str, Any]], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
+    """Passes knobs that the owner allows, as a worker has them: of an environment that nobody made a draft of nobody
+    could tell its defaults before.
+
+    Args:
+        knobs: `name` and `value` of each.
+        kept: The owner's locks, as `Locks.record` gives them.
+        environment: Whose knobs they are.
+
+    Raises:
+        LockedField: One is not.
+    """
+    for knob in knobs:
+        field = f"{KNOBS}.{knob['name']}"
+        if (entry := kept.get(field)) is None:
+            continue
+        lock = Lock(field, entry["reason"], "value" in entry, entry.get("value"), entry.get("min"), entry.get("max"))
+        if not lock.allows(knob.get("value")):
+            raise LockedField(
+                f"{field} is locked by the owner: {lock.says}, not {knob.get('value')!r}. Reason: {lock.reason}",
+                hint=f"Set {knob['name']} among the knobs of {environment}.",
+            )
 
 
 def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:

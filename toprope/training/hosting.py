@@ -17,8 +17,7 @@ from toprope.records.digests import joined, measuring
 from toprope.records.specification import EnvironmentSource, Specification
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.link import Link, worker_environment
-from toprope.settings.fields import KNOBS
-from toprope.settings.locks import Lock
+from toprope.settings.locks import hold_knobs
 from toprope.settings.mixing import MemberPlan, members_of
 from toprope.training.endpoints import EndpointClient
 from toprope.training.inference.client import PolicyClient
@@ -201,40 +200,14 @@ class Hosted:
                     hint=f"Parts: {', '.join(self.card['parts'])}.",
                 )
         if not self._selected:  # of the selected one they were held when it was frozen
-            self._hold_locks(self.card)
+            hold_knobs(self.card["knobs"], self._locks, self.label)
         if curriculum is None:
             return
         for number, value in enumerate(curriculum.levels):
             card = await link.call(
                 "vary", timeout=timeout, variant=level_name(number), knobs={**section.knobs, curriculum.knob: value}
             )
-            self._hold_locks(card)
-
-    def _hold_locks(self, card: Mapping[str, Any]) -> None:
-        """Passes knobs that the owner allows: of another environment than the draft's nobody could tell its defaults
-        before.
-
-        Raises:
-            LockedField: One is not.
-        """
-        for knob in card["knobs"]:
-            kept = self._locks.get(f"{KNOBS}.{knob['name']}")
-            if kept is None:
-                continue
-            lock = Lock(
-                f"{KNOBS}.{knob['name']}",
-                kept["reason"],
-                "value" in kept,
-                kept.get("value"),
-                kept.get("min"),
-                kept.get("max"),
-            )
-            if not lock.allows(knob.get("value")):
-                raise LockedField(
-                    f"{lock.field} is locked by the owner: {lock.says}, not {knob.get('value')!r}. Reason: "
-                    f"{lock.reason}",
-                    hint=f"Set {knob['name']} among the knobs of {self.label}.",
-                )
+            hold_knobs(card["knobs"], self._locks, self.label)
 
     async def check(self, needed: Mapping[str, int], level: int | None = None) -> None:
         """Looks whether every split has tasks and an answer can be scored.

@@ -48,6 +48,10 @@ class Order(_Data):
     teachers: dict[str, Endpoint] = {}
     """Endpoints by the name that the recipe has for them. Keys come by variables."""
     environments: dict[str, EnvironmentSource] = {}
+    locks: dict[str, Any] = {}
+    """The owner's, which hold for the environments as well."""
+    network: bool = True
+    """Whether environments may have one."""
     most_items: int = 5_000_000
     """What a build may hold, and an export write."""
 

@@ -17,6 +17,7 @@ from toprope.records.manifest import Manifest
 from toprope.records.tested import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.link import Link, worker_environment
+from toprope.settings.locks import hold_knobs
 from toprope.trajectories.asked import (
     EnvironmentScorer,
     EnvironmentTasks,
@@ -336,6 +337,8 @@ class Work:
         try:
             link = await Link.start(source.interpreter, env=worker_environment(), timeout=_OPEN_S)
             stack.push_async_callback(link.close)
+            if not self._order.network:
+                await link.call("limit", timeout=_OPEN_S, network=False)
             card = await link.call(
                 "open",
                 timeout=_OPEN_S,
@@ -344,6 +347,7 @@ class Work:
             )
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{name}: {error}", hint="describe_environment says more.") from None
+        hold_knobs(card["knobs"], self._order.locks, name)
         if card.get("own_loop"):
             raise InvalidValue(
                 f"{name} plays its rollouts itself, so tasks cannot be taken out of it.", hint="Choose another."

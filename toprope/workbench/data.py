@@ -218,6 +218,8 @@ def _fill(
             if entry.status != "ready":
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
+            locks = home.locks()
+            order.locks, order.network = locks.record(), not locks.refusal("environment.network", "allow")
     return keys
 
 
