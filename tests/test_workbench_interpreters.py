@@ -186,6 +186,22 @@ def test_what_installs_and_does_not_import_is_not_kept(home: Home, quick: None) 
     assert left_in(home) == [] and not home.environments_file.exists()
 
 
+def test_keys_of_package_indexes_are_for_the_installer_alone(
+    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = Installer.install
+
+    def torn(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
+        install(self, what, pins, wanted)
+        for module in Path(str(site_packages_of(self.python))).glob("tiny*.py"):
+            module.write_text("import os\nraise OSError(os.environ.get('PIP_EXTRA_INDEX_URL'))")
+
+    monkeypatch.setattr(Installer, "install", torn)
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://me:secret@example.org/simple")
+    with pytest.raises(EnvironmentFailed, match="OSError: None"):
+        Interpreters(home, lambda: [adapter("tiny", "tinyrules", "tinyrules")]).add(Order("tiny"))
+
+
 def test_one_that_is_given_up_leaves_nothing(home: Home, quick: None) -> None:
     over = threading.Event()
     over.set()

@@ -395,7 +395,8 @@ def _looked_at(python: str) -> _Seen:
 def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
     """Passes where the ecosystem's package can be imported: some install and do not."""
     command = [python, "-I", "-c", f"import {adapter.package}"]
-    code, lines = Commands(aside / "log", timeout_s=_IMPORT_S).run(command, aside)
+    # What is imported is user code, and no installer: it gets no keys of package indexes.
+    code, lines = Commands(aside / "log", timeout_s=_IMPORT_S, surroundings=worker_environment).run(command, aside)
     if code:
         raise EnvironmentFailed(
             f"{adapter.package} was installed and cannot be imported; nothing was kept. It said:\n"

@@ -39,6 +39,7 @@ class Commands:
         timeout_s: Seconds for all of them together.
         heard: Called with each line that they print.
         given_up: Set by somebody who does not want the result any more.
+        surroundings: Gives the variables that they get.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Commands:
         timeout_s: float,
         heard: Callable[[str], None] = lambda line: None,
         given_up: threading.Event | None = None,
+        surroundings: Callable[[], dict[str, str]] = variables,
     ) -> None:
         self._log, self._heard = log, heard
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._given_up = given_up or threading.Event()
+        self._surroundings = surroundings
 
     def run(self, command: Sequence[str], cwd: Path) -> tuple[int, list[str]]:
         """Runs one to its end; returns its exit code and its lines, of standard error too.
@@ -64,7 +67,7 @@ class Commands:
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=variables(),
+                env=self._surroundings(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
