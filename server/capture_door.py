@@ -33,7 +33,8 @@ def capture_route(home: Callable[[], Home]) -> Route:
     """
 
     async def post(request: Request) -> JSONResponse:
-        from toprope.trajectories.inbox import MOST_BYTES, Inbox, items_of_body
+        from toprope.trajectories.inbox import MOST_BYTES, items_of_body
+        from toprope.workbench.data import inbox_of
 
         body = bytearray()
         async for chunk in request.stream():
@@ -42,10 +43,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
                 return _refusal(413, f"A post may have {MOST_BYTES} bytes; nothing was taken.")
 
         def take() -> int:
-            owners = home()
-            if not owners.settings().data.build:
-                raise LockedField("The owner does not allow data sets (data.build in settings.yaml).")
-            return Inbox(owners.ensure().datasets, request.path_params["name"]).keep(items_of_body(bytes(body)))
+            return inbox_of(home(), request.path_params["name"]).keep(items_of_body(bytes(body)))
 
         try:
             taken = await to_thread.run_sync(take)

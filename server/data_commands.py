@@ -99,10 +99,10 @@ def take_in(
     import sys
 
     from server.commands import open_workshop
-    from toprope.trajectories.inbox import Inbox
+    from toprope.workbench.data import inbox_of
 
     with open_workshop() as workshop:
-        inbox = Inbox(workshop.home.ensure().datasets, name)
+        inbox = inbox_of(workshop.home, name)
         with sys.stdin.buffer if str(file) == "-" else file.open("rb") as lines:
             taken = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
         typer.echo(f"{taken} items wait for {name}: toprope data build {name} {name}@inbox")

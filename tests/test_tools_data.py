@@ -263,7 +263,7 @@ def test_agent_frameworks_post_their_traces_with_the_owners_token(shop, settings
     assert len(list(read_items(DatasetStore(shop.home.datasets).inbox("posted")))) == 3
 
 
-def test_the_owner_does_the_same_by_commands(shop, tmp_path, monkeypatch):
+def test_the_owner_does_the_same_by_commands(shop, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("TOPROPE_HOME", str(shop.home.path))
     monkeypatch.setenv("TOPROPE_CONFIG", str(shop.home.configuration))
     file, out, run = tmp_path / "traces.jsonl", tmp_path / "out.parquet", CliRunner()
@@ -282,6 +282,9 @@ def test_the_owner_does_the_same_by_commands(shop, tmp_path, monkeypatch):
     code, said = say("export", "run-a", "-w", "succes=true")
     assert code == 1 and "Did you mean success" in said
     assert say("stop", "nobody")[0] == 1
+    settings("data: {build: false}\n")
+    code, said = say("import", "mine", str(file))
+    assert code == 1 and "data.build" in said
 
 
 def test_an_item_says_who_it_is_by_its_words():

@@ -17,6 +17,7 @@ from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPos
 from toprope.records.folder import RunFolder
 from toprope.records.tested import ENDPOINT_KEY
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.trajectories.inbox import Inbox
 from toprope.trajectories.jobs import Job
 from toprope.trajectories.orders import Code, Order
 from toprope.trajectories.recipe import Recipe, parse_recipe
@@ -28,7 +29,18 @@ from toprope.workbench.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
 from toprope.workbench.seeds import expand
 
-__all__ = ["INBOX", "DataOrder", "Sources", "begin", "build_order", "export_order", "job_of", "live_jobs", "sources_of"]
+__all__ = [
+    "INBOX",
+    "DataOrder",
+    "Sources",
+    "begin",
+    "build_order",
+    "export_order",
+    "inbox_of",
+    "job_of",
+    "live_jobs",
+    "sources_of",
+]
 
 INBOX = "inbox"
 """`name@inbox`: what was posted for a data set from outside."""
@@ -127,6 +139,22 @@ def export_order(
     return DataOrder(order)
 
 
+def inbox_of(home: Home, name: str) -> Inbox:
+    """Where traces from outside wait for a data set.
+
+    Raises:
+        LockedField: The owner forbids data sets.
+        InvalidValue: The name is none.
+    """
+    _require_builds(home.settings())
+    return Inbox(home.ensure().datasets, name)
+
+
+def _require_builds(settings: OwnerSettings) -> None:
+    if not settings.data.build:
+        raise LockedField("The owner does not allow data sets (data.build in settings.yaml).", hint="Ask the owner.")
+
+
 def build_order(
     home: Home,
     catalog: Catalog,
@@ -155,8 +183,7 @@ def build_order(
         NotFound, InvalidValue: Something is named that is not there, or does not fit together.
     """
     settings = home.settings()
-    if not settings.data.build:
-        raise LockedField("The owner does not allow data sets (data.build in settings.yaml).", hint="Ask the owner.")
+    _require_builds(settings)
     check_name(name)
     plan, query = parse_recipe(recipe), Query.of(where)
     if not names and not files and not plan.generates:
