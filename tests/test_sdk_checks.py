@@ -56,6 +56,14 @@ def test_a_reward_that_never_varies_refuses_where_a_right_answer_was_tried() -> 
     assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
 
 
+def test_errors_of_one_rollout_alone_refuse_no_environment_that_plays_by_itself() -> None:
+    raised = [Scored(0, kind, 0.0, error="RuntimeError: left out") for kind in ("reference", "junk", "empty")]
+    [alone] = [one for one in judge(seen_with(*raised, own_loop=True)) if one.rule == "never_varies"]
+    assert (alone.level, alone.refuses) == ("warning", False) and "played alone" in alone.what
+    [ours] = [one for one in judge(seen_with(*raised)) if one.rule == "never_varies"]
+    assert (ours.level, ours.refuses) == ("critical", True)
+
+
 @pytest.mark.parametrize(
     ("scores", "rule", "level"),
     [

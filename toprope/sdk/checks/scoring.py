@@ -34,24 +34,27 @@ def never_varies(seen: Observed) -> Finding | None:
     threshold = "some answer to a task earns more than another"
     said = f"{len(seen.scores)} answers to {len(rewards)} tasks"
     if all_raised:
+        # One that plays by itself may want a group to compare (Atropos's do), or more than a fixed answer.
+        how = ", each played alone against a fixed answer" if seen.own_loop else ""
         return Finding(
             "never_varies",
-            "critical",
-            f"Scoring raises on every one of {said}: {cut(seen.scores[0].error)}",
+            "warning" if seen.own_loop else "critical",
+            f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
             threshold,
-            "mend score()",
+            "see with test_inference whether rollouts of the policy fail as well" if seen.own_loop else "mend score()",
             observed,
-            refuses=True,
+            refuses=not seen.own_loop,
         )
     tried = any(score.kind == "solver" for score in right) or seen.max_turns == 1
     if (right and tried) or seen.share(value) >= _FULL:
-        among = ", the right ones among them," if right else ""
+        among = ", the references among them," if right else ""
         return Finding(
             "never_varies",
             "critical",
             f"{said}{among} all get the reward {value:g}: nothing can be learned from it.",
             threshold,
-            "mend score(): it must tell right answers from wrong ones",
+            "mend score(): it must tell right answers from wrong ones, and a reference has to be written as the policy "
+            "has to write it",
             observed,
             refuses=True,
         )
