@@ -81,6 +81,14 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path):
     assert (tmp_path / "a.parquet").read_text() == "before"
 
 
+def test_what_does_not_fit_a_column_is_not_lost(tmp_path: Path):
+    with writing(tmp_path / "odd.parquet", "parquet") as writer:
+        writer.write([TrajectoryItem("q", "a", 1.0, {"tokens": 10**30, "success": "perhaps", "turns": 2})])
+    [row] = pyarrow.parquet.read_table(tmp_path / "odd.parquet").to_pylist()
+    assert (row["tokens"], row["success"], row["turns"]) == (None, None, 2)
+    assert json.loads(row["more"]) == {"tokens": 10**30, "success": "perhaps"}
+
+
 def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: Path):
     dataset = TrajectoryDataset()
     dataset.capture(TrajectoryItem("q", "a", 1.0))

@@ -214,12 +214,14 @@ def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:
         row[name] = None if value is None else str(value)
     for name in _NUMBERS:
         value = told.get(name)
-        row[name] = value if isinstance(value, int) and not isinstance(value, bool) else None
+        whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+        row[name] = value if whole else None
     for name in _FLAGS:
         value = told.get(name)
         row[name] = value if isinstance(value, bool) else None
     row["parts"] = _encode(told["parts"]).decode() if told.get("parts") else None
-    more = {name: value for name, value in told.items() if name not in _KNOWN}
+    odd = {name for name in (*_NUMBERS, *_FLAGS) if row[name] is None and told.get(name) is not None}  # from outside
+    more = {name: value for name, value in told.items() if name not in _KNOWN or name in odd}
     row["more"] = _encode(more).decode() if more else None
     return row
 
