@@ -114,6 +114,10 @@ def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Pa
         shop.drafts.edit(draft, {"environment.knobs.largest": 9}, shop.home.locks())
         answer = await check_environment(shop, name=draft)
         assert answer.data.draft_id == draft and [one.rule for one in answer.data.findings] == ["few_tasks"]
+        shop.drafts.edit(draft, {"environment.mixture": [{"name": "sort_letters"}]}, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert answer.data.not_checked == ["sort_letters, in environment.mixture"] and "sort_letters" in answer.text
+        shop.drafts.edit(draft, {"environment.mixture": []}, shop.home.locks())
         (folder / "_more.py").write_text("def brief(answer):\n    return 2.0\n")
         function = {"name": "brief", "fn": "_more.py:brief"}
         changes = {"environment.rewards": [function], "environment.reward_weights": {"brief": 0.5}}

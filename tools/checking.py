@@ -14,6 +14,7 @@ from anyio import to_thread
 from tools.answers import Answer, call, clip, number
 from tools.check_answers import CheckAnswer, CheckFinding
 from toprope.errors import EnvironmentFailed
+from toprope.settings.mixing import members_of
 from toprope.supervisor.variables import for_worker
 from toprope.workbench.checking import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.entries import Entry
@@ -51,13 +52,14 @@ async def check_environment(
         InvalidValue: A knob of the draft is wrong.
         EnvironmentFailed: It does not load.
     """
-    draft_id, settings = None, {}
+    draft_id, settings, others = None, {}, []
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
         draft_id, section = draft.id, draft.config.environment
         folders = workshop.home.environment_folders(workshop.settings())
         source = await to_thread.run_sync(own_source, draft, folders)
         entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
+        others = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
         settings = dict(
             knobs=section.knobs,
             reward_weights=section.reward_weights,
@@ -68,7 +70,9 @@ async def check_environment(
         entry = await to_thread.run_sync(workshop.catalog.find, name)
     allowed = seconds or (FULL_S if full else QUICK_S)
     report = await _checked(workshop, entry, full, allowed, settings)
-    return Answer(_text(report, draft_id), _data(report, draft_id))
+    text, data = _text(report, draft_id, others), _data(report, draft_id)
+    data.not_checked = [*data.not_checked, *others]
+    return Answer(text, data)
 
 
 async def _checked(
@@ -96,7 +100,7 @@ async def _checked(
         ) from None
 
 
-def _text(report: CheckReport, draft_id: str | None) -> str:
+def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
     seen = report.seen
     form = "full check" if report.full else "quick check"
     again = _repeatable(report)
@@ -120,6 +124,8 @@ def _text(report: CheckReport, draft_id: str | None) -> str:
         )
     if seen.skipped:
         lines.append(f"No time for: {'; '.join(seen.skipped)}.")
+    if others:
+        lines.append(f"Not tried: {clip('; '.join(others), 300)}. By name each is tried with its defaults.")
     lines.append(_next(report, draft_id))
     return "\n".join(lines)
 
