@@ -21,6 +21,8 @@ from toprope.records.specification import EnvironmentSource, Specification
 from toprope.records.sweep import Candidate, Finalist, Generation, Measured, Scored, Started, Survivors, SweepLog
 from toprope.settings.presets import load_preset
 from toprope.sweeps.members import Members
+from toprope.workbench import launch
+from toprope.workbench.reproduce import freeze_again
 
 SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
 
@@ -159,6 +161,9 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert made.limits is not None and config.evaluation.heldout_tasks >= 100
     assert "candidate c002 of the sweep" in run_row(shop.runs.status(made.run_id))
     assert "It is candidate c002" in do(get_results, shop, run_id=made.run_id).text
+    again = freeze_again(made, shop.home.locks())
+    launch.start(shop.home, shop.runs, again)
+    assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 
 
 def test_results_tell_candidates_lineage_and_the_one_held_out_figure(house):

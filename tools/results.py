@@ -124,7 +124,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["sweep"] = sweep_structure(folder, specification.sweep)
     if specification.member is not None:
         structure["member"] = specification.member.model_dump(mode="json", exclude_defaults=True)
-        lines.insert(1, f"It is {member_of(run_id)}; get_results of that tells all candidates.")
+        if (said_to_be := member_of(run_id)) is not None:  # a repetition of a member is not the sweep's
+            lines.insert(1, f"It is {said_to_be}; get_results of that tells all candidates.")
     if findings := findings_told(status, events, detailed=detailed):
         structure["findings"] = findings
     if said:
