@@ -56,6 +56,17 @@ def test_a_reward_that_never_varies_refuses_where_a_right_answer_was_tried() -> 
     assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
 
 
+def test_answers_that_a_column_seems_to_hold_refuse_nothing() -> None:
+    """A scorer may want them boxed, or in tags; only rollouts tell."""
+    same = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "empty", "junk")]
+    [finding] = [one for one in judge(seen_with(*same, guessed=True)) if one.rule == "never_varies"]
+    assert (finding.level, finding.refuses) == ("warning", False) and "another form" in finding.what
+    assert named(seen_with(*same, guessed=True))["reference_fails"] == "warning"
+    full = [Scored(task, kind, 1.0) for task in range(2) for kind in ("reference", "empty", "junk")]
+    [finding] = [one for one in judge(seen_with(*full, guessed=True)) if one.rule == "never_varies"]
+    assert finding.refuses, "whatever is said has the highest reward"
+
+
 def test_errors_of_one_rollout_alone_refuse_no_environment_that_plays_by_itself() -> None:
     raised = [Scored(0, kind, 0.0, error="RuntimeError: left out") for kind in ("reference", "junk", "empty")]
     [alone] = [one for one in judge(seen_with(*raised, own_loop=True)) if one.rule == "never_varies"]

@@ -156,6 +156,8 @@ class Environment:
     parts: dict[str, Part] = {"score": Part()}  # noqa: RUF012 - authors override it as a plain attribute
     """The named parts of the reward, which is the sum of weight times value."""
     tags: tuple[str, ...] = ()
+    guessed_reference: bool = False
+    """Whether the tasks' references are somebody else's guess of which column holds the right answer, in which form."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions matter to the tasks; they are recorded with every run."""
     files: tuple[str, ...] = ()

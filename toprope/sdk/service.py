@@ -380,6 +380,7 @@ def _card(loaded: Loaded, knobs: Any, rewarding: Rewarding | None = None) -> dic
         "max_reward": Scoring(parts).max_reward,
         "tags": list(environment.tags),
         "own_loop": isinstance(environment, OwnLoop),
+        "guessed_reference": bool(environment.guessed_reference),
         "versions": loaded.versions,
     }
 

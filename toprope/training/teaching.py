@@ -84,6 +84,7 @@ async def _tried(host: Hosted) -> Finding | None:
     seen.max_reward = host.card["max_reward"]
     seen.min_reward = sum(min(part["weight"] * part["low"], part["weight"] * part["high"]) for part in scores)
     seen.max_turns, seen.own_loop = host.card["max_turns"], bool(host.card.get("own_loop"))
+    seen.guessed = bool(host.card.get("guessed_reference"))
     seen.splits["train"] = SplitSeen(tasks_of(answer["tasks"]), answer["known"], answer["exhausted"])
     varies = await trial.varies(_TASKS)
     if ended:

@@ -41,6 +41,8 @@ class Card(BaseModel):
     parts: dict[str, PartCard]
     max_reward: float
     tags: list[str] = []
+    guessed_reference: bool = False
+    """Whether which answers are right was guessed from names of columns."""
     own_loop: bool = False
     """Whether it plays its rollouts itself, against an OpenAI endpoint."""
     versions: dict[str, str]

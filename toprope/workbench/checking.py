@@ -238,6 +238,7 @@ class _Check:
         seen.max_reward = card.max_reward
         seen.min_reward = sum(min(part.weight * part.low, part.weight * part.high) for part in card.parts.values())
         seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
+        seen.guessed = card.guessed_reference
 
     def _room_for_another(self) -> bool:
         return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until

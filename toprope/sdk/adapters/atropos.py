@@ -53,6 +53,7 @@ class AtroposKnobs:
 class Atropos(OwnLoop):
     """An environment of Atropos."""
 
+    guessed_reference = True
     packages = ("atroposlib",)
     tags = ("atropos",)
     Knobs = AtroposKnobs  # type: ignore[assignment]

@@ -65,6 +65,7 @@ class Score(Environment):
         self.parts = {"score": self._bounds.part(1.0, f"what {name} of {self._user.path.name} returns")}
         self._prompt = str(target.get("prompt") or "prompt")
         self._reference = str(target.get("reference") or "")
+        self.guessed_reference = not self._reference
         self._must, self._may, self._all = _parameters(self._function, name)
         self._awaiting = Awaiting()
 

@@ -86,6 +86,7 @@ class Trl(ToolEnvironment):
         if self._success and self._success not in self._bounds:
             raise LoadError(f"`success` names {self._success!r}. {nearest(self._success, self._bounds, 'Rewards')}")
         self._reference = str(target.get("reference") or "")
+        self.guessed_reference = not self._reference
         self.max_turns = int(target.get("max_turns") or _TURNS) if self._factories or self.tools else 1
         self.wants_tokens = bool(self._functions)
         self.name = str(target.get("name") or user.path.stem)  # type: ignore[misc]

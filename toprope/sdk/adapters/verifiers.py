@@ -41,6 +41,7 @@ _OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "con
 class Verifiers(OwnLoop):
     """An environment of verifiers."""
 
+    guessed_reference = True
     packages = ("verifiers",)
     tags = ("verifiers",)
 

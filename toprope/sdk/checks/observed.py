@@ -81,6 +81,8 @@ class Observed:
     min_reward: float = 0.0
     max_turns: int = 1
     own_loop: bool = False
+    guessed: bool = False
+    """Whether the references are a guess."""
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0

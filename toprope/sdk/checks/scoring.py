@@ -46,6 +46,16 @@ def never_varies(seen: Observed) -> Finding | None:
             refuses=not seen.own_loop,
         )
     tried = any(score.kind == "solver" for score in right) or seen.max_turns == 1
+    if right and seen.guessed and seen.share(value) < _FULL:
+        return Finding(
+            "never_varies",
+            "warning",
+            f"{said} all get the reward {value:g}; among them were what a column of the data seems to hold as answers, "
+            "which its scorer may want in another form.",
+            threshold,
+            "see with test_inference whether rewards vary, or name the column of right answers (`reference`)",
+            observed,
+        )
     if (right and tried) or seen.share(value) >= _FULL:
         among = ", the references among them," if right else ""
         return Finding(
@@ -87,6 +97,8 @@ def reference_fails(seen: Observed) -> Finding | None:
     level: Level = "critical" if share >= 0.5 else "warning"
     if played and not raised:
         level = "note"  # the reference of a game is seldom one answer
+    elif seen.guessed and not raised:
+        level = "warning"  # the scorer may want it in another form
     how = f"scoring it raises: {cut(raised)}" if raised else f"it gets at most {highest:g} of {seen.max_reward:g}"
     return Finding(
         "reference_fails",
