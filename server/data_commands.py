@@ -6,6 +6,7 @@ What `data` in settings.yaml forbids holds here as well: the file says what hold
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,7 +80,7 @@ def make(
 
     with open_workshop() as workshop:
         home, given = workshop.home.ensure(), {} if recipe is None else read_yaml(recipe)
-        files = [path.expanduser().absolute() for path in file or ()]
+        files = [_there(path) for path in file or ()]
         order = build_order(
             home, workshop.catalog, name, sources or [], filters(where), given, anywhere=True, files=files
         )
@@ -103,9 +104,24 @@ def take_in(
 
     with open_workshop() as workshop:
         inbox = inbox_of(workshop.home, name)
-        with sys.stdin.buffer if str(file) == "-" else file.open("rb") as lines:
+        with sys.stdin.buffer if str(file) == "-" else _there(file).open("rb") as lines:
             taken = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
         typer.echo(f"{taken} items wait for {name}: toprope data build {name} {name}@inbox")
+
+
+def _there(path: Path) -> Path:
+    """A file that was named and can be read, by its whole path.
+
+    Raises:
+        InvalidValue: There is none; nothing was changed.
+    """
+    from toprope.errors import InvalidValue
+
+    found = path.expanduser().absolute()
+    if not found.is_file() or not os.access(found, os.R_OK):
+        wrong = "is not there" if not found.exists() else "is no file that can be read"
+        raise InvalidValue(f"{found} {wrong}. Nothing was changed.", hint="Name a file of JSON lines.")
+    return found
 
 
 def listed() -> None:

@@ -282,6 +282,10 @@ def test_the_owner_does_the_same_by_commands(shop, settings, tmp_path, monkeypat
     code, said = say("export", "run-a", "-w", "succes=true")
     assert code == 1 and "Did you mean success" in said
     assert say("stop", "nobody")[0] == 1
+    for named, wrong in ((tmp_path / "missing.jsonl", "is not there"), (tmp_path, "is no file")):
+        for command in (("import", "mine", str(named)), ("build", "mine", "--file", str(named))):
+            code, said = say(*command)
+            assert code == 1 and wrong in said and "Nothing was changed" in said
     settings("data: {build: false}\n")
     code, said = say("import", "mine", str(file))
     assert code == 1 and "data.build" in said
