@@ -273,7 +273,10 @@ class ToolEnvironment(Environment):
         def run(given: str) -> str:
             returned = function(**signature.check(json.loads(given)))
             if inspect.iscoroutine(returned):
-                returned = self._awaiting.result(returned, limit)
+                try:
+                    returned = self._awaiting.result(returned, limit)
+                except TimeoutError as error:  # said as of a function that is no coroutine, whichever clock was first
+                    raise TimeoutError(f"{signature.name} did not answer within {limit:g} s.") from error
             return self.tell(returned)
 
         return Tool(signature.name, signature.description, run, signature.parameters, declared.price, limit)
