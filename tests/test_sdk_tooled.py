@@ -222,7 +222,6 @@ SERVER = textwrap.dedent("""
 
 
 def test_an_mcp_server_serves_all_rollouts_and_comes_back_when_it_has_gone(tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
     file = tmp_path / "prices.py"
     file.write_text(SERVER)
 
@@ -258,7 +257,6 @@ def test_an_mcp_server_serves_all_rollouts_and_comes_back_when_it_has_gone(tmp_p
 
 
 def test_a_server_that_does_not_come_up_is_known_at_once(tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
 
     class Nowhere(ToolEnvironment):
         servers = (Server(command=(sys.executable, "-c", "raise SystemExit(3)")),)

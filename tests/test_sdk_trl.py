@@ -292,7 +292,8 @@ def test_a_call_that_hangs_costs_the_environment_its_place_in_the_pool(tmp_path:
 def test_the_global_generator_is_the_rollouts_own() -> None:
     import random
 
-    numpy = pytest.importorskip("numpy")
+    import numpy
+
     random.seed(5)
     numpy.random.seed(5)
     expected = random.random(), numpy.random.random()
@@ -335,7 +336,6 @@ def test_files_are_found_without_running_them(tmp_path: Path) -> None:
 
 
 def test_trls_own_rewards_run_in_a_worker(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     file = written(
         tmp_path,
         """

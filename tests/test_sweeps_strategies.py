@@ -118,7 +118,6 @@ def test_a_first_population_covers_each_field_evenly():
 
 
 def test_optuna_asks_in_the_light_of_what_was_measured():
-    pytest.importorskip("optuna")
     from toprope.sweeps.optuna_search import OptunaSearch
 
     strategy = made(OptunaSearch, epochs=4)

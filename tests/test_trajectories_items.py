@@ -216,8 +216,9 @@ def test_a_data_set_captures_by_its_strategy_and_counts():
 def test_every_format_holds_the_same_items(home: Path, tmp_path: Path):
     dataset = TrajectoryDataset.of_runs([words_run(home / "runs", 5, "formats")])
     items = dataset.items()
-    for form, name in (("jsonl", "a.jsonl"), ("json", "a.json"), ("csv", "a.csv"), ("parquet", "a.parquet")):
-        assert dataset.export(tmp_path / name) == 10, form
+    for form in ("jsonl", "json", "csv", "parquet"):
+        assert getattr(dataset, f"export_{form}")(tmp_path / f"a.{form}") == 10, form
+        assert dataset.export(tmp_path / f"a.{form}") == 10, "the ending tells the format"
     dataset.export_datasets(tmp_path / "folder")
     assert [item_from(one, "") for one in json.loads((tmp_path / "a.json").read_text())] == items
     assert list(read_items(tmp_path / "a.jsonl")) == items

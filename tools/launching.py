@@ -17,7 +17,7 @@ from anyio import to_thread
 from tools.answers import call
 from tools.previewing import confirmation_wanted
 from tools.workshop import machine_of
-from toprope.errors import ComponentFailed, NotFound, NotPossibleNow
+from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records import start_keys
 from toprope.records.index import StartRow
 from toprope.records.specification import AskPlan, Specification, SweepPlan, TestPlan
@@ -253,6 +253,23 @@ def _live(workshop: Workshop, start: StartRow) -> bool:
 def just_noted(at: float) -> bool:
     """A moment ahead is of a clock that was set back since, and says nothing."""
     return 0 <= time.time() - at < NOT_THERE_YET_S
+
+
+def started_by(workshop: Workshop, key: str, draft_id: str) -> StartKey | None:
+    """The start that a key was used for before, of this draft; None where there was none.
+
+    Raises:
+        InvalidValue: It started another draft; nothing was started.
+    """
+    taken = start_keys.taken(workshop.index, key)
+    if taken is None or not there(workshop, taken):
+        return None
+    if taken.draft_id != draft_id:
+        raise InvalidValue(
+            f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
+            hint="Give each start that you mean a key of its own; a key is repeated only to repeat its call.",
+        )
+    return taken
 
 
 def there(workshop: Workshop, start: StartKey) -> bool:

@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tools import answers
 from tools.answers import Answer, call, number, percent
-from tools.launching import Taken, start_frozen, there
+from tools.launching import Taken, start_frozen, started_by
 from tools.previewing import said, structured
 from tools.workshop import machine_of
-from toprope.errors import Corrupt, InvalidValue, NotPossibleNow, shown
-from toprope.records import start_keys
+from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
 from toprope.records.folder import RunFolder, misfits
 from toprope.records.specification import Specification, SweepMember, SweepPlan, TestPlan
 from toprope.records.status import Status
@@ -139,14 +138,9 @@ async def start_sweep(
 
 
 def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
-    taken = start_keys.taken(workshop.index, key)
-    if taken is None or not there(workshop, taken):
+    taken = started_by(workshop, key, draft_id)
+    if taken is None:
         return None
-    if taken.draft_id != draft_id:
-        raise InvalidValue(
-            f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
-            hint="Give each start that you mean a key of its own; a key is repeated only to repeat its call.",
-        )
     return _known(taken.run_id, taken.draft_id)
 
 

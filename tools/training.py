@@ -12,10 +12,9 @@ from anyio import to_thread
 
 from tools import answers
 from tools.answers import Answer, call, duration
-from tools.launching import NOT_THERE_YET_S, Taken, launch, launch_group, preview_of, there
+from tools.launching import NOT_THERE_YET_S, Taken, launch, launch_group, preview_of, started_by
 from tools.previewing import said, structured
-from toprope.errors import InvalidValue, NotFound, NotPossibleNow, shown
-from toprope.records import start_keys
+from toprope.errors import NotFound, NotPossibleNow, shown
 from toprope.records.specification import TRAINING, Specification
 from toprope.records.start_keys import StartKey
 from toprope.records.status import RESUMABLE, Status
@@ -233,14 +232,9 @@ def _group_started(specifications: Sequence[Specification], limit: str) -> Answe
 
 def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
     """The answer to a call whose key was used before; None where it was not."""
-    taken = start_keys.taken(workshop.index, key)
-    if taken is None or not there(workshop, taken):
+    taken = started_by(workshop, key, draft_id)
+    if taken is None:
         return None
-    if taken.draft_id != draft_id:
-        raise InvalidValue(
-            f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
-            hint="Give each start that you mean a key of its own; a key is repeated only to repeat its call.",
-        )
     return _awaited(workshop, taken)
 
 

@@ -12,10 +12,10 @@ from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.link import Link
 from toprope.trajectories.items import TrajectoryItem, as_messages, item_from, text_of
-from toprope.trajectories.strategy import WorkerObject, WorkerStrategy
+from toprope.trajectories.strategy import WorkerObject
 from toprope.trajectories.synthesis import DataSynthesiser, PipelineStep, Round, TryAgain
 
-__all__ = ["EnvironmentScorer", "EnvironmentTasks", "OwnFilter", "OwnGenerator", "OwnScorer", "OwnStep", "Teacher",
+__all__ = ["EnvironmentScorer", "EnvironmentTasks", "OwnFilter", "OwnGenerator", "OwnScorer", "Teacher",
            "TeacherAnswers", "TeacherQuestions"]  # fmt: skip
 
 _QUESTION = (
@@ -252,18 +252,6 @@ class OwnFilter(PipelineStep):
         given = await self._made.call(self._method, [[msgspec.to_builtins(item)] for item in items])
         kept = [item for item, stays in zip(items, given, strict=True) if stays]
         at.dropped[f"filter {self._made.code.attribute}"] += len(items) - len(kept)
-        return kept
-
-
-class OwnStep(PipelineStep):
-    """A user's strategy (`should_capture`, `process`) as a step."""
-
-    def __init__(self, strategy: WorkerStrategy, name: str) -> None:
-        self._strategy, self._name = strategy, name
-
-    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        kept = await self._strategy.apply(items)
-        at.dropped[f"strategy {self._name}"] += len(items) - len(kept)
         return kept
 
 

@@ -51,13 +51,6 @@ class TrajectoryDataset:
             dataset.add_source(lambda folder=folder: RunReader(folder))
         return dataset
 
-    @classmethod
-    def of_file(cls, path: Path, strategy: TrajectoryStrategy | None = None) -> TrajectoryDataset:
-        """The items of a file of JSON lines, of any shape that `item_from` takes."""
-        dataset = cls(strategy)
-        dataset.add_source(lambda: read_items(path))
-        return dataset
-
     def add_source(self, source: Source) -> None:
         """Adds items that are read when they are wanted: `source` is called at each look."""
         self._sources.append(source)
@@ -91,7 +84,7 @@ class TrajectoryDataset:
 
     def __len__(self) -> int:
         """How many there are; those of sources are read to be counted."""
-        return len(self._captured) + (sum(1 for _ in self) - len(self._captured) if self._sources else 0)
+        return sum(1 for _ in self) if self._sources else len(self._captured)
 
     def export(self, path: str | Path, form: str | None = None) -> int:
         """Writes them and returns how many there are.
