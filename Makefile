@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(PY) -P -m server.demo
+	@$(PY) -P -m toprope_server.cli.demo
 
 # A test that fails and passes when it is run again, alone, hangs on timing: it is named, and does not fail the rest.
 test: $(STAMP)

@@ -113,8 +113,7 @@ def _meaning(schema: Mapping[str, Any]) -> str:
 
 async def _tools() -> list[Any]:
     from mcp.client import Client
-
-    from server.app import create_server
+    from toprope_server.mcp.app import create_server
 
     async with Client(create_server()) as client:
         return list((await client.list_tools()).tools)
@@ -129,7 +128,9 @@ async def _session(home: Path) -> dict[str, tuple[str, str]]:
 
     variables = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
     variables |= {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
-    server = StdioServerParameters(command=sys.executable, args=["-P", "-m", "server.cli", "serve"], env=variables)
+    server = StdioServerParameters(
+        command=sys.executable, args=["-P", "-m", "toprope_server.cli", "serve"], env=variables
+    )
     shown: dict[str, tuple[str, str]] = {}
 
     async with Client(server) as client:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_policy import make_tiny_policy
+
+from tests.support.tiny_policy import make_tiny_policy
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

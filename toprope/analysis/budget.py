@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toprope.records.specification import TRAINING
-from toprope.records.usage import Usage
+from toprope.records.run.specification import TRAINING
+from toprope.records.run.usage import Usage
 from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limit, Limits
 from toprope.settings.schema import Config
 

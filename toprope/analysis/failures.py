@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toprope.records.status import Failure
+from toprope.records.run.status import Failure
 
 __all__ = ["KINDS", "Classified", "Kind", "classify", "named"]
 

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from toprope.analysis.comparison import Measured
-from toprope.analysis.paired import sign_flip
+from toprope.analysis.statistics.comparison import Measured
+from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import Corrupt, NotFound
-from toprope.records.folder import RUN_ID, RunFolder, read_json
-from toprope.records.manifest import Manifest
-from toprope.records.specification import Specification
+from toprope.records.run.folder import RUN_ID, RunFolder, read_json
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
 
 __all__ = ["Check", "Integrity", "examine", "lineage_of", "lone_wins"]
 

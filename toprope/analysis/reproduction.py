@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from toprope.analysis.intervals import Proportion
+from toprope.analysis.statistics.intervals import Proportion
 
 __all__ = ["Reproduction", "compare_runs_of_one", "differing_inputs", "is_timing"]
 

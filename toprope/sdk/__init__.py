@@ -4,9 +4,9 @@ This package loads in whatever interpreter an environment needs, next to whateve
 the standard library only, imports nothing else of Toprope, and has no side effects.
 """
 
-from toprope.sdk.environment import Environment, Outcome, Part, Task
-from toprope.sdk.knobs import knob
-from toprope.sdk.own_loop import OwnLoop, Played, Session
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Environment, Outcome, Part, Task
+from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.rollouts import play
 
 __all__ = ["Environment", "Outcome", "OwnLoop", "Part", "Played", "Session", "Task", "knob", "play"]

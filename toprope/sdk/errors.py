@@ -4,7 +4,7 @@ SdkError
 ├── LoadError             the environment's file, class, adapter or package cannot be loaded
 ├── InvalidRequest        a knob, weight, split or index that does not exist or has a wrong value
 ├── EnvironmentMistake    the environment's code answered something of the wrong shape
-└── WorkerFailure         raised on the other side, by toprope.sdk.link
+└── WorkerFailure         raised on the other side, by toprope.sdk.worker.client
     ├── WorkerTimeout     no answer in time; the worker was killed
     ├── WorkerDied        the worker's process ended
     └── WorkerError       the worker answered with an error and goes on

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from toprope.sdk.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
+from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
+from toprope.sdk.authoring.knobs import make_knobs
+from toprope.sdk.authoring.rewards import Rewarding, seen_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
-from toprope.sdk.knobs import make_knobs
-from toprope.sdk.rewards import Rewarding, seen_of
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 

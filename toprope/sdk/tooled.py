@@ -37,12 +37,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from toprope.sdk.awaiting import Awaiting
-from toprope.sdk.environment import Environment, Messages, Part, Task, as_messages
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
+from toprope.sdk.authoring.event_loop import Awaiting
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.orchestration.mcp_tools import McpServer
+from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import Price, Tool, Toolbox
-from toprope.sdk.signatures import signature_of
 
 __all__ = ["TOOL_PARTS", "Call", "Called", "Server", "ToolEnvironment", "calls_in", "tool", "tool_prompt"]
 

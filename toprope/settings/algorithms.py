@@ -16,7 +16,7 @@ __all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied"]
 NAME = "algorithm.name"
 """The field that names one."""
 
-_GROUPS = "toprope.training.training_run:TrainingRun"
+_GROUPS = "toprope.training.trainer.base:TrainingRun"
 """TRL's GRPOTrainer on delivered groups."""
 
 
@@ -131,21 +131,21 @@ _ALL = (
         "is used several times. The section ppo has its settings.",
         "Schulman et al. 2017, arXiv:1707.06347; GAE: Schulman et al. 2016, arXiv:1506.02438; per-token KL: Ouyang et "
         "al. 2022, InstructGPT, arXiv:2203.02155",
-        program="toprope.training.ppo:PpoRun",
+        program="toprope.training.trainer.ppo:PpoRun",
         spread=False,
     ),
     Algorithm(
         "sft",
         "Supervised fine-tuning on demonstrations; the section sft has its settings.",
         "TRL 1.16, SFTTrainer",
-        program="toprope.training.sft:FineTuning",
+        program="toprope.training.trainer.sft:FineTuning",
         spread=False,
     ),
     Algorithm(
         "custom",
         "A trainer class of the owner's own, named by algorithm.trainer.",
         "toprope.sdk.training",
-        program="toprope.training.custom:CustomRun",
+        program="toprope.training.trainer.custom:CustomRun",
         spread=False,
     ),
 )

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.settings.algorithms import NAME, implied
 from toprope.settings.schema import Config
-from toprope.settings.values import say, short
+from toprope.settings.value_text import say, short
 
 __all__ = ["Change", "Field", "KNOBS", "LockCheck", "all_fields", "apply", "find_field", "get_value", "knob_fields"]
 

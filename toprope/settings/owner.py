@@ -24,18 +24,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import toprope
 from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.shipped import CONFIGS
 
 __all__ = ["DataLimit", "Home", "HttpDoor", "MachineLimit", "OwnerSettings", "ServeRole", "StatusLimit"]
-
-SHIPPED = Path(toprope.__file__).resolve().parent.parent
-"""The folder that holds `configs` beside the package, in a checkout and in a wheel alike."""
 
 MODELS = "models"
 """In the owner's variables: keys of models at endpoints, for a test that asks for such a model and for nothing else."""
@@ -237,13 +234,13 @@ class Home:
     def locks_file(self) -> Path:
         """The owner's locks where there is a file of them, else the shipped ones."""
         own = self.configuration / "locks.yaml"
-        return own if own.exists() else SHIPPED / "configs" / "locks.yaml"
+        return own if own.exists() else CONFIGS / "locks.yaml"
 
     @property
     def limits_file(self) -> Path:
         """The owner's limits where there is a file of them, else the shipped ones."""
         own = self.configuration / "limits.yaml"
-        return own if own.exists() else SHIPPED / "configs" / "limits.yaml"
+        return own if own.exists() else CONFIGS / "limits.yaml"
 
     @property
     def strategies(self) -> Path:
@@ -252,7 +249,7 @@ class Home:
 
     @property
     def preset_folders(self) -> list[Path]:
-        return [self.configuration / "presets", SHIPPED / "configs" / "presets"]
+        return [self.configuration / "presets", CONFIGS / "presets"]
 
     def settings(self) -> OwnerSettings:
         """The owner's settings as they are on disk now."""

@@ -17,7 +17,7 @@ from toprope.settings.mixing import mismatches, plain_curriculum, plain_mixture,
 __all__ = ["EMBEDDED", "Config", "SECTIONS"]
 
 EMBEDDED = ("embedded", "embedded-tools")
-"""Policies that are made on the spot; see toprope.training.embedded."""
+"""Policies that are made on the spot; see toprope.training.policy.tiny_model."""
 
 
 class _Section(BaseModel):

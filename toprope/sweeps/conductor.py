@@ -2,7 +2,8 @@
 
     init -> evaluating -> selecting -> mutating -> evaluating -> ... -> complete
 
-Every decision is in the journal (`toprope.records.sweep`) before anything is done about it, so a conductor that was
+Every decision is in the journal (`toprope.records.sweep_journal`) before anything is done about it, so a conductor
+that was
 killed, however often, goes on where it was and finds the members that it had started: they have keepers of their own.
 At an order to stop it ends at once; the sweep's keeper stops the members. When the keeper is gone it ends, too, and the
 members go on for whoever brings the sweep back.
@@ -18,9 +19,9 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from toprope.errors import ComponentFailed, TopropeError
-from toprope.records.crew import Evaluated, Failed, Finished, Progress, Ready, Warned
-from toprope.records.status import Status
-from toprope.records.sweep import (
+from toprope.records.messages import Evaluated, Failed, Finished, Progress, Ready, Warned
+from toprope.records.run.status import Status
+from toprope.records.sweep_journal import (
     Candidate,
     Finalist,
     Generation,
@@ -34,8 +35,8 @@ from toprope.records.sweep import (
 from toprope.settings.owner import Home
 from toprope.sweeps.members import Members, hopeless
 from toprope.sweeps.strategist import Strategist
-from toprope.training.crew import Member, beating
-from toprope.workbench.budgets import NoRoomWithin
+from toprope.training.component.member import Member, beating
+from toprope.workbench.launch.reserve_budget import NoRoomWithin
 
 __all__ = ["Conductor", "main"]
 

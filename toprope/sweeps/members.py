@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from toprope.errors import NotFound
-from toprope.records.folder import RunFolder
-from toprope.records.metrics import last_row
-from toprope.records.specification import Specification, SweepMember, SweepPlan, TestPlan
-from toprope.records.status import Status
-from toprope.records.sweep import Candidate, Measured, Standing, final_id, member_id
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import last_row
+from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan
+from toprope.records.run.status import Status
+from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.fields import apply
 from toprope.settings.owner import Home
-from toprope.supervisor.ledger import the_books
-from toprope.workbench import launch
-from toprope.workbench.budgets import may_go_on
+from toprope.supervisor.capacity.budget_ledger import the_books
 from toprope.workbench.drafts import Draft
-from toprope.workbench.lineage import RUN, base_of
+from toprope.workbench.launch import launch
+from toprope.workbench.launch.lineage import RUN, base_of
+from toprope.workbench.launch.reserve_budget import may_go_on
 
 __all__ = ["Members", "hopeless"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
-from toprope.records.specification import Dimension, SweepPlan
+from toprope.records.run.specification import Dimension, SweepPlan
 from toprope.sdk.evolution import STRATEGIES, Evolution
 from toprope.settings.fields import NOT_EDITABLE, Field, find_field
 from toprope.settings.locks import Locks

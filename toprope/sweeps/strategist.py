@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.errors import ComponentFailed
-from toprope.records.crew import ENV_FOLDER
-from toprope.records.specification import Dimension, SweepPlan
-from toprope.records.sweep import Candidate, Measured
+from toprope.records.messages import ENV_FOLDER
+from toprope.records.run.specification import Dimension, SweepPlan
+from toprope.records.sweep_journal import Candidate, Measured
 from toprope.sdk.errors import WorkerError, WorkerFailure
-from toprope.sdk.link import Link, worker_environment
+from toprope.sdk.worker.client import Link, worker_environment
 from toprope.sweeps.planning import local_strategy, strategy_arguments
 
 __all__ = ["Strategist"]

@@ -13,10 +13,10 @@ import traceback
 from pathlib import Path
 
 from toprope.errors import TopropeError
-from toprope.records.folder import read_json, write_json
-from toprope.trajectories.jobs import hold
-from toprope.trajectories.orders import Order
-from toprope.trajectories.work import Work
+from toprope.records.run.folder import read_json, write_json
+from toprope.trajectories.jobs.execute import Work
+from toprope.trajectories.jobs.jobs import hold
+from toprope.trajectories.jobs.orders import Order
 
 _NICE = 5
 """Training comes first."""

@@ -34,7 +34,7 @@ class TrajectoryItem(msgspec.Struct):
 
     `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (how often weights had
     been published when its oldest token was sampled), `split`, `success`, `turns`, `truncated`, `error`, `parts`,
-    `tokens` (sampled), and `text`, which says where the words come from (`toprope.trajectories.texts`).
+    `tokens` (sampled), and `text`, which says where the words come from (`toprope.trajectories.capture.texts`).
     """
 
     state: str | list[Message]

@@ -14,20 +14,20 @@ from typing import Any
 from filelock import FileLock
 
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
-from toprope.records.folder import RunFolder
-from toprope.records.tested import ENDPOINT_KEY
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.tested import ENDPOINT_KEY
 from toprope.settings.owner import Home, OwnerSettings
-from toprope.trajectories.inbox import Inbox
-from toprope.trajectories.jobs import Job
-from toprope.trajectories.orders import Code, Order
-from toprope.trajectories.recipe import Recipe, parse_recipe
-from toprope.trajectories.selection import Query
-from toprope.trajectories.store import NAME, DatasetStore, check_name
-from toprope.trajectories.strategy import OwnCode
-from toprope.trajectories.writers import ENDINGS, FORMATS
-from toprope.workbench.catalog import Catalog
+from toprope.trajectories.capture.selection import Query
+from toprope.trajectories.capture.strategy import OwnCode
+from toprope.trajectories.datasets.store import NAME, DatasetStore, check_name
+from toprope.trajectories.datasets.trace_inbox import Inbox
+from toprope.trajectories.datasets.writers import ENDINGS, FORMATS
+from toprope.trajectories.jobs.jobs import Job
+from toprope.trajectories.jobs.orders import Code, Order
+from toprope.trajectories.synthesis.recipe import Recipe, parse_recipe
+from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
-from toprope.workbench.seeds import expand
+from toprope.workbench.launch.seeds import expand
 
 __all__ = [
     "INBOX",
@@ -174,7 +174,7 @@ def build_order(
         name: The data set's.
         names: What is read, see `sources_of`.
         where: Filters.
-        recipe: See `toprope.trajectories.recipe`.
+        recipe: See `toprope.trajectories.synthesis.recipe`.
         anywhere: Whether users' files may lie anywhere: the owner asks.
         files: Files of JSON lines to read besides.
 

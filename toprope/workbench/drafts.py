@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
-from toprope.records.index import DraftRow, EditRow, Index
-from toprope.records.specification import EnvironmentSource, Specification
+from toprope.records.index.index import DraftRow, EditRow, Index
+from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.fields import KNOBS, Change, Field, all_fields, apply
 from toprope.settings.locks import Locks
 from toprope.settings.presets import Preset

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.records.specification import ModelUnderTest, Specification
-from toprope.records.tested import ENDPOINT_KEY
+from toprope.records.run.specification import ModelUnderTest, Specification
+from toprope.records.run.tested import ENDPOINT_KEY
 from toprope.settings.endpoints import BASE, Endpoint
 from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from toprope.records.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource
 
 __all__ = ["Entry", "Names", "Source", "State", "broken"]
 

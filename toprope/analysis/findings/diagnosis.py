@@ -19,7 +19,7 @@ from toprope.analysis.findings.rewards import REWARDS
 from toprope.analysis.findings.rules import Rule, Sign
 from toprope.analysis.findings.sampling import SAMPLING
 from toprope.analysis.findings.trail import Trail
-from toprope.records.findings import Finding, Level
+from toprope.records.run.findings import Finding, Level
 from toprope.settings.schema import Config
 
 __all__ = ["RULES", "Diagnosis", "diagnose", "headline", "ranked", "severity"]

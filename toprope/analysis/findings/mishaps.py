@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toprope.analysis.findings.rules import MEASURED
-from toprope.records.findings import Finding
+from toprope.records.run.findings import Finding
 
 __all__ = ["HARMLESS", "Mishaps"]
 

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._atropos_server import GROUP, Group, server_class
-from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.adapters._servers.atropos import GROUP, Group, server_class
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.discovery import first_line
-from toprope.sdk.environment import Messages, Part, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
-from toprope.sdk.knobs import knob
-from toprope.sdk.own_loop import OwnLoop, Played, Session
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters import _rows, _scorers
-from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared import scorers as _scorers
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
+from toprope.sdk.authoring.knobs import describe_knobs, knob, make_knobs, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
-from toprope.sdk.knobs import describe_knobs, knob, make_knobs, nearest
 
 __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 

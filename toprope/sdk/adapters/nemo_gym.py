@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from toprope.sdk.adapters import _rows
-from toprope.sdk.adapters._http import JsonServer, Unreachable
-from toprope.sdk.adapters._users import Bounds, parsed
-from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.json_http import JsonServer, Unreachable
+from toprope.sdk.adapters._shared.user_files import Bounds, parsed
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
 from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters import _rows
-from toprope.sdk.environment import Environment, Messages, Part, Task
+from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
-from toprope.sdk.knobs import knob, nearest
 from toprope.sdk.orchestration import providers
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation
 from toprope.sdk.orchestration.energy import Meter

@@ -1,7 +1,8 @@
 """Every task of reasoning-gym as an environment: its name is the target, its configuration's fields are the knobs.
 
 reasoning-gym generates tasks from `seed + index`, so its seeds overlap and cannot separate training from held-out
-tasks; the seed is therefore pinned, the stream is read on past `size`, and toprope.sdk.splits separates by content.
+tasks; the seed is therefore pinned, the stream is read on past `size`, and toprope.sdk.worker.splits separates by
+content.
 Its scorers differ: many give partial credit, some reward junk, two raise on it. What they say is shown as the part
 `partial`; `exact` counts only what they call entirely right.
 
@@ -25,11 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._gym_levels import Levels, levels_of
+from toprope.sdk.adapters._reasoning_gym.levels import Levels, levels_of
+from toprope.sdk.authoring.environment import Environment, Part, Task
+from toprope.sdk.authoring.knobs import knob, nearest, settable
 from toprope.sdk.discovery import first_line, literal, parse
-from toprope.sdk.environment import Environment, Part, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
-from toprope.sdk.knobs import knob, nearest, settable
 
 __all__ = ["COMPOSITE", "Listing", "ListedTask", "ReasoningGym", "difficulty_of", "make", "parts_of", "settings_of"]
 
@@ -41,7 +42,8 @@ _SEED = 0
 _HIDDEN = ("seed", "size", "data_file")
 """Fields that are no setting of the task: `data_file` names a file to read."""
 COMPOSITE = "composite"
-"""Registered, but made of other tasks and empty without a list of them: toprope.sdk.adapters._gym_composite."""
+"""Registered, but made of other tasks and empty without a list of them:
+toprope.sdk.adapters._reasoning_gym.composite."""
 _WEIGHTS = {"exact": (1.0, 0.0), "partial": (0.0, 1.0), "both": (0.5, 0.5)}
 _COMMENT = re.compile(r"^\s+(\w+)\s*:[^#]*#\s*(.+?)\s*$", re.MULTILINE)
 
@@ -106,7 +108,7 @@ def make(target: str) -> Environment:
             f"reasoning-gym is not installed ({error}). Install it: {sys.executable} -m pip install reasoning-gym"
         ) from error
     if target == COMPOSITE or target.startswith("{"):
-        from toprope.sdk.adapters import _gym_composite
+        from toprope.sdk.adapters._reasoning_gym import composite as _gym_composite
 
         return _gym_composite.make(target)
     names = [name for name in DATASETS if name != COMPOSITE]

@@ -4,7 +4,7 @@ The target is a JSON object:
 
     {"file": "/path/grade.py",       the user's file
      "function": "score",            what scores; sync or async
-     "rows": "prompts.jsonl",        see toprope.sdk.adapters._users
+     "rows": "prompts.jsonl",        see toprope.sdk.adapters._shared.user_files
      "prompt": "prompt",             column of the prompt: a text, or messages
      "reference": "answer",          column of the right answer, where there is one
      "range": [0, 1],                bounds of the score; a value beyond is an error of its rollout,
@@ -25,11 +25,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._listing import Listed
-from toprope.sdk.adapters._users import Bounds, UserFile, data_beside, functions, parsed
-from toprope.sdk.awaiting import Awaiting
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.user_files import Bounds, UserFile, data_beside, functions, parsed
+from toprope.sdk.authoring.environment import Environment, Task
+from toprope.sdk.authoring.event_loop import Awaiting
 from toprope.sdk.discovery import first_line
-from toprope.sdk.environment import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["KEYS", "Score", "declared", "make"]

@@ -28,12 +28,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._listing import Listed
-from toprope.sdk.adapters._own_random import OwnRandom
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob, nearest
 from toprope.sdk.discovery import literal, parse
-from toprope.sdk.environment import Environment, Messages, Part, Task
 from toprope.sdk.errors import InvalidRequest, LoadError
-from toprope.sdk.knobs import knob, nearest
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "TextArena", "installed", "make"]
 

@@ -8,7 +8,8 @@ What was written for GRPOTrainer runs here as it is. The target is a JSON object
      "environment": "Game",             what GRPOTrainer calls environment_factory: a class or function; or an object of
                                         them by name, chosen by the rows' column `environment`
      "tools": ["search"],               functions that the policy may call beside the environment's methods
-     "rows": "train.jsonl",             see toprope.sdk.adapters._users; with an environment they may be left out
+     "rows": "train.jsonl",             see toprope.sdk.adapters._shared.user_files; with an environment they may be
+                                        left out
      "tasks": 1000,                     how many tasks there are then
      "ranges": {"accuracy": [0, 1]},    bounds of a reward, 0 to 1 by default; one beyond is an error of its rollout,
      "clip": false,                     or is moved to the bound
@@ -31,14 +32,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._listing import Listed
-from toprope.sdk.adapters._own_random import OwnRandom
-from toprope.sdk.adapters._users import Bounds, UserFile, data_beside, functions, is_async, parsed, public_name
-from toprope.sdk.awaiting import Awaiting
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._shared.user_files import (
+    Bounds,
+    UserFile,
+    data_beside,
+    functions,
+    is_async,
+    parsed,
+    public_name,
+)
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
+from toprope.sdk.authoring.event_loop import Awaiting
+from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import first_line
-from toprope.sdk.environment import Environment, Messages, Part, Task
 from toprope.sdk.errors import EnvironmentMistake, LoadError
-from toprope.sdk.knobs import nearest
 from toprope.sdk.orchestration.tools import Tool
 from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
 

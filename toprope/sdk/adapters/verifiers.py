@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._verifiers_files import declared, installed
-from toprope.sdk.adapters._verifiers_play import HARNESS, client_config, register_harness, sessions_server
+from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
+from toprope.sdk.adapters._verifiers.listing import declared, installed
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.discovery import first_line
-from toprope.sdk.environment import Messages, Part, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
-from toprope.sdk.knobs import knob, settable
-from toprope.sdk.own_loop import OwnLoop, Played, Session
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make"]
 

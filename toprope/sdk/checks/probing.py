@@ -14,7 +14,7 @@ from typing import Any
 from toprope.sdk.checks.answers import Probe, probes
 from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.link import Link
+from toprope.sdk.worker.client import Link
 
 __all__ = ["Trial", "tasks_of", "text_of"]
 

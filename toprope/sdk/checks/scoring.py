@@ -261,7 +261,8 @@ def score_changes(seen: Observed) -> Finding | None:
 
 
 def _of_range(error: str) -> bool:
-    """Whether an outcome's error says that score() gave no number within its range (toprope.sdk.environment)."""
+    """Whether an outcome's error says that score() gave no number within its range
+    (toprope.sdk.authoring.environment)."""
     return error.startswith("EnvironmentMistake") and "score() " in error
 
 

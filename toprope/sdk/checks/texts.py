@@ -1,6 +1,7 @@
 """When two tasks are the same although their texts are not: the ways in which splits leak.
 
-Equal text, whatever case and white space, is dealt with where splits are made (toprope.sdk.splits). What gets past that
+Equal text, whatever case and white space, is dealt with where splits are made (toprope.sdk.worker.splits). What gets
+past that
 is looked for here: another spelling of the same signs, a number or label in front, and the same question within other
 words, with the same right answer. Generated tasks begin and end alike, which makes no two of them the same: what nearly
 all tasks of a split have there is set aside first. Paraphrases are not seen: of generated tasks one other word is often

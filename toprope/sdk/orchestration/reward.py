@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from toprope.sdk.environment import Part
+from toprope.sdk.authoring.environment import Part
 from toprope.sdk.orchestration.types import Episode
 
 __all__ = [

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from toprope.records.folder import RunFolder
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.environment_variables import OwnersVariables
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.variables import OwnersVariables
 
 __all__ = ["Launcher"]
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from toprope.errors import ComponentFailed
-from toprope.records.folder import RunFolder
-from toprope.supervisor import containment
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.environment_variables import OwnersVariables, for_keeper
+from toprope.supervisor.keeper import confinement as containment
+from toprope.supervisor.keeper.logs import tail
 from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.logs import tail
-from toprope.supervisor.orders import order_stop
-from toprope.supervisor.variables import OwnersVariables, for_keeper
+from toprope.supervisor.runs.orders import order_stop
 
 __all__ = ["LocalLauncher"]
 

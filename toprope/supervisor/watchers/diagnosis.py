@@ -13,9 +13,9 @@ from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import ranked, severity
 from toprope.analysis.findings.mishaps import Mishaps
 from toprope.analysis.findings.standstill import standstill
-from toprope.records.crew import CountsReport, Evaluated, Making, Report, Stepped
-from toprope.records.findings import Finding
-from toprope.records.metrics import read_history
+from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
+from toprope.records.run.findings import Finding
+from toprope.records.run.metrics import read_history
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.hands import Hands

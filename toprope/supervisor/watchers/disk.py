@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toprope.records.crew import Checkpointed, NoRoom, Report, Warned
-from toprope.records.findings import Finding
-from toprope.supervisor.reservations import Reservations
+from toprope.records.messages import Checkpointed, NoRoom, Report, Warned
+from toprope.records.run.findings import Finding
+from toprope.supervisor.capacity.reservations import Reservations
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.hands import Hands

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from toprope.supervisor.heartbeat import Heartbeat
 from toprope.supervisor.watchers.budget import Budget
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
 from toprope.supervisor.watchers.disk import DiskWatch
 from toprope.supervisor.watchers.hands import Hands, Watcher
-from toprope.supervisor.watchers.heartbeat import Heartbeat
-from toprope.supervisor.watchers.members import MembersWatch
 from toprope.supervisor.watchers.provenance import Provenance
 from toprope.supervisor.watchers.stall import StallWatch
+from toprope.supervisor.watchers.sweep_members import MembersWatch
 
 __all__ = ["watchers_for"]
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toprope.records.crew import Report
-from toprope.records.folder import RunFolder
-from toprope.records.specification import Specification
-from toprope.records.status import Status
-from toprope.supervisor.orders import StopOrder
+from toprope.records.messages import Report
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.supervisor.runs.orders import StopOrder
 
 __all__ = ["Hands", "Watcher", "Watchers"]
 

@@ -21,13 +21,21 @@ from typing import TYPE_CHECKING, Any
 
 import toprope
 from toprope.analysis.reproduction import differing_inputs
-from toprope.records.crew import Checked, Ready, Report
-from toprope.records.folder import RunFolder
-from toprope.records.interpreters import packages_in, site_packages_of
-from toprope.records.manifest import Code, Configuration, DatasetInputs, EnvironmentInputs, Hardware, Manifest, Policy
-from toprope.records.specification import DatasetSource, EnvironmentSource, Specification
+from toprope.records.messages import Checked, Ready, Report
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.installed_packages import packages_in, site_packages_of
+from toprope.records.run.manifest import (
+    Code,
+    Configuration,
+    DatasetInputs,
+    EnvironmentInputs,
+    Hardware,
+    Manifest,
+    Policy,
+)
+from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.settings.mixing import members_of
-from toprope.supervisor.ledger import gpu_names
+from toprope.supervisor.capacity.budget_ledger import gpu_names
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.hands import Hands

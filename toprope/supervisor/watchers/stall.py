@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from toprope.records.crew import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
+from toprope.records.messages import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.hands import Hands

@@ -22,19 +22,19 @@ from urllib.parse import urlsplit
 import msgspec
 
 from toprope.errors import NotPossibleNow, TopropeError
-from toprope.records.crew import ENV_LISTENER_FD, CountsReport, Failed, Order, Peers, Ready, Report, Stop
-from toprope.records.folder import RunFolder
-from toprope.records.journal import FileJournal
-from toprope.records.specification import Specification
-from toprope.training.api.app import create_app
-from toprope.training.api.durable import GroupCommit
-from toprope.training.api.gate import watched
-from toprope.training.api.matching import InferenceMatcher
-from toprope.training.api.protocol import direct
-from toprope.training.api.registry import TrainerRegistration
-from toprope.training.api.store import TrajectoryStore
-from toprope.training.crew import beating
-from toprope.training.serving import serve
+from toprope.records.journal.journal import FileJournal
+from toprope.records.messages import ENV_LISTENER_FD, CountsReport, Failed, Order, Peers, Ready, Report, Stop
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.training.api.http.app import create_app
+from toprope.training.api.http.auth import watched
+from toprope.training.api.http.body_protocol import direct
+from toprope.training.api.intake.version_matching import InferenceMatcher
+from toprope.training.api.queue.registry import TrainerRegistration
+from toprope.training.api.storage.group_commit import GroupCommit
+from toprope.training.api.storage.store import TrajectoryStore
+from toprope.training.component.http_server import serve
+from toprope.training.component.member import beating
 
 __all__ = ["MemberLike", "main", "protocol", "run", "vocabulary_of"]
 
@@ -42,7 +42,7 @@ _COUNTS_EVERY_S = 1.0
 
 
 class MemberLike(Protocol):
-    """What this program needs of `toprope.training.crew.Member`."""
+    """What this program needs of `toprope.training.component.member.Member`."""
 
     folder: RunFolder
     spec: Specification
@@ -219,7 +219,7 @@ def protocol() -> type:
 
 def main() -> int:
     """The program. Returns its exit status."""
-    from toprope.training.crew import Member
+    from toprope.training.component.member import Member
 
     member = Member.join()
     try:

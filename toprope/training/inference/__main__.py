@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toprope.errors import TopropeError
-from toprope.records.crew import Failed, Ready
-from toprope.training.crew import Member, beating
+from toprope.records.messages import Failed, Ready
+from toprope.training.component.member import Member, beating
 
 
 def main() -> int:
@@ -26,8 +26,8 @@ def main() -> int:
         transformers.logging.set_verbosity_error()
         from toprope.training.inference.app import InferenceServer
         from toprope.training.inference.engine import Engine
-        from toprope.training.policy import fix_kernels, load_model, load_tokenizer
-        from toprope.training.weights import WeightReader
+        from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
+        from toprope.training.policy.weight_sync import WeightReader
 
         fix_kernels(config)
         folder = Path(member.address("policy"))
@@ -55,8 +55,8 @@ def main() -> int:
 
 
 async def _serve(member: Member, server: object, moves: Callable[[], bool], vocabulary: int) -> None:
+    from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
-    from toprope.training.serving import serve
 
     assert isinstance(server, InferenceServer)
     ending = asyncio.Event()

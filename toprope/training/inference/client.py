@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
+from toprope.training.component.peer_addresses import Address, Backoff, resolver
 from toprope.training.inference.keys import session_key
 from toprope.training.inference.sessions import LIFE_HEADER, Turn
-from toprope.training.peers import Address, Backoff, resolver
 
 __all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling", "SessionLost"]
 

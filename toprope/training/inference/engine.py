@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from toprope.training.weights import WeightReader
+    from toprope.training.policy.weight_sync import WeightReader
 
 __all__ = ["Engine", "Request", "Sample"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from toprope.records.groups import MASKED, PROMPT_LOGPROB
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
 
 __all__ = ["LIFE_HEADER", "Segment", "Session", "SessionStore", "Turn", "join_turns"]
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from filelock import Timeout
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, shown
-from toprope.records.interpreters import packages_in, site_packages_of
-from toprope.sdk.link import worker_environment
+from toprope.records.run.installed_packages import packages_in, site_packages_of
+from toprope.sdk.worker.client import worker_environment
 from toprope.settings.owner import Home
 from toprope.settings.yamlfiles import nearest
+from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.known import known_interpreters
 from toprope.workbench.interpreters.naming import Target, checked_name, is_project, require_no_secret, target_of
@@ -29,7 +30,6 @@ from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
 from toprope.workbench.interpreters.words import excerpt, progress_of
-from toprope.workbench.sources.adapters import Adapter, adapters
 
 __all__ = ["Interpreters", "Order", "Outcome"]
 

@@ -12,9 +12,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.sdk.discovery import NAME
-from toprope.sdk.link import KEY_IN_URL
+from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
-from toprope.workbench.sources.adapters import Adapter
+from toprope.workbench.adapters import Adapter
 
 __all__ = ["Target", "checked_name", "is_project", "require_no_secret", "target_of"]
 

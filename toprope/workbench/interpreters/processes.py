@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from toprope.errors import EnvironmentFailed, NotPossibleNow
-from toprope.sdk.link import worker_environment
+from toprope.sdk.worker.client import worker_environment
 
 __all__ = ["Commands", "variables"]
 

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.folder import LEFT, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, misfits, read_json, write_json
 
 __all__ = ["Added", "Registry"]
 

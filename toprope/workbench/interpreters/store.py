@@ -18,8 +18,8 @@ from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.errors import Corrupt, TopropeError
-from toprope.records.folder import RunFolder, read_json, write_json
-from toprope.records.status import Status
+from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.status import Status
 from toprope.supervisor.lock import RunLock, held
 
 __all__ = ["Made", "Store", "bytes_of", "digests_in_use"]

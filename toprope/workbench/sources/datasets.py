@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue
-from toprope.records.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import dataset
 from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml

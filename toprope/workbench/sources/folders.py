@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from toprope.records.specification import EnvironmentSource
-from toprope.sdk.adapters._listing import Listed
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, parse
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
-from toprope.workbench.sources.adapters import Adapter
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 __all__ = ["FileReader", "FolderSource"]

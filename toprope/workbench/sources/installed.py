@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toprope.records.specification import EnvironmentSource
-from toprope.sdk.adapters._listing import Listed
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.workbench.adapters import WITH_SOURCES_OF_THEIR_OWN, Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
-from toprope.workbench.sources.adapters import WITH_SOURCES_OF_THEIR_OWN, Adapter
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 __all__ = ["InstalledSource"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toprope.records.specification import EnvironmentSource
-from toprope.sdk.adapters._listing import Listed
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, State
 from toprope.workbench.interpreters.known import Known
-from toprope.workbench.sources.adapters import Adapter
 
 __all__ = ["entry_of", "home_of", "install_command"]
 

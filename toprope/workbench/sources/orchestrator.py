@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.records.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import orchestrator
 from toprope.workbench.entries import Entry, Names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toprope.records.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import reasoning_gym
 from toprope.workbench.entries import Entry, Names
 from toprope.workbench.interpreters.known import Known

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toprope.errors import TopropeError
-from toprope.records.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.interpreters.registry import Added
-from toprope.workbench.sources.adapters import Adapter
 from toprope.workbench.sources.datasets import dataset_target
 from toprope.workbench.sources.folders import FileReader, FolderSource
 from toprope.workbench.sources.listing import home_of, install_command

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue
-from toprope.sdk.adapters._listing import Listed
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import NAME, first_line, parse
 from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
-from toprope.workbench.sources.adapters import Adapter
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 __all__ = ["TargetSource", "declared_adapter"]

@@ -1,0 +1,114 @@
+"""What research costs an agent: `make bench-agent`.
+
+A scripted agent trains with a learning rate that collapses the run, waits, is told so by the finding, stops the run,
+takes the rate that the finding names, and proves the gain: three seeds of the former rate against three of the mended
+one, compared on held-out tasks. It notes the experiment and hands over. Its calls and tokens are held against the
+same script with a full status of every run at work each 30 seconds in place of its waits (`_agent_polls.py`),
+measured on the very same runs while they live; `_agent_counts.py` says what is counted.
+
+The agent has the name of a client that holds out long calls (`tools/toprope_tools/client_timeouts.py`); `calls_ratio`
+is its figure.
+`calls_ratio_unknown_client` is that of a client that nobody knows, whose waits are cut to 45 s, made on the same
+runs.
+
+Runs take about two minutes here, so that the whole fits into a quarter of an hour. Polls grow with a run's length and
+waits do not: runs of hours make the ratios larger.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+from toprope_server.cli.demo import server_parameters
+
+from benchmarks.agent.counts import EVERY_S, compact, figures, polls_needed
+from benchmarks.agent.polls import Poller
+from benchmarks.agent.script import Agent, Failed, client, research
+
+PATIENT, UNKNOWN = "claude-code", "some-agent"
+TRAIN_S = 115.0
+"""Training of each run; start and evaluations make it two minutes on two quiet cores."""
+TASKS = 200
+
+
+async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
+    """Does the work in a home of its own; the figures.
+
+    Raises:
+        Failed: It did not come to its end.
+    """
+    parameters = server_parameters({"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")})
+    changes = {"budget.steps": 6000, "budget.max_train_seconds": train_s, "evaluation.heldout_tasks": TASKS}
+    failed: Failed | None = None
+    async with client(parameters, PATIENT) as patient, client(parameters, UNKNOWN) as other:
+        tools = (await patient.list_tools()).tools
+        listed = sum(len(f"{tool.name}{tool.description}{json.dumps(tool.input_schema)}".encode()) for tool in tools)
+        agent, unknown = Agent(patient, say), Agent(other, lambda line: None)
+
+        async def detailed(run_id: str) -> int:
+            answer = await other.call_tool("get_results", {"run_id": run_id, "detail": "detailed"})
+            return sum(len(part.text.encode()) for part in answer.content if part.type == "text") + len(
+                compact(answer.structured_content)
+            )
+
+        poller = Poller(home / "runs", detailed)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poller.run)
+            try:
+                found = await research(agent, unknown, poller, changes)
+            except* Failed as raised:  # task groups and the client wrap it
+                failed = _first(raised)
+            tasks.cancel_scope.cancel()
+    if failed is not None:
+        raise failed
+    due = sum(polls_needed(seconds) for seconds in poller.lives.values())
+    return figures(agent.made, unknown.made, poller.polls) | {
+        "polls_by_lifetimes": due,
+        "every_s": EVERY_S,
+        "runs": len(poller.lives),
+        "run_seconds_mean": round(sum(poller.lives.values()) / len(poller.lives), 1),
+        "tool_list_tokens": listed // 4,
+        "tools": len(tools),
+        **found,
+        "answer_tokens": {f"{number} {one.tool}": one.answer // 4 for number, one in enumerate(agent.made, 1)},
+    }
+
+
+def main() -> int:
+    """Prints the table and the figures. The first argument: seconds of training of each run."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    train_s = float(sys.argv[1]) if len(sys.argv) > 1 else TRAIN_S
+    began, load = time.monotonic(), os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as folder:
+        try:
+            found = anyio.run(measure, Path(folder), train_s, lambda line: console.print(line, markup=False))
+        except Failed as error:
+            console.print(f"The work did not come to its end: {error}", markup=False)
+            return 1
+    found |= {"seconds": round(time.monotonic() - began), "load_before": load, "load_after": os.getloadavg()}
+    table = Table(title="An agent's research: waits and findings, against polls every 30 s")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in found.items():
+        table.add_row(name, json.dumps(value) if isinstance(value, dict | tuple) else str(value))
+    Console().print(table)
+    print(json.dumps(found))
+    return 0 if found["proved"] else 1
+
+
+def _first(raised: BaseExceptionGroup[Failed]) -> Failed:
+    [error, *_] = raised.exceptions
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

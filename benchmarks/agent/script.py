@@ -1,0 +1,169 @@
+"""An agent's work in calls: a run that collapses, the diagnosis, the mended rate, and the proof over three seeds.
+
+It uses nothing but tools over standard input and output, through the official client, and takes from answers what an
+agent would take: ids, cursors, and what a finding says to do next. Every call is counted. Beside it a client that
+nobody knows makes the same waits on the same runs, each cut to what such a client holds out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+from mcp import Client
+from mcp.types import Implementation
+
+from benchmarks.agent.counts import Exchange, compact
+from benchmarks.agent.polls import Poller
+
+__all__ = ["RATE", "Agent", "Failed", "client", "research"]
+
+ENVIRONMENT, PRESET = "reasoning_gym/spell_backward", "cpu-embedded"
+RATE = 0.01
+"""The most that the locks allow, ten times the preset's."""
+_NAMES = frozenset({"learning_rate_high", "collapse"})
+_NEXT_RATE = re.compile(r"optimizer\.learning_rate to ([0-9.e-]+[0-9])")
+_LONG_S = 900
+_PATIENCE_S = 1000.0
+
+
+class Failed(Exception):
+    """A tool refused, or an answer was not what the work needs."""
+
+
+def client(parameters: Any, name: str) -> Client:
+    """A client of a server of its own, under a name that tells how long it waits."""
+    return Client(parameters, client_info=Implementation(name=name, version="1.0"))
+
+
+class Agent:
+    """Calls tools and counts."""
+
+    def __init__(self, connected: Client, say: Callable[[str], None]) -> None:
+        self._client, self._say = connected, say
+        self.made: list[Exchange] = []
+
+    async def call(self, tool: str, *, wait: bool = False, **arguments: Any) -> tuple[str, dict[str, Any]]:
+        """One call; its text and its structure.
+
+        Raises:
+            Failed: The tool refused.
+        """
+        answer = await self._client.call_tool(tool, arguments, read_timeout_seconds=_PATIENCE_S)
+        text = "\n".join(part.text for part in answer.content if part.type == "text")
+        self.made.append(Exchange.of(tool, arguments, text, answer.structured_content, wait=wait))
+        told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        self._say(f"{tool}({told})  [{self.made[-1].answer // 4} tokens]")
+        for line in text.splitlines():
+            self._say(f"    {line[:260]}")
+        if answer.is_error:
+            raise Failed(text)
+        return text, answer.structured_content or {}
+
+    async def wait(self, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None) -> dict[str, Any]:
+        """Waits until one of `until` is met, however many calls that takes; the last answer's structure.
+
+        Raises:
+            Failed: Everything has ended and nothing was met.
+        """
+        asked: dict[str, Any] = {"run_ids": list(run_ids), "wait_s": _LONG_S, "until": list(until)}
+        while True:
+            _, found = await self.call("check_status", wait=True, **asked, **({"cursor": cursor} if cursor else {}))
+            if found.get("met"):
+                return found
+            if all(run["state"] in ("completed", "stopped", "failed", "lost") for run in found["runs"]):
+                raise Failed(f"nothing of {until} was met")
+            cursor = found["cursor"]
+
+
+async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
+    """Does the work; what came of it, as compare_runs found it. `proved`: the gain is above the noise floor.
+
+    Args:
+        agent: Who does it.
+        unknown: Waits beside it for the same.
+        poller: Follows the same runs.
+        changes: The budget, besides the rate.
+
+    Raises:
+        Failed: A tool refused, the run was not diagnosed, or another one did not complete.
+    """
+    _, draft = await agent.call("select_environment", name=ENVIRONMENT, preset=PRESET)
+    draft_id = draft["draft_id"]
+    await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": RATE} | changes)
+    _, sick = await agent.call("start_training", draft_id=draft_id, name="fast")
+    poller.follow(sick["run_id"])
+    seen = await _both(agent, unknown, [sick["run_id"]], ["finding", "end"], f"{sick['run_id']}:0")
+    finding = _finding(seen)
+    await poller.last_of(sick["run_id"])  # another agent would stop it at what its next poll shows
+    await agent.call("stop_training", run_id=sick["run_id"])
+    rate = _NEXT_RATE.search(finding["next"])
+    if rate is None:
+        raise Failed(f"the finding does not say which rate to take: {finding['next']}")
+
+    # The rate alone differs: what is proved is that it made the difference.
+    _, before = await agent.call("start_training", draft_id=draft_id, seeds=3, name="fast")
+    await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": float(rate[1])})
+    _, after = await agent.call("start_training", draft_id=draft_id, seeds=3, name="mended")
+    poller.follow(*before["run_ids"], *after["run_ids"])
+    groups = [before["group_id"], after["group_id"]]
+    beginning = ",".join(f"{run_id}:0" for run_id in [*before["run_ids"], *after["run_ids"]])
+    ended = await _both(agent, unknown, groups, ["all ended", "failed"], beginning)
+    if any(run["state"] != "completed" for run in ended["runs"]):
+        raise Failed("a run did not complete")
+    await poller.rest_of([*before["run_ids"], *after["run_ids"]])
+
+    _, compared = await agent.call("compare_runs", a=[groups[0]], b=[groups[1]])
+    sampled = compared["sampled"]
+    proved = sampled["verdict"] == "b" and sampled["difference"]["value"] > sampled["noise_floor"]
+    gained, floor = 100 * sampled["difference"]["value"], 100 * sampled["noise_floor"]
+    _, noted = await agent.call(
+        "note_experiment",
+        hypothesis=f"A learning rate of {rate[1]} instead of {RATE} learns, as the finding {finding['rule']} says.",
+        run_ids=groups[1:],
+        draft_id=draft_id,
+        outcome=f"{gained:+.1f} points on held-out tasks over 3 seeds against {groups[0]}; noise floor {floor:.1f}.",
+        decision="keep" if proved else "discard",
+    )
+    handoff, _ = await agent.call("get_handoff")
+    if noted["experiment"]["id"] not in handoff:
+        raise Failed("the handoff does not tell of the experiment")
+    return {
+        "proved": proved,
+        "finding": finding["rule"],
+        "finding_step": finding["step"],
+        "rate_after": float(rate[1]),
+        "gain_points": round(gained, 1),
+        "noise_floor_points": round(floor, 1),
+        "p_tasks": sampled["p_tasks"],
+    }
+
+
+async def _both(
+    agent: Agent, unknown: Agent, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None
+) -> dict[str, Any]:
+    """The same wait by both; what the agent was told."""
+    found: dict[str, Any] = {}
+
+    async def own() -> None:
+        found.update(await agent.wait(run_ids, until, cursor))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(own)
+        tasks.start_soon(unknown.wait, run_ids, until, cursor)
+    return found
+
+
+def _finding(seen: dict[str, Any]) -> dict[str, Any]:
+    """The gravest finding that the answer tells.
+
+    Raises:
+        Failed: None names the rate.
+    """
+    events = [event["data"] for run in seen["runs"] for event in run.get("events", ()) if event["kind"] == "finding"]
+    named = [data for data in events if data["rule"] in _NAMES]
+    if not named:
+        raise Failed(f"no finding names the learning rate: {compact(events).decode()}")
+    return max(named, key=lambda data: data["level"] == "critical")

@@ -1,0 +1,209 @@
+"""Environments of other ecosystems, unmodified, each in its own interpreter, against a real inference server.
+
+Measured: that four rollouts of one task go through and are recorded; how long a worker takes until it can play, beyond
+what importing the environment's own file takes in a bare interpreter; how much quicker verifiers is with a harness in
+the worker's process than with its `null` harness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
+from toprope.sdk.worker.client import Link, worker_environment
+from toprope.settings.schema import LauncherSection
+from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.policy.tiny_model import Recipe, build
+from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
+from toprope.training.rollouts.group_sampler import Made, RolloutMaker
+from toprope.training.rollouts.restarting_worker import Worker
+
+__all__ = ["ecosystems"]
+
+SIZE = 4
+STARTS = 5
+HARNESS_ROLLOUTS = 16
+_SECRET = "of-this-benchmark"
+_LOAD_S, _ROLLOUT_S = 180.0, 180.0
+
+
+def ecosystems() -> dict[str, Any]:
+    """Measures, prints a table, and returns the figures."""
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="toprope-ecosystems-") as path:
+        return asyncio.run(_measured(Path(path), console))
+
+
+async def _measured(folder: Path, console: Console) -> dict[str, Any]:
+    policy = folder / "policy"
+    build(policy, Recipe(steps=0))
+    table = Table(title="Environments of other ecosystems, four rollouts of one task")
+    for column in ("ecosystem", "interpreter", "rollouts", "recorded tokens", "s", "worker's start beyond import, s"):
+        table.add_column(column, justify="left" if column in ("ecosystem", "interpreter") else "right")
+    failed, played, beyond, ratio, missing = [], [], {}, None, []
+    async with _inference(policy) as url:
+        for sample in SAMPLES:
+            python = interpreter(sample.ecosystem)
+            if python is None:
+                missing.append(sample.ecosystem)
+                table.add_row(sample.ecosystem, "not installed", "", "", "", "")
+                continue
+            own = "own" if python != sys.executable else "ours"
+            try:
+                made = await _played(sample, python, folder, policy, url)
+                beyond[sample.ecosystem] = await _beyond_import(sample, python, folder, policy)
+            except Exception as error:
+                failed.append(sample.ecosystem)
+                table.add_row(sample.ecosystem, own, f"[red]{type(error).__name__}: {str(error)[:60]}", "", "", "")
+                console.print("".join(traceback.format_exception(error))[-2000:], markup=False, highlight=False)
+                continue
+            played.append(sample.ecosystem)
+            group = made.group(sample.ecosystem, "g")
+            row = (str(len(made.outcomes)), str(sum(mask >= 0 for row in group.masks for mask in row)))
+            table.add_row(sample.ecosystem, own, *row, f"{made.seconds:.2f}", f"{beyond[sample.ecosystem]:.2f}")
+        if "verifiers" in played:
+            ratio = await _harnesses(folder, policy, url, console)
+    console.print(table)
+    figures: dict[str, Any] = {
+        "ecosystems": len(played),
+        "ecosystems_failed": len(failed),
+        "ecosystems_failed_names": failed,
+        "ecosystems_not_installed": missing,
+        "worker_start_beyond_import_s": {name: round(value, 3) for name, value in beyond.items()},
+        "worker_start_beyond_import_s_max": round(max(beyond.values(), default=0.0), 3),
+    }
+    return figures | ({} if ratio is None else ratio)
+
+
+@asynccontextmanager
+async def _inference(policy: Path) -> AsyncIterator[str]:
+    """A real inference server on a policy without training."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from toprope.training.component.http_server import serve
+    from toprope.training.inference.app import InferenceServer
+    from toprope.training.inference.engine import Engine
+    from toprope.training.policy.loading import load_tokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(policy)
+    engine = Engine(AutoModelForCausalLM.from_pretrained(policy).eval(), tokenizer, max_context=2048)
+    engine.start()
+    server = InferenceServer(engine, tokenizer, model_name="policy", secret=_SECRET)
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ending = asyncio.Event()
+    serving = asyncio.create_task(serve(server.app, address.set_result, ending))
+    try:
+        yield await address
+    finally:
+        ending.set()
+        await serving
+        engine.stop()
+
+
+async def _opened(
+    sample: Sample, python: str, folder: Path, policy: Path, knobs: dict[str, Any] | None = None
+) -> tuple[Link, dict[str, Any]]:
+    given = {**sample.knobs, **(knobs or {})} | ({sample.tokenizer: str(policy)} if sample.tokenizer else {})
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = (folder / f"{sample.ecosystem}.log").open("ab")
+    link = await Link.start(python, env=worker_environment(dict(os.environ)) | offline, stderr=log, timeout=60)
+    try:
+        card = await link.call("open", timeout=_LOAD_S, source=write(sample, folder), knobs=given)
+    except BaseException:
+        await link.close(grace=0)
+        raise
+    return link, card
+
+
+async def _played(
+    sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, warm: int = 0, **knobs: Any
+) -> Made:
+    """Plays a task through the worker and inference, and looks whether everything is as a trainer needs it; after
+    another one, `warm` times, which pays for what is made once."""
+    link, card = await _opened(sample, python, folder, policy, knobs)
+
+    async def opened() -> Link:
+        return link
+
+    client = PolicyClient(url, _SECRET)
+    section = LauncherSection(restarts=0)
+    try:
+        async with await Worker.start(opened, section) as worker:
+            kind = OwnLoopMaker if card["own_loop"] else RolloutMaker
+            maker = kind(worker, client, multi_turn=card["max_turns"] > 1, call_timeout_s=60)
+            if isinstance(maker, OwnLoopMaker):
+                maker.rollout_timeout_s = _ROLLOUT_S
+            if warm:
+                _whole(await maker.make("train", 1, warm, Sampling(1.0, 1.0, 8)), warm)
+            made = await maker.make("train", 0, size, Sampling(1.0, 1.0, 8))
+            _whole(made, size)
+    finally:
+        await client.close()
+    return made
+
+
+def _whole(made: Made, size: int) -> None:
+    errors = [outcome.error for outcome in made.outcomes if outcome.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} rollouts ended with an error: {errors[0]}")
+    group = made.group("sample", "g")
+    owners = set(group.rollouts if group.rollouts is not None else range(len(group.tokens)))
+    if owners != set(range(size)):
+        raise RuntimeError(f"only rollouts {sorted(owners)} of {size} were recorded")
+    for masks, logprobs, versions in zip(
+        group.masks, group.inference_logprobs or (), group.versions or (), strict=True
+    ):
+        sampled = sum(mask >= 0 for mask in masks)
+        if not sampled or sum(value <= 0 for value in logprobs) != sampled or sum(n for _, n in versions) != sampled:
+            raise RuntimeError("tokens, log-probabilities and versions of a rollout do not agree")
+
+
+async def _beyond_import(sample: Sample, python: str, folder: Path, policy: Path) -> float:
+    """Seconds from starting a worker to an opened environment, less those of importing its file in a bare interpreter:
+    the least of some starts each, since other work only adds."""
+    write(sample, folder)
+    ours, theirs = [], []
+    for _ in range(STARTS):
+        began = time.monotonic()
+        subprocess.run([python, "-c", sample.imports], cwd=folder, check=True, capture_output=True, timeout=_LOAD_S)
+        theirs.append(time.monotonic() - began)
+        began = time.monotonic()
+        link, _ = await _opened(sample, python, folder, policy)
+        ours.append(time.monotonic() - began)
+        await link.close(grace=0.5)
+    return min(ours) - min(theirs)
+
+
+async def _harnesses(folder: Path, policy: Path, url: str, console: Console) -> dict[str, Any]:
+    """Rollouts a second with our harness and with verifiers' own `null`, which makes a process a rollout."""
+    sample = next(one for one in SAMPLES if one.ecosystem == "verifiers")
+    python = interpreter("verifiers")
+    assert python is not None  # it was played
+    speed = {}
+    for name in ("auto", "null"):
+        try:
+            # The rollout before pays for what is made once: null's script environment among it.
+            made = await _played(sample, python, folder, policy, url, size=HARNESS_ROLLOUTS, warm=1, harness=name)
+        except Exception as error:
+            console.print(f"verifiers' harness {name} cannot be measured: {str(error)[:500]}", markup=False)
+            return {"rollouts_per_second_ratio": None, "rollouts_per_second": {}}
+        speed[name] = HARNESS_ROLLOUTS / made.seconds
+    return {
+        "rollouts_per_second_ratio": round(speed["auto"] / speed["null"], 1),
+        "rollouts_per_second": {"in_process": round(speed["auto"], 1), "null": round(speed["null"], 2)},
+    }

@@ -1,0 +1,169 @@
+"""What a worker costs an environment whose loop we own: wall time that it adds to a rollout, in groups of 16.
+
+Groups are played twice in turn, by calling the environment in this process and through a worker with the requests that
+the rollout driver sends (`begin` for the group, then `advance` with all its answers), the same tasks and answers both
+times. What a worker adds is the difference; the machine's noise is in both.
+
+    python -P -m benchmarks.environments.worker_overhead
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.authoring.loading import load
+from toprope.sdk.rollouts import Rollout, configure, grouped, score_together
+from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.splits import Splits
+
+__all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import"]
+
+GROUP = 16
+_WARM = 5
+_LIMIT_MS, _LIMIT_START_S = 1.0, 0.3
+
+TRL = """
+    rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(40) for b in range(40)]
+
+    def accuracy(completions, answer, **kwargs):
+        return [float(c.strip() == a) for c, a in zip(completions, answer)]
+"""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Of one environment; milliseconds a rollout, medians over groups."""
+
+    environment: str
+    worker_overhead_ms: float
+    in_process_ms: float
+    worker_ms: float
+    worst_ms: float
+    """The 90th percentile of what the worker adds."""
+    groups: int
+
+
+def sources(folder: Path) -> dict[str, dict[str, Any]]:
+    """Environments to measure, by name: a file of ours, a task of reasoning-gym, a reward function as TRL has them.
+
+    Args:
+        folder: Where a user's file can be written.
+    """
+    (folder / "sums.py").write_text(textwrap.dedent(TRL))
+    target = json.dumps({"file": str(folder / "sums.py"), "reward_funcs": ["accuracy"], "rows": "rows"})
+    template = Path(__file__).resolve().parents[2] / "environments" / "template.py"
+    return {
+        "a file": {"file": str(template)},
+        "reasoning_gym": {"adapter": "reasoning_gym", "target": "spell_backward"},
+        "trl": {"adapter": "trl", "target": target},
+    }
+
+
+async def measure(
+    name: str, source: Mapping[str, Any], *, groups: int = 100, interpreter: str | None = None
+) -> Overhead:
+    """Plays groups both ways.
+
+    Args:
+        name: For the table.
+        source: As the worker's `open` takes it. The environment must load in this process as well.
+        groups: How many.
+        interpreter: Of the worker; ours by default.
+    """
+    environment = configure(load(source).environment)
+    splits = Splits(environment)
+    here, there = [], []
+    async with await Link.start(interpreter, timeout=60) as link:
+        await link.call("open", source=dict(source), timeout=120)
+        for index in range(groups + _WARM):
+            task = splits.get("train", index)[0]
+            answer = str(task.reference) if index % 2 else "something else"
+            await link.call("tasks", split="train", start=index, count=1)  # making a task is not what is measured
+            began = time.perf_counter()
+            rollouts = [Rollout(environment, task) for _ in range(GROUP)]
+            for rollout in rollouts:
+                rollout.begin()
+            turns = [rollout.advance(answer, alone=not grouped(environment)) for rollout in rollouts]
+            outcomes = score_together(rollouts) if grouped(environment) else [turn.outcome for turn in turns]
+            passed = time.perf_counter()
+            begun = await link.call("begin", split="train", index=index, count=GROUP)
+            moves = [[handle, answer, False] for handle in begun["rollouts"]]
+            answered = await link.call("advance", moves=moves)
+            ended = time.perf_counter()
+            if [one["outcome"]["reward"] for one in answered] != [one.reward for one in outcomes if one is not None]:
+                raise RuntimeError(f"{name}: the worker scores task {index} otherwise")
+            if index >= _WARM:
+                here.append((passed - began) * 1000 / GROUP)
+                there.append((ended - passed) * 1000 / GROUP)
+    added = sorted(worker - own for worker, own in zip(there, here, strict=True))
+    return Overhead(
+        environment=name,
+        worker_overhead_ms=round(statistics.median(added), 4),
+        in_process_ms=round(statistics.median(here), 4),
+        worker_ms=round(statistics.median(there), 4),
+        worst_ms=round(added[int(len(added) * 0.9)], 4),
+        groups=groups,
+    )
+
+
+async def start_over_import(source: Mapping[str, Any], package: str, *, times: int = 3) -> float:
+    """Seconds by which starting a worker and loading an environment takes longer than the package's import alone: the
+    least of several, as the machine's noise only adds.
+
+    Args:
+        source: As the worker's `card` takes it.
+        package: What the ecosystem's environments import.
+        times: How often each is tried, in turn.
+    """
+    alone, whole = [], []
+    for _ in range(times):
+        timed = f"import time; began = time.perf_counter(); import {package}; print(time.perf_counter() - began)"
+        ran = subprocess.run([sys.executable, "-P", "-c", timed], check=True, capture_output=True, text=True)
+        began = time.perf_counter()
+        async with await Link.start(timeout=60) as link:
+            await link.call("card", source=dict(source), timeout=120)
+            whole.append(time.perf_counter() - began)
+        alone.append(float(ran.stdout.splitlines()[-1]))
+    return min(whole) - min(alone)
+
+
+async def _measured() -> tuple[list[Overhead], float]:
+    with tempfile.TemporaryDirectory() as folder:
+        there = sources(Path(folder))
+        found = [await measure(name, source) for name, source in there.items()]
+        return found, await start_over_import(there["reasoning_gym"], "reasoning_gym")
+
+
+def overhead() -> dict[str, Any]:
+    """Measures and prints all; the figures: `worker_overhead_ms` of the worst environment (limit 1), and
+    `worker_start_over_import_s` (limit 0.3)."""
+    found, start = asyncio.run(_measured())
+    print(f"{'ms a rollout':<16}{'in process':>12}{'worker':>10}{'added':>10}{'p90 added':>12}   groups of {GROUP}")
+    for one in found:
+        print(
+            f"{one.environment:<16}{one.in_process_ms:>12.3f}{one.worker_ms:>10.3f}{one.worker_overhead_ms:>10.3f}"
+            f"{one.worst_ms:>12.3f}"
+        )
+    print(f"a worker's start with reasoning_gym, over importing the package: {start:.3f} s")
+    return {
+        "worker_overhead_ms": max(one.worker_overhead_ms for one in found),
+        "worker_overhead_by_environment": [asdict(one) for one in found],
+        "worker_start_over_import_s": round(start, 4),
+    }
+
+
+if __name__ == "__main__":
+    figures = overhead()
+    print(json.dumps(figures))
+    sys.exit(figures["worker_overhead_ms"] > _LIMIT_MS or figures["worker_start_over_import_s"] > _LIMIT_START_S)

@@ -1,0 +1,160 @@
+"""What outlives a component on this machine, by how it is held and by who was killed: `make bench-containment`.
+
+    python -P -m benchmarks.faults.containment
+
+A component starts five kinds of grandchildren: a plain one, one in a session of its own, one there that ignores
+SIGTERM, a daemon forked twice, and such a daemon with an empty environment. Then somebody gets a SIGKILL, and after the
+crew has had its time, what is left of the six is counted: before anybody looks at the run, and after a front end has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+import toprope
+from toprope.supervisor.keeper import confinement as containment
+from toprope.supervisor.keeper.confinement import Level
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.lock import held
+from toprope.supervisor.runs.manager import Runs
+
+ROOT = Path(toprope.__file__).resolve().parent.parent
+
+from tests.support import supervisor_stand_ins  # noqa: E402
+from tests.support.supervisor_house import House  # noqa: E402
+
+__all__ = ["KINDS", "WHOM", "left_over"]
+
+KINDS = ("plain", "setsid", "deaf", "daemon", "bare")
+WHOM = ("component", "keeper", "guard", "keeper and guard")
+LIMIT_S = 30.0
+_BROOD = """
+import os, signal, sys, time
+token, sleep = sys.argv[1], "import time; time.sleep(600)"
+def become(kind):
+    os.closerange(0, 64)
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", sleep, token, kind],
+              {} if kind == "bare" else dict(os.environ))
+for kind in ("plain", "setsid", "deaf", "daemon", "bare"):
+    if os.fork() == 0:
+        if kind != "plain":
+            os.setsid()
+        if kind in ("deaf", "daemon", "bare"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if kind in ("daemon", "bare") and os.fork():
+            os._exit(0)
+        become(kind)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+
+
+def _processes(token: str) -> dict[str, psutil.Process]:
+    """What carries the token as the component does, by kind."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if token in words and "-c" in words and "--control" not in words:
+                found[words[-1] if words[-1] in KINDS else "component"] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def _until(condition: Any, limit_s: float = LIMIT_S) -> bool:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[str]]:
+    """Which of the six are left when the lock of their run is free, and which after a front end has looked.
+
+    Args:
+        house: A house of stand-ins; a run is started in it.
+        level: How its components are held.
+        whom: One of WHOM.
+    """
+    token = f"{house.token}-{level}-{whom.replace(' ', '-')}"
+    programs = supervisor_stand_ins.programs({}, house.token)
+    programs["inference"] = [sys.executable, "-I", "-S", "-c", _BROOD, token]
+    table = house.path / f"{token}.json"
+    table.write_text(json.dumps(programs))
+    command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
+    runs = Runs(house.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: house.machine)
+    specification = house.specification(stop_grace_s=0.3)
+    folder = runs.start(specification)
+    house.started.append(folder)
+    if not _until(lambda: len(_processes(token)) == 1 + len(KINDS)):
+        raise TimeoutError(f"the component did not come up; {folder.path} has its logs")
+    component, keeper = _processes(token)["component"], house.keeper(folder)
+    guard = component.parent()
+    assert guard is not None
+    victims = {"component": [component], "keeper": [keeper], "guard": [guard], "keeper and guard": [guard, keeper]}[
+        whom
+    ]
+    if len(victims) > 1:
+        # At once means before either can act on the other's end.
+        for victim in victims:
+            victim.suspend()
+    for victim in victims:
+        victim.kill()
+    _until(lambda: not held(folder.lock))
+    _until(lambda: not _processes(token), 2.0)
+    before = sorted(_processes(token))
+    runs.status(folder.run_id)
+    _until(lambda: not _processes(token), 1.0)
+    after = sorted(_processes(token))
+    for process in _processes(token).values():
+        process.kill()
+    return before, after
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table for people, and as the last line the figures; 1 where something is left within a namespace."""
+    argparse.ArgumentParser(prog="python -P -m benchmarks.faults.containment").parse_args(arguments)
+    why, found = containment.probe(), {}
+    levels: list[Level] = ["guard"] if why else ["guard", "bubblewrap"]
+    with tempfile.TemporaryDirectory(prefix="toprope-containment-") as path:
+        house = House(Path(path))
+        try:
+            for level in levels:
+                for whom in WHOM:
+                    found[level, whom] = left_over(house, level, whom)
+        finally:
+            house.close()
+    table = Table(title="Left over of a component and its five grandchildren, before and after a front end looks")
+    table.add_column("held by")
+    for whom in WHOM:
+        table.add_column(f"kill {whom}")
+    for level in levels:
+        rows = (found[level, whom] for whom in WHOM)
+        cells = [f"{len(before)} / {len(after)} {' '.join(before)}".rstrip() for before, after in rows]
+        table.add_row(level, *cells)
+    Console().print(table)
+    figures: dict[str, Any] = {
+        f"{level}_{when}": sum(len(found[level, whom][place]) for whom in WHOM)
+        for level in levels
+        for place, when in enumerate(("unseen", "seen"))
+    }
+    print(json.dumps({**figures, "bubblewrap": why or "works"}))
+    return 1 if figures.get("bubblewrap_unseen") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

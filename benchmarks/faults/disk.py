@@ -1,0 +1,151 @@
+"""A disk that fills under a run and gets room again: `make bench-disk`. Linux, as root: it mounts a small tmpfs.
+
+The run is a real one with a policy so small that it loads at once. While the disk has no room an agent asks how the run
+stands and what it has reached; then there is room, and the run has to complete with every row of metrics and a sound
+checkpoint of its last step. A second run is stopped while there is no room.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults.lives import RealHouse, eventually
+from toprope.analysis.reports.report import gather
+from toprope.records.run.checkpoints import newest_sound
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_rows
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status, read_events
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.runs.manager import Runs
+
+DISK_MB, FLOOR = 40, 2_000_000
+STEPS, SAVE_STEPS = 300, 20
+LIMIT_S = 180.0
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of its own for the runs."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        eventually(lambda: subprocess.run(["umount", str(path)], stderr=subprocess.DEVNULL).returncode == 0, "umount")
+
+
+def fill(path: Path) -> None:
+    """Takes all the room that there is."""
+    with path.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def begun(runs: Runs, house: RealHouse) -> RunFolder:
+    """A run that has written its first checkpoint."""
+    specification = house.specification(steps=STEPS)
+    specification.config.logging.save_steps = SAVE_STEPS
+    folder = runs.start(specification)
+    house.started.append(folder)
+    eventually(lambda: runs.status(folder.run_id).checkpoint, "the first checkpoint", LIMIT_S)
+    return folder
+
+
+def seconds_until(runs: Runs, folder: RunFolder, *states: str, since: float | None = None) -> tuple[float, Status]:
+    """How long, from now or `since`, until the run's status says one of these states."""
+    began = time.monotonic() if since is None else since
+    status = eventually(
+        lambda: (now := runs.status(folder.run_id)).state in states and now, " or ".join(states), LIMIT_S
+    )
+    return time.monotonic() - began, status
+
+
+def measure(home: Path) -> dict[str, Any]:
+    """The figures."""
+    house, ballast = RealHouse(home), home / "fill"
+    house.machine = Machine(threads=64, disk_floor=FLOOR)
+    try:
+        runs = house.runs()
+        folder = begun(runs, house)
+        fill(ballast)
+        to_paused, status = seconds_until(runs, folder, "paused", "failed", "lost", "completed")
+        paused = status.state == "paused"
+        fill(ballast)
+        told = gather(folder, Specification.read(folder), Status.read(folder)).steps
+        time.sleep(3.0)
+        still = runs.status(folder.run_id).state
+        began = time.monotonic()
+        ballast.unlink()
+        goes_on = ("training", "evaluating", "completed", "failed", "lost")
+        to_training, _ = seconds_until(runs, folder, *goes_on, since=began)
+        _, last = seconds_until(runs, folder, "completed", "failed", "lost")
+        eventually(lambda: runs.status(folder.run_id).ended_at, "the end", LIMIT_S)
+        rows = [row["step"] for row in read_rows(folder.metrics)]
+        found, damaged = newest_sound(folder)
+        findings = [event.data["level"] for event in read_events(folder.events, kinds=("finding",))
+                    if event.data["rule"] == "disk_full"]  # fmt: skip
+        other = begun(runs, house)
+        fill(ballast)
+        seconds_until(runs, other, "paused", "failed", "lost", "completed")
+        fill(ballast)
+        began = time.monotonic()
+        runs.stop(other.run_id, 5.0)
+        eventually(lambda: runs.status(other.run_id).ended_at, "the stop", LIMIT_S)
+        stop_seconds, stopped = time.monotonic() - began, runs.status(other.run_id)
+        return {
+            "disk_mb": DISK_MB,
+            "paused": paused,
+            "seconds_to_paused": to_paused,
+            "steps_told_while_full": told,
+            "still_paused_after_3_s": still == "paused",
+            "seconds_to_go_on": to_training,
+            "end": last.state,
+            "rows_missing": STEPS - len(set(rows) & set(range(1, STEPS + 1))),
+            "checkpoint_step": found.step if found else None,
+            "damaged_checkpoints": len(damaged),
+            "findings": findings,
+            "stopped_while_full": stopped.state,
+            "stop_seconds_while_full": stop_seconds,
+            "checkpoint_after_stop": newest_sound(other)[0] is not None,
+        }
+    finally:
+        ballast.unlink(missing_ok=True)
+        house.close()
+
+
+def main() -> int:
+    """Prints the figures; 1 where something was lost, 2 where a disk cannot be mounted."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        print(json.dumps({"skipped": "a small tmpfs can be mounted by root on Linux only"}))
+        return 2
+    with tempfile.TemporaryDirectory(prefix="toprope-disk-") as place, small_disk(Path(place)) as home:
+        figures = measure(home)
+    table = Table(title="A full disk")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps({name: round(one, 3) if isinstance(one, float) else one for name, one in figures.items()}))
+    well = figures["paused"] and figures["end"] == "completed" and not figures["rows_missing"]
+    return 0 if well and figures["stopped_while_full"] == "stopped" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

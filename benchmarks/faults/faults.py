@@ -1,0 +1,184 @@
+"""Faults on purpose: hundreds of SIGKILLs at random moments, and what they leave: `make bench-faults`.
+
+    python -P -m benchmarks.faults.faults [--light-rounds N] [--real-rounds N] [--accuracy-rounds N] [--seed N]
+
+A round is a run to which several things happen: SIGKILL to a server, a server with all below it, the keeper, a guard or
+all of them, a member, the worker, or several of these at the same moment, at any phase. Two front ends look on, start,
+stop and resume, and are replaced when they are killed. Light rounds have stand-ins for the members, real ones the real
+programs with a tiny policy; accuracy rounds train what the demo trains and have to learn it all the same.
+
+At the end nothing may be left of any run (processes, ports, locks, temporary files), every run has to have ended as it
+should, every group is accounted for, and the index is sound. The seed is printed: it throws the same dice again, not
+the same clock. The whole takes half an hour; run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults import times as _faults_times
+from benchmarks.faults.accuracy import accuracy
+from benchmarks.faults.judge import Story, Tally, index_errors, last_look, said
+from benchmarks.faults.lives import RealHouse, house_at
+from benchmarks.faults.rounds import Stage, light, real
+
+__all__ = ["campaign", "main"]
+
+MEMBERS = ("api", "inference", "trainer", "environment")
+GOALS = {
+    "death_to_state_ms_median": 20,
+    "death_to_state_ms_max": 100,
+    "stop_seconds": 1,
+    "stubborn_stop_seconds": 3,
+    "readopt_200_ms": 100,
+}
+
+
+def campaign(
+    root: Path,
+    *,
+    light_rounds: int,
+    real_rounds: int,
+    accuracy_rounds: int,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, Any], Tally]:
+    """Plays rounds and counts.
+
+    Args:
+        root: An empty folder.
+        light_rounds: Runs with stand-ins.
+        real_rounds: Runs with the real programs.
+        accuracy_rounds: Runs of the demo's training.
+        seed: Of the dice; each round has its own, so that one can be played again.
+        say: Told of each round.
+
+    Returns:
+        The figures, and all that should not be.
+    """
+    tally, stories = Tally(), {"light": [], "real": [], "accuracy": []}
+    parts: list[tuple[str, int, Callable[[Stage, random.Random], Story]]] = [
+        ("light", light_rounds, light),
+        ("real", real_rounds, real),
+        ("accuracy", accuracy_rounds, accuracy),
+    ]
+    for name, rounds, play in parts:
+        if not rounds:
+            continue
+        house = house_at(root / name)
+        stage = Stage(house if name == "light" else RealHouse(house.path), tally)
+        try:
+            for number in range(rounds):
+                before = len(tally.everything)
+                story = play(stage, random.Random(f"{seed}-{name}-{number}"))
+                stories[name].append(story)
+                say(f"{name} {number}: {story.kills} kills, {story.seconds:.1f} s, {said(story)}")
+                for what in tally.everything[before:]:
+                    say(f"  NOT RIGHT: {what}")
+        finally:
+            stage.fronts.close()
+            last_look(stage.path, tally)
+            tally.index += index_errors(stage.path, stage.started)
+            stage.close()
+    return _figures(stories, tally), tally
+
+
+def _figures(stories: dict[str, list[Story]], tally: Tally) -> dict[str, Any]:
+    every = [story for some in stories.values() for story in some]
+    heavy = stories["real"] + stories["accuracy"]
+    measured = [story.accuracy for story in stories["accuracy"] if story.accuracy is not None]
+    return {
+        "kills": sum(story.kills for story in every),
+        "kills_real": sum(story.kills for story in heavy),
+        "runs": len(every),
+        "resumes": sum(story.resumes for story in every),
+        "restarts": sum(story.restarts for story in every),
+        "leftovers": len(tally.leftovers),
+        "leftover_processes": len(tally.processes),
+        "leftover_ports": len(tally.ports),
+        "leftover_locks": len(tally.locks),
+        "leftover_files": len(tally.files),
+        "index_errors": len(tally.index),
+        "wrong_endings": len(tally.wrong),
+        "unaccounted_groups": len(tally.unaccounted),
+        "accuracy_min": min(measured) if measured else None,
+        "accuracy_rose": sum(bool(story.rose) for story in stories["accuracy"]),
+        "accuracy_runs": len(stories["accuracy"]),
+    }
+
+
+def times(root: Path, repeats: int = 5) -> dict[str, Any]:
+    """The figures of time; nobody is to be killed meanwhile but those that this kills."""
+    house = house_at(root / "times")
+    try:
+        took = _faults_times.deaths(house, MEMBERS, repeats)
+        return {
+            "death_to_state_ms_median": round(statistics.median(took), 1),
+            "death_to_state_ms_max": round(max(took), 1),
+            "stop_seconds": round(max(_faults_times.stops(house, 3)), 2),
+            "stubborn_stop_seconds": round(max(_faults_times.stubborn_stops(house, 3)), 2),
+            "readopt_200_ms": round(_faults_times.readopt_ms(house), 1),
+        }
+    finally:
+        house.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plays and prints; exits with 1 where a goal was missed."""
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks.faults.faults", description="Faults on purpose.")
+    parser.add_argument("--light-rounds", type=int, default=75, help="runs with stand-ins (default 75)")
+    parser.add_argument("--real-rounds", type=int, default=10, help="runs with the real programs (default 10)")
+    parser.add_argument("--accuracy-rounds", type=int, default=2, help="runs that have to learn (default 2)")
+    parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
+    parser.add_argument("--seed", type=int, default=None, help="of the dice (default: another one each time)")
+    given = parser.parse_args(arguments)
+    # Ended from outside it ends its runs, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    console, began = Console(soft_wrap=True), time.monotonic()
+    console.print(f"seed {seed}")
+    with tempfile.TemporaryDirectory(prefix="toprope-faults-", ignore_cleanup_errors=True) as folder:
+        figures, tally = campaign(
+            Path(folder),
+            light_rounds=given.light_rounds,
+            real_rounds=given.real_rounds,
+            accuracy_rounds=given.accuracy_rounds,
+            seed=seed,
+            say=lambda text: console.print(text, markup=False, highlight=False),
+        )
+        if not given.no_times:
+            figures |= times(Path(folder))
+        os.environ.pop("TMPDIR", None)
+    figures |= {"seed": seed, "seconds": round(time.monotonic() - began)}
+    table = Table(title="Figures")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("goal", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, str(value), f"at most {GOALS[name]}" if name in GOALS else "")
+    console.print(table)
+    for what in tally.everything:
+        console.print(f"not right: {what}", markup=False)
+    print(json.dumps(figures))
+    missed = [name for name, most in GOALS.items() if figures.get(name, 0) > most]
+    learned = figures["accuracy_rose"] == figures["accuracy_runs"]
+    return 1 if tally.everything or missed or not learned else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Front ends that may be killed at any moment, as processes of their own.
+
+    python -P -m benchmarks.faults.front HOUSE           a front end; see `serve`
+    python -P -m benchmarks.faults.front keeper HOUSE RUN_FOLDER ...    a keeper of theirs
+
+A front end does what a server does with runs and the index, without the protocol: it looks at all runs ten times a
+second, which also lets lost ones go on, and carries out one order a line. Its keepers have stand-ins for their members
+where HOUSE/programs/<run_id>.json names some, and real ones otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toprope.errors import Corrupt, TopropeError
+from toprope.records.index.index import Index, StartRow
+from toprope.records.run.specification import Specification
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.runs.manager import Runs
+
+__all__ = ["Front", "Fronts", "runs_at"]
+
+_LOOK_EVERY_S = 0.1
+
+
+def runs_at(house: Path, *, revives: bool = False) -> Runs:
+    """The runs of a house, as its front ends see them."""
+    command = [sys.executable, "-P", "-m", "benchmarks.faults.front", "keeper", str(house)]
+    variables = (lambda _: {}) if revives else None
+    return Runs(house / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
+
+
+def serve(house: Path) -> None:
+    """Reads orders as JSON lines, answers each with one, and looks at the runs meanwhile. Ends with its input."""
+    runs, index, pending, looked = runs_at(house, revives=True), Index(house / "index.db"), b"", 0.0
+    while True:
+        if time.monotonic() - looked >= _LOOK_EVERY_S:
+            looked = time.monotonic()
+            _carry_out(runs, index, {"do": "list"})
+        if not select.select([0], [], [], _LOOK_EVERY_S / 2)[0]:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            return
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            print(json.dumps(_carry_out(runs, index, json.loads(line))), flush=True)
+
+
+def _carry_out(runs: Runs, index: Index, order: dict[str, Any]) -> dict[str, Any]:
+    try:
+        match order["do"]:
+            case "list":
+                for status in runs.list()[:3]:
+                    index.stamp(status.run_id)
+                return {"ok": True}
+            case "start":
+                specification = Specification.model_validate(order["specification"])
+                start = StartRow(specification.run_id, "draft-2222", 1, specification.kind, specification.created_at)
+                if start.run_id not in {row.run_id for row in index.starts("draft-2222")}:
+                    index.record_start(start, None)
+                runs.start(specification)
+                return {"ok": True}
+            case "stop":
+                return {"ok": True, "state": runs.stop(order["run_id"], order.get("grace_s")).state}
+            case "resume":
+                return {"ok": True, "attempt": runs.resume(order["run_id"]).attempt}
+    except Corrupt as error:
+        print(f"corrupt: {error}", file=sys.stderr, flush=True)
+        return {"ok": False, "error": str(error), "corrupt": True}
+    except TopropeError as error:
+        return {"ok": False, "error": str(error), "corrupt": False}
+    raise ValueError(order)
+
+
+class Front:
+    """One front end, from its owner's side."""
+
+    def __init__(self, house: Path) -> None:
+        self.complaints = house / "complaints.log"
+        with self.complaints.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "benchmarks.faults.front", str(house)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._said = b""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def order(self, **order: Any) -> None:
+        """Sends an order without waiting for its answer."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass
+
+    def answer(self, limit_s: float = 60.0) -> dict[str, Any] | None:
+        """The next answer; None if the front end is gone, or says nothing in time."""
+        assert self.process.stdout is not None
+        limit, descriptor = time.monotonic() + limit_s, self.process.stdout.fileno()
+        while b"\n" not in self._said:
+            left = limit - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return None
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                return None
+            self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self, tree: bool = False) -> int:
+        """SIGKILL to it, or to it and all below it; how many there were."""
+        victims = [psutil.Process(self.process.pid)] if self.alive else []
+        if tree and victims:
+            victims += victims[0].children(recursive=True)
+        killed = 0
+        for victim in victims:
+            try:
+                victim.kill()
+                killed += 1
+            except psutil.NoSuchProcess:
+                continue
+        return killed
+
+    def close(self) -> None:
+        """Ends it and closes its pipes."""
+        if self.alive:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                continue
+
+
+class Fronts:
+    """Two front ends at any time: one that was killed is replaced."""
+
+    def __init__(self, house: Path, count: int = 2) -> None:
+        self._house, self._fronts = house, [Front(house) for _ in range(count)]
+
+    def one(self, number: int) -> Front:
+        """The front end of that number, counted around; alive a moment ago."""
+        place = number % len(self._fronts)
+        if not self._fronts[place].alive:
+            self._fronts[place].close()
+            self._fronts[place] = Front(self._house)
+        return self._fronts[place]
+
+    def all(self) -> list[Front]:
+        return [self.one(place) for place in range(len(self._fronts))]
+
+    def ask(self, number: int, **order: Any) -> dict[str, Any]:
+        """An order, repeated at the next one until it is answered: whoever carries it out may be killed.
+
+        Raises:
+            TimeoutError: Nobody answers.
+        """
+        for turn in range(10):
+            front = self.one(number + turn)
+            front.order(**order)
+            answer = front.answer()
+            if answer is not None:
+                return answer
+            if front.alive:  # it does not answer: it is of no use, and must not answer later
+                front.close()
+        raise TimeoutError(f"no front end answered to {order['do']}")
+
+    def close(self) -> None:
+        for front in self._fronts:
+            front.close()
+
+
+def _keeper(house: Path, arguments: list[str]) -> int:
+    from toprope.supervisor.keeper.program import main
+
+    table = house / "programs" / f"{Path(arguments[0]).name}.json"
+    return main(arguments, programs=json.loads(table.read_text()) if table.exists() else None)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[1] == "keeper":
+        sys.exit(_keeper(Path(sys.argv[2]), sys.argv[3:]))
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,182 @@
+"""What a campaign of faults counts: what was left behind, and what came of runs that should not have.
+
+Endings are judged by what was done to a run: a run may complete, stop because it was told to, or fail in the name of a
+member that was struck. That it was lost in between, or that members were started again, is no end.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults.lives import Ports, eventually
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.status import TRANSITIONS, Status, read_events
+from toprope.supervisor.lock import held
+
+__all__ = ["Story", "Tally", "index_errors", "look"]
+
+_LAST_GO_WITHIN_S = 8.0
+
+
+@dataclass
+class Story:
+    """One run: what was done to it and what came of it."""
+
+    crew: str
+    strikes: list[str] = field(default_factory=list)
+    """Whom, in order: `keeper`, `api`, `the guard of trainer`, `server`, ..."""
+    struck: set[str] = field(default_factory=set)
+    """Members that were killed, or whose guard was."""
+    stop_ordered: bool = False
+    kills: int = 0
+    states: list[str] = field(default_factory=list)
+    resumes: int = 0
+    restarts: int = 0
+    seconds: float = 0.0
+    accuracy: float | None = None
+    rose: bool | None = None
+
+
+@dataclass
+class Tally:
+    """All that should not be."""
+
+    processes: list[str] = field(default_factory=list)
+    ports: list[str] = field(default_factory=list)
+    locks: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unaccounted: list[str] = field(default_factory=list)
+    index: list[str] = field(default_factory=list)
+
+    @property
+    def leftovers(self) -> list[str]:
+        return [*self.processes, *self.ports, *self.locks, *self.files]
+
+    @property
+    def everything(self) -> list[str]:
+        return [*self.leftovers, *self.wrong, *self.unaccounted, *self.index]
+
+
+def look(
+    house: Path,
+    folder: RunFolder,
+    story: Story,
+    ports: Ports,
+    processes: Callable[[], list[psutil.Process]],
+    tally: Tally,
+) -> None:
+    """Judges a run that has ended. The last processes may take some seconds to go."""
+    try:
+        eventually(lambda: not processes() and not held(folder.lock), "the end of all processes", _LAST_GO_WITHIN_S)
+    except TimeoutError:
+        tally.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
+        tally.locks += [f"{folder.run_id}: its lock is held"] if held(folder.lock) else []
+    tally.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
+    files = [*folder.path.rglob(".*"), *(house / "tmp").iterdir()]
+    files += [folder.crew] if folder.crew.exists() else []
+    files += list((house / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
+    known = set(tally.files)
+    tally.files += [name for path in files if (name := str(path.relative_to(house))) not in known]
+    status = Status.read(folder)
+    events = list(read_events(folder.events))
+    story.states = [str(event.data["to"]) for event in events if event.kind == "state"]
+    story.resumes = story.states.count("queued")
+    story.restarts = sum(event.kind == "restart" for event in events)
+    tally.wrong += [
+        f"{folder.run_id} ({story.crew}; {', '.join(story.strikes)}): {text}" for text in _wrong(folder, status, story)
+    ]
+    tally.unaccounted += [f"{folder.run_id}: {text}" for text in _unaccounted(status)]
+
+
+def _wrong(folder: RunFolder, status: Status, story: Story) -> list[str]:
+    found, last = [], "queued"
+    for event in read_events(folder.events, kinds=("state",)):
+        before, after = str(event.data["from"]), str(event.data["to"])
+        if before != last or after not in TRANSITIONS.get(before, frozenset()):
+            found.append(f"it was {last} and then went from {before} to {after}")
+        if after == "failed" and event.data.get("component") not in story.struck:
+            found.append(f"it failed by {event.data.get('component')}: {event.data.get('reason')}")
+        if after == "lost" and not {"keeper", "server", "the tree of a server"} & set(story.strikes):
+            found.append("it was lost though nobody killed its keeper")
+        last = after
+    if last != status.state:
+        found.append(f"its events end with {last} and its status is {status.state}")
+    match status.state:
+        case "completed" if not folder.results.exists():
+            found.append("it completed without a report")
+        case "stopped" if not story.stop_ordered:
+            found.append(f"nobody stopped it and it is stopped: {status.reason}")
+        case "completed" | "stopped" | "failed":
+            pass
+        case other:
+            found.append(f"it has not ended: {other} ({status.reason})")
+    return found
+
+
+def _unaccounted(status: Status) -> list[str]:
+    found = []
+    counts, making = status.counts, status.making
+    if "waiting" in counts:
+        parts = counts["waiting"] + counts["delivered"] + counts["committed"] + sum(counts.get("dropped", {}).values())
+        if counts["accepted"] != parts:
+            found.append(f"{counts['accepted']} groups were accepted and {parts} are accounted for")
+    if making:
+        parts = making.get("posted", 0) + making.get("unanswered", 0) + sum(making.get("given_up", {}).values())
+        if making.get("begun", 0) != parts:
+            found.append(f"{making.get('begun')} groups were begun and {parts} are accounted for")
+    return found
+
+
+def index_errors(house: Path, started: set[str]) -> list[str]:
+    """What is wrong with the index after everything: damage, starts that are missing, complaints of front ends."""
+    found, complaints = [], house / "complaints.log"
+    db = sqlite3.connect(house / "index.db")
+    try:
+        found += [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        noted = {str(row[0]) for row in db.execute("SELECT run_id FROM starts")}
+        found += [f"the start of {run_id} is not noted" for run_id in sorted(started - noted)]
+    finally:
+        db.close()
+    if complaints.exists():
+        found += [line for line in complaints.read_text().splitlines() if line.startswith("corrupt:")]
+    return found
+
+
+def last_look(house: Path, tally: Tally) -> None:
+    """What lies beside the runs once all is over. A list clears away what killed front ends left, after seconds."""
+    from benchmarks.faults.front import runs_at
+
+    def left() -> list[Path]:
+        runs_at(house).list()
+        names = (".making-*", "..*", ".reservations/.*.*", ".index.*")
+        found = [path for name in names for path in (house / "runs").glob(name) if not path.name.startswith(".machine")]
+        return [*found, *house.glob(".index.*")]
+
+    limit = time.monotonic() + 15.0
+    while left() and time.monotonic() < limit:
+        time.sleep(0.5)
+    tally.files += [str(path.relative_to(house)) for path in left()]
+    if held(house / "runs" / ".reservations" / "lock"):
+        tally.locks.append("the lock of the reservations is held")
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:160]
+    except psutil.Error:
+        return str(process)
+
+
+def said(story: Story) -> str:
+    """A story in a line of JSON, for who looks into a campaign afterwards."""
+    return json.dumps(
+        {"crew": story.crew, "strikes": story.strikes, "states": " ".join(story.states), "restarts": story.restarts}
+    )

@@ -1,0 +1,336 @@
+"""Runs that are started and ended in every way, and the search for what they leave behind.
+
+Most have light stand-ins for their crew, the ones that the tests of the supervisor use; the keeper, the guards and the
+run folder are real. Some are real altogether, with a policy so small that it loads at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import toprope
+from toprope.analysis.reports.report import read_rows
+from toprope.errors import NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.status import RESUMABLE, Status
+from toprope.settings.schema import Config
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.lock import held
+from toprope.supervisor.runs.manager import Runs
+
+ROOT = Path(toprope.__file__).resolve().parent.parent
+
+from tests.support.supervisor_house import House  # noqa: E402
+from tests.support.tiny_policy import make_tiny_policy  # noqa: E402
+
+__all__ = ["Leftovers", "Ports", "RealHouse", "Round", "deaths", "house_at", "play", "play_real", "stubborn"]
+
+LIMIT_S = 60.0
+BEHAVIOURS: dict[str, dict[str, dict[str, Any]]] = {
+    "short": {},
+    "endless": {"trainer": {"endless": True}},
+    "saves at a stop": {"trainer": {"endless": True, "patient": True, "saving": 0.2}},
+    "ignores SIGTERM": {"api": {"deaf": True}, "inference": {"deaf": True}, "trainer": {"endless": True, "deaf": True}},
+    "leaves a daemon": {"environment": {"daemon": True}, "trainer": {"endless": True, "daemon": True}},
+    "loads for ever": {"inference": {"mute": True}},
+    "fails": {"environment": {"at": "before", "do": "fail"}},
+    "dies while saving": {"trainer": {"at": "saving", "do": "kill"}},
+}
+ENDS = ("stop", "stop now", "stop twice", "kill a member", "kill the keeper", "kill a guard", "wait")
+
+
+@dataclass
+class Leftovers:
+    """What was there after its run had ended."""
+
+    processes: list[str] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.processes) + len(self.ports) + len(self.files)
+
+
+@dataclass
+class Round:
+    """One run's story."""
+
+    crew: str
+    end: str
+    states: list[str]
+    seconds: float
+    resumed_from: int | None = None
+    """The step of the checkpoint that a resume went on from."""
+    step_error: int | None = None
+    """How far the first step after a resume was from the one after the checkpoint."""
+
+
+def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+    """What `condition` answers as soon as it is true."""
+    limit = time.monotonic() + limit_s
+    while not (found := condition()):
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{what} did not come true within {limit_s:g} s")
+        time.sleep(0.002)
+    return found
+
+
+def house_at(path: Path) -> House:
+    """A house whose runs put their temporary files where they can be counted."""
+    (path / "tmp").mkdir(parents=True)
+    os.environ["TMPDIR"] = str(path / "tmp")
+    return House(path)
+
+
+class RealHouse(House):
+    """Runs with the real programs, a policy with random weights, and an environment that ships with Toprope."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._policy = path / "policy"
+        self._policy.mkdir()
+        make_tiny_policy(self._policy)
+
+    def runs(self, behaviours: Any = None, *, plot: Any = False) -> Runs:
+        return Runs(self.path / "runs", LocalLauncher(), lambda: self.machine)
+
+    def specification(self, kind: str = "train", **launcher: Any) -> Specification:
+        config = Config()
+        config.policy.model, config.policy.max_context = str(self._policy), 64
+        config.launcher.device = "cpu"
+        config.algorithm.drop_zero_signal = False
+        config.optimizer.warmup_steps = 0
+        config.rollout.group_size, config.rollout.groups_per_step, config.rollout.max_new_tokens = 4, 2, 6
+        config.evaluation.heldout_tasks, config.evaluation.examples, config.evaluation.greedy = 8, 0, False
+        config.logging.save_steps = 5
+        config.budget.steps = launcher.pop("steps", 100_000)
+        environment = EnvironmentSource(
+            name="sort_letters", file=str(ROOT / "environments" / "template.py"), attribute="SortLetters"
+        )
+        light = super().specification(kind, **launcher)
+        return light.model_copy(update={"environment": environment, "config": config})
+
+
+def deaths(house: House, members: tuple[str, ...], times: int) -> list[float]:
+    """Milliseconds from the SIGKILL of each member to the run's new state on disk."""
+    took = []
+    for _ in range(times):
+        for member in members:
+            runs, folder = house.start(BEHAVIOURS["endless"])
+            status = _until(runs, folder, "training")
+            began = time.monotonic()
+            os.kill(status.crew[member].pid, signal.SIGKILL)
+            eventually(_failed(folder), "the death on disk")
+            took.append(1000 * (time.monotonic() - began))
+            _end_of(runs, folder)
+    return took
+
+
+def stubborn(house: House, times: int) -> list[float]:
+    """Seconds from the order to stop to the end of a crew that ignores SIGTERM, with the grace that a run has unless
+    its configuration says otherwise. Its trainer has steps to save and does not."""
+    sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
+    crew = {
+        "api": sleeps,
+        "inference": sleeps,
+        "environment": {"deaf": True, "at": "before", "do": "sleep"},
+        "trainer": {"deaf": True, "endless": True, "at": "step-3", "do": "sleep"},
+    }
+    took = []
+    for _ in range(times):
+        runs, folder = house.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
+        _until(runs, folder, "training")
+        eventually(_has_rows(folder, 3), "the third step")
+        began = time.monotonic()
+        runs.stop(folder.run_id)
+        _end_of(runs, folder)
+        took.append(time.monotonic() - began)
+    return took
+
+
+def play(house: House, dice: random.Random, leftovers: Leftovers) -> Round:
+    """One run with stand-ins: started, ended at a random moment in a random way, perhaps resumed and ended again."""
+    began = time.monotonic()
+    crew = dice.choice(list(BEHAVIOURS))
+    kind = "test" if crew in ("short", "loads for ever") and dice.random() < 0.4 else "train"
+    house.machine = Machine(threads=2)
+    # Now and then something else has the machine, and the run is ended in the queue or when it comes out of it.
+    before = house.start(BEHAVIOURS["endless"]) if kind == "train" and dice.random() < 0.25 else None
+    runs, folder = house.start(BEHAVIOURS[crew], kind, stop_grace_s=0.5)
+    story = Round(f"{crew} ({kind}{', queued' if before else ''})", "", [], 0.0)
+    ports = Ports()
+    time.sleep(dice.random() * 1.2)
+    ports.note(house.processes(folder))
+    if before:
+        if dice.random() < 0.5:
+            before[0].stop(before[1].run_id, 0)
+        story.end = _finish(house, runs, folder, dice, crew)
+        before[0].stop(before[1].run_id, 0)
+        _end_of(*before)
+    else:
+        story.end = _finish(house, runs, folder, dice, crew)
+    status = _end_of(runs, folder)
+    if status.state in RESUMABLE and dice.random() < 0.5:
+        house.runs(BEHAVIOURS["endless"]).resume(folder.run_id)
+        time.sleep(dice.random() * 0.8)
+        ports.note(house.processes(folder))
+        story.end += ", resumed, " + _finish(house, runs, folder, dice, "endless")
+        _end_of(runs, folder)
+    _look(house, folder, ports, leftovers)
+    story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
+    story.seconds = time.monotonic() - began
+    return story
+
+
+def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftovers) -> Round:
+    """One real training: ended, resumed from its checkpoint, and then stopped, or trained to its end."""
+    began = time.monotonic()
+    steps = 300 if end == "stop" else 100_000
+    runs = house.runs()
+    folder = runs.start(house.specification(steps=steps))
+    house.started.append(folder)
+    ports = Ports()
+    wanted = 6 + dice.randrange(8)
+    eventually(_has_rows(folder, wanted), f"step {wanted}")
+    ports.note(house.processes(folder))
+    _act(house, runs, folder, end, dice)
+    _end_of(runs, folder)
+    rows = len(folder.metrics.read_text().splitlines())
+    begun = runs.resume(folder.run_id)
+    story = Round(f"real ({steps} steps)", f"{end}, resumed", [], 0.0)
+    story.resumed_from = begun.checkpoint["step"] if begun.checkpoint else 0
+    eventually(lambda: _steps(folder)[rows:] or Status.read(folder).ended, "a step after the resume")
+    # None at all is as wrong as a wrong one, unless everything had been done before.
+    first = [*_steps(folder)[rows:], story.resumed_from + 1 if story.resumed_from == steps else 0][0]
+    story.step_error = abs(first - story.resumed_from - 1)
+    ports.note(house.processes(folder))
+    if end != "stop":
+        runs.stop(folder.run_id)
+    status = _end_of(runs, folder)
+    story.end += f", {status.state}"
+    _look(house, folder, ports, leftovers)
+    story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
+    story.seconds = time.monotonic() - began
+    return story
+
+
+def _failed(folder: RunFolder) -> Callable[[], bool]:
+    return lambda: Status.read(folder).state == "failed"
+
+
+def _has_rows(folder: RunFolder, count: int) -> Callable[[], bool]:
+    return lambda: len(read_rows(folder.metrics)) >= count
+
+
+def _steps(folder: RunFolder) -> list[int]:
+    """The steps in the order in which they were written; a row that is being written is not one yet."""
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    return [json.loads(line)["step"] for line in lines if line.endswith(b"}\n")]
+
+
+def _finish(house: House, runs: Runs, folder: RunFolder, dice: random.Random, crew: str) -> str:
+    ends = [end for end in ENDS if end != "wait" or crew in ("short", "fails", "dies while saving")]
+    end = dice.choice(ends)
+    _act(house, runs, folder, end, dice)
+    return end
+
+
+def _act(house: House, runs: Runs, folder: RunFolder, end: str, dice: random.Random) -> None:
+    """Does it; a run that has ended meanwhile is left alone."""
+    if end == "wait" or Status.read(folder).ended:
+        return
+    if end.startswith("stop"):
+        runs.stop(folder.run_id, 0 if end == "stop now" else None)
+        if end == "stop twice":
+            time.sleep(dice.random() * 0.1)
+            runs.stop(folder.run_id, 0)
+        return
+    try:
+        keeper = house.keeper(folder)
+        if end == "kill the keeper":
+            victims = [keeper]
+        elif end == "kill a guard":
+            victims = keeper.children()
+        else:
+            named = [end.removeprefix("kill ")] if end.startswith("kill the ") else []
+            crew = Status.read(folder).crew
+            names = [name.removeprefix("the ") for name in named] or list(crew)
+            victims = [psutil.Process(crew[name].pid) for name in names if name in crew and crew[name].pid]
+        if victims:
+            dice.choice(victims).kill()
+        if not victims or end not in ("kill the keeper", "kill the trainer"):
+            # A member that had done its part, or none that was there yet, does not end the run.
+            time.sleep(0.05)
+            runs.stop(folder.run_id, 0)
+    except (psutil.NoSuchProcess, ValueError):
+        runs.stop(folder.run_id, 0)
+
+
+class Ports:
+    """The ports at which the processes of a run were seen to listen."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def note(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            try:
+                found = process.net_connections(kind="tcp")
+            except psutil.Error:
+                continue
+            self.seen |= {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+    def open(self) -> list[int]:
+        left = []
+        for port in sorted(self.seen):
+            with socket.socket() as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    left.append(port)
+        return left
+
+
+def _look(house: House, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
+    """Counts what is there of a run that has ended; 5 s are allowed for the last processes to go."""
+    try:
+        eventually(lambda: not house.processes(folder), "the end of all processes", 5.0)
+    except TimeoutError:
+        leftovers.processes += [" ".join(process.cmdline())[:120] for process in house.processes(folder)]
+    leftovers.ports += ports.open()
+    places = [folder.path, house.path / "tmp"]
+    files = [path for place in places for path in place.rglob(".*")]
+    files += [folder.crew] if folder.crew.exists() else []
+    files += list((house.path / "tmp").iterdir())
+    files += [path for path in (folder.path.parent / ".reservations").glob(f"*{folder.run_id}*")]
+    names = [str(path.relative_to(house.path)) for path in files]
+    leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]
+
+
+def _until(runs: Runs, folder: RunFolder, state: str) -> Status:
+    return eventually(lambda: (now := runs.status(folder.run_id)).state == state and now, f"{folder.run_id} {state}")
+
+
+def _end_of(runs: Runs, folder: RunFolder) -> Status:
+    """The last status, once nobody holds the run any more."""
+
+    def over() -> Status | None:
+        status = runs.status(folder.run_id)
+        return status if status.ended_at is not None and not held(folder.lock) else None
+
+    try:
+        return eventually(over, f"the end of {folder.run_id}")
+    except TimeoutError as error:
+        raise NotPossibleNow(f"{error}: {runs.status(folder.run_id).state}.") from None

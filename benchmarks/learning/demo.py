@@ -1,0 +1,94 @@
+"""The figures of the main job: `make bench-demo`.
+
+The demo runs twice as the process that `make demo` starts: once in an empty home (the embedded policy has to be made)
+and once with the policy cached. Then the same with rewards shuffled within each group: the control, which must not
+learn. Seconds are of the whole process, from its start to its exit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+CONTROL = {"algorithm.shuffle_rewards": True}
+
+
+def demo(home: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str, Any], float]:
+    """Runs the demo in a process of its own; returns its report and its seconds.
+
+    Raises:
+        SystemExit: It failed; its output has been shown.
+    """
+    report = home / "report.json"
+    variables = os.environ | {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+    command = [sys.executable, "-P", "-m", "toprope_server.cli.demo", str(report), json.dumps(changes or {})]
+    began = time.monotonic()
+    status = subprocess.run(command, env=variables, stdout=sys.stderr).returncode
+    seconds = time.monotonic() - began
+    if status not in (0, 1):  # 1: accuracy did not rise, as it should be for the control
+        raise SystemExit(f"the demo ended with {status}")
+    return json.loads(report.read_text()), seconds
+
+
+def main() -> int:
+    """Prints the table and the figures."""
+    console = Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as folder:
+        home = Path(folder)
+        console.rule("cold: the policy is made first")
+        cold, cold_seconds = demo(home)
+        console.rule("warm: the policy is there")
+        warm, warm_seconds = demo(home)
+        console.rule("control: rewards shuffled within each group")
+        control, _ = demo(home, CONTROL)
+    figures = _figures(cold["results"], warm["results"], control["results"])
+    figures |= {
+        "start_answer_seconds": warm["start_answer_seconds"],
+        "demo_warm_seconds": warm_seconds,
+        "demo_cold_seconds": cold_seconds,
+    }
+    table = Table(title="The demo")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps(figures))
+    return 0
+
+
+def _figures(cold: dict[str, Any], warm: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:
+    before, after = (warm["evaluations"][label] for label in ("before", "after"))
+    held_back = control["evaluations"]
+    return {
+        "accuracy_before": before["sampled"]["accuracy"],
+        "accuracy_before_high": before["sampled"]["high"],
+        "accuracy_after": after["sampled"]["accuracy"],
+        "accuracy_after_low": after["sampled"]["low"],
+        "greedy_before": before["greedy"]["accuracy"],
+        "greedy_after": after["greedy"]["accuracy"],
+        "heldout_tasks": after["sampled"]["tasks"],
+        "cold_accuracy_after": cold["evaluations"]["after"]["sampled"]["accuracy"],
+        "control_accuracy_before": held_back["before"]["sampled"]["accuracy"],
+        "control_accuracy_before_high": held_back["before"]["sampled"]["high"],
+        "control_accuracy_after": held_back["after"]["sampled"]["accuracy"],
+        "control_rose": control["rose"],
+        "training_seconds": warm["seconds"]["training"],
+        "steps": warm["steps"],
+        "rollouts": warm["rollouts"],
+        # From the request, which is a little before the answer.
+        "first_step_seconds": warm["seconds"]["to_first_step"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

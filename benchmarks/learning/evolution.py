@@ -1,0 +1,216 @@
+"""What a sweep is worth: `make bench-evolution`.
+
+The demo's task with the embedded policy, from a draft whose learning rate is far too low (1e-5, at which nothing is
+learned). Successive halving over learning rate and batch finds settings, and trains the best of them, in a part of the
+optimizer steps that a grid with as many candidates would take, all trained as long as the winner was. On the way the
+conductor is killed twice and the sweep's keeper once, with SIGKILL. That it ends the same is looked at in its journal:
+every decision is what the strategy says of the scores that stand there, each candidate was measured by one run, the
+winner once on held-out tasks, and no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from toprope_tools.planning.config import edit_config
+from toprope_tools.planning.environments import select_environment
+from toprope_tools.runs.sweeps import start_sweep
+from toprope_tools.workshop import Workshop
+
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.sweep_journal import Standing, members_in, read_standing
+from toprope.settings.owner import Home
+from toprope.sweeps.planning import local_strategy
+
+BAD_START = 1e-5
+DRAFT = {
+    "optimizer.learning_rate": BAD_START,
+    "budget.max_train_seconds": None,
+    "rollout.queue_groups": 24,
+    "evaluation.validation_tasks": 200,
+    "evaluation.heldout_tasks": 300,
+    "evaluation.examples": 2,
+    "logging.keep_rollouts": False,
+}
+SPACE = {
+    "optimizer.learning_rate": {"min": BAD_START, "max": 1e-2, "log": True},
+    "rollout.groups_per_step": {"choices": [8, 16]},
+}
+POPULATION, EPOCHS, RATIO = 6, 4, 0.5
+STEPS = 80
+_LIMIT_S = 1800.0
+
+
+class Kills:
+    """Three of them, each when the sweep has come so far, and a note of who was hit."""
+
+    def __init__(self, workshop: Workshop, folder: RunFolder) -> None:
+        self._workshop, self._folder = workshop, folder
+        self._plan = [(1, "conductor"), (POPULATION + 1, "keeper"), (POPULATION + 3, "conductor")]
+        self.done: list[str] = []
+
+    def look(self, standing: Standing) -> None:
+        """Kills who is next, once the sweep has started so many runs."""
+        if len(self.done) == len(self._plan):
+            return
+        runs, whom = self._plan[len(self.done)]
+        if len(standing.runs) < runs:
+            return
+        status = self._workshop.runs.status(self._folder.run_id)
+        member = status.crew.get("conductor")
+        pid = member.pid if member is not None and member.state == "ready" else None
+        if whom == "keeper":
+            pid = json.loads(self._folder.lock.read_text())["pid"]
+        newest = list(standing.runs.values())[-1]
+        started = (self._workshop.home.runs / newest / "metrics.jsonl").exists()
+        if pid is None or status.state != "evaluating" or not started:
+            return
+        psutil.Process(pid).kill()
+        self.done.append(whom)
+        print(f"killed the {whom} while {newest} trained", file=sys.stderr, flush=True)
+
+
+def same(folder: RunFolder, standing: Standing) -> list[str]:
+    """What of a journal is not what an undisturbed conductor would have decided of the same scores; empty: nothing."""
+    plan = Specification.read(folder).sweep
+    assert plan is not None
+    strategy, wrong = local_strategy(plan), []
+    lines = [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
+    once = {"started": "candidate", "scored": "candidate", "survivors": "epoch", "generation": "epoch"}
+    for what, key in once.items():
+        seen = [line[key] for line in lines if line["what"] == what]
+        if len(seen) != len(set(seen)):
+            wrong.append(f"{what} stands there twice")
+    history: list[dict[str, Any]] = []
+    for generation in standing.generations:
+        epoch = generation.epoch
+        kept = [standing.candidates[one].model_dump() for one in standing.survivors.get(epoch - 1, [])]
+        answer = strategy.start() if epoch == 1 else strategy.advance(epoch, kept, history)
+        mine = [(one.values, one.steps, one.parent, one.continues) for one in generation.candidates]
+        if mine != [(one["values"], one["steps"], one["parent"], one["continues"]) for one in answer]:
+            wrong.append(f"the candidates of epoch {epoch}")
+        population = [one.model_dump() for one in generation.candidates]
+        scores = [standing.scores[one.id].score for one in generation.candidates]
+        if [one["id"] for one in strategy.select(population, scores)] != standing.survivors.get(epoch):
+            wrong.append(f"the survivors of epoch {epoch}")
+        history += [{**one, "score": score} for one, score in zip(population, scores, strict=True)]
+    return wrong
+
+
+async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
+    """Runs the sweep, disturbed; its folder, who was killed, and its seconds.
+
+    Raises:
+        SystemExit: It did not complete.
+    """
+    workshop = Workshop.open(home)
+    made = await select_environment(workshop, name="reasoning_gym/spell_backward", preset="cpu-embedded")
+    draft = made.data.draft_id  # type: ignore[attr-defined]
+    await edit_config(workshop, draft_id=draft, changes=DRAFT)
+    options = {"steps": STEPS, "selection_ratio": RATIO}
+    began = time.monotonic()
+    answer = await start_sweep(
+        workshop, draft_id=draft, space=SPACE, strategy="halving", population=POPULATION, epochs=EPOCHS, options=options
+    )
+    print(answer.text, file=sys.stderr)
+    folder = workshop.runs.folder(answer.data.run_id)  # type: ignore[attr-defined]
+    kills, told = Kills(workshop, folder), ""
+    while True:
+        status = await asyncio.to_thread(workshop.runs.status, folder.run_id)
+        standing = read_standing(folder)
+        kills.look(standing)
+        best = standing.best.score if standing.best else None
+        line = f"{status.progress.get('what', status.state)}, {len(standing.scores)} measured, best {best}"
+        if line != told:
+            told = line
+            print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
+        if status.ended and status.ended_at is not None and status.resume_at is None:
+            break
+        if time.monotonic() - began > _LIMIT_S:
+            raise SystemExit(f"the sweep took more than {_LIMIT_S:.0f} s: {told}")
+        await asyncio.sleep(0.5)
+    if status.state != "completed":
+        raise SystemExit(f"the sweep {status.state}: {status.reason} {status.failure}")
+    return folder, kills, time.monotonic() - began
+
+
+def _left(home: Home) -> int:
+    """Processes that are still there of any run of this home."""
+    limit = time.monotonic() + 20
+    while True:
+        found = 0
+        for process in psutil.process_iter():
+            try:
+                found += process.pid != os.getpid() and str(home.runs) in " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+        if not found or time.monotonic() > limit:
+            return found
+        time.sleep(0.2)
+
+
+def main() -> int:
+    """Prints the table and the figures; exit status 1 where a figure is not what it has to be."""
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as place:
+        home = Home(Path(place) / "home", Path(place) / "config")
+        folder, kills, seconds = asyncio.run(sweep(home))
+        standing = read_standing(folder)
+        plan = Specification.read(folder).sweep
+        best, final = standing.best, standing.final
+        assert plan is not None and best is not None and final is not None
+        line = standing.line_steps(best.candidate)
+        wrong = same(folder, standing)
+        runs = members_in(home.runs, folder.run_id)
+        figures = {
+            "sweep_best": best.score,
+            "sweep_heldout": final.measured.accuracy if final.measured else None,
+            "heldout_tasks": final.measured.tasks if final.measured else None,
+            "sweep_steps": standing.steps,
+            "grid_steps": POPULATION * line,
+            "sweep_steps_ratio": standing.steps / (POPULATION * line),
+            "winner_steps": line,
+            "winner": standing.candidates[best.candidate].values,
+            "bad_start": min(
+                (scored.score, one.values["optimizer.learning_rate"])
+                for one in standing.candidates.values()
+                if (scored := standing.scores[one.id]).score is not None
+            )[0],
+            "killed": len(kills.done),
+            "ends_the_same": not wrong,
+            "differences": wrong,
+            "runs": len(runs),
+            "runs_planned": plan.runs,
+            "processes_left": _left(home),
+            "seconds": round(seconds, 1),
+        }
+    table = Table(title="Evolution: successive halving from a bad start, killed three times")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps(figures))
+    good = (
+        (figures["sweep_best"] or 0) >= 0.8
+        and figures["sweep_steps_ratio"] <= 0.5
+        and figures["killed"] == 3
+        and figures["ends_the_same"]
+        and len(runs) == plan.runs
+        and not figures["processes_left"]
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""PPO beside GRPO, on the same crew: `make bench-ppo`.
+
+    python -P -m benchmarks.learning.ppo [--only reference|demo|grpo|turns] [--seeds N] [--steps N]
+
+reference: the loss and its gradients against a second implementation in plain loops. demo: PPO on the demo's task,
+every seed a run of its own through the server, accuracy of held-out words. grpo: the demo's GRPO with as many steps on
+as many rollouts, for time and memory beside it. turns: PPO on a task of up to three turns, before and after. Steps are
+counted, not seconds: what is reached does not hang on how busy the machine is; how long it takes does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from mcp import Client
+from rich.console import Console
+from rich.table import Table
+from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+
+from benchmarks.learning.ppo_reference import largest_error
+from toprope.settings.schema import PpoSection
+
+STEPS, TURNS_STEPS = 1500, 700
+PPO: dict[str, Any] = {"algorithm.name": "ppo", "optimizer.learning_rate": 5e-4}
+"""The preset is the demo's; PPO goes over each batch twice, so its steps are half as long."""
+_COUNTED: dict[str, Any] = {"budget.max_train_seconds": None, "evaluation.examples": 2}
+_ENDED = ("completed", "failed", "lost", "stopped")
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that completed."""
+
+    results: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """Of metrics.jsonl."""
+    memory_mb: float
+    """The most that the trainer's process held in memory."""
+    start_cpu_s: float
+    """Processor seconds of the trainer from its start to its being ready."""
+    cpu_s: float
+    """Its processor seconds from there to about the last step."""
+
+    def accuracy(self, label: str, kind: str = "sampled") -> float:
+        return float(self.results["evaluations"][label][kind]["accuracy"])
+
+    def mean(self, name: str) -> float:
+        """Of the later half of the steps."""
+        values = [row[name] for row in self.rows[len(self.rows) // 2 :] if row.get(name) is not None]
+        return statistics.fmean(values) if values else float("nan")
+
+
+class Agent:
+    """Starts runs with nothing but tools, and looks at their trainers' memory meanwhile."""
+
+    def __init__(self, home: Path, console: Console) -> None:
+        self._home, self._console = home, console
+        self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+        (home / "config" / "environments").mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).with_name("ppo_environment.py")
+        (home / "config" / "environments" / "hinted_spelling.py").write_text(source.read_text())
+
+    async def train(self, what: str, environment: str, changes: dict[str, Any]) -> Done:
+        """Selects, edits, starts, waits, reads the report.
+
+        Raises:
+            SystemExit: A tool refused, or the run did not complete.
+        """
+        self._console.print(f"[bold]{what}[/]")
+        async with Client(server_parameters(self._variables)) as client:
+            draft = await _call(client, "select_environment", name=environment, preset=PRESET)
+            await _call(client, "edit_config", draft_id=draft["draft_id"], changes=_COUNTED | changes)
+            run_id = (await _call(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
+            looking = asyncio.create_task(self._look(run_id))
+            state = ""
+            while state not in _ENDED:
+                answer = await _call(client, "check_status", run_ids=[run_id], wait_s=45)
+                [run] = answer["runs"]
+                state = run["state"]
+            memory, start_cpu, cpu = await looking
+            answer = await _call(client, "get_results", run_id=run_id, detail="detailed")
+        if state != "completed":
+            raise SystemExit(f"{what}: {run_id} is {state}: {json.dumps(run)[:1500]}")
+        lines = (self._home / "runs" / run_id / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "step" in row]
+        done = Done(answer["results"], rows, memory, start_cpu, cpu)
+        sick = [event for event in self._findings(run_id) if event["level"] == "critical"]
+        self._console.print(
+            f"  {done.accuracy('before'):.3f} -> {done.accuracy('after'):.3f} sampled, "
+            f"{done.results['seconds']['training']:.0f} s, trainer {memory:.0f} MB"
+            + (f", critical findings: {', '.join(sorted({one['rule'] for one in sick}))}" if sick else ""),
+            style="dim",
+        )
+        return done
+
+    def _findings(self, run_id: str) -> list[dict[str, Any]]:
+        lines = (self._home / "runs" / run_id / "events.jsonl").read_text().splitlines()
+        return [event["data"] for event in map(json.loads, lines) if event["kind"] == "finding"]
+
+    async def _look(self, run_id: str) -> tuple[float, float, float]:
+        """Of the run's trainer: its highest resident size in MB, and its processor seconds until it was ready and from
+        there to the last look while it trained. They hardly hang on what else the machine does."""
+        status, highest, ready, last = self._home / "runs" / run_id / "status.json", 0.0, float("nan"), float("nan")
+        while True:
+            with suppress(FileNotFoundError, psutil.Error, KeyError, ValueError):
+                found = json.loads(status.read_text())
+                if found["state"] in _ENDED:
+                    return highest, ready, last - ready
+                member = found["crew"]["trainer"]
+                process = psutil.Process(member["pid"])
+                highest = max(highest, process.memory_info().rss / _MB)
+                times = process.cpu_times()
+                if member["state"] == "ready":
+                    last = times.user + times.system
+                    ready = last if ready != ready else ready
+            await asyncio.sleep(0.25)
+
+
+async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    answer = await client.call_tool(tool, arguments, read_timeout_seconds=120)
+    if answer.is_error:
+        raise SystemExit(f"{tool}: {answer.content[0].text}")
+    return answer.structured_content or {}
+
+
+def reference_error() -> float:
+    """Over settings that reach every branch of the loss."""
+    sections = (
+        PpoSection(),
+        PpoSection(gamma=0.9, gae_lambda=0.5, kl_coef=0.2, entropy_coef=0.05),
+        PpoSection(gae_lambda=1.0, value_clip_range=0.0, whiten_advantages=False, value_coef=1.0),
+        PpoSection(gae_lambda=0.0, clip_range=0.05, value_clip_range=0.05, kl_coef=0.05),
+    )
+    return max(largest_error(seed, section) for section in sections for seed in range(3))
+
+
+async def _trained(home: Path, only: str | None, seeds: int, steps: int, console: Console) -> dict[str, Any]:
+    agent, figures = Agent(home, console), {}
+    if only in (None, "demo"):
+        runs = [
+            await agent.train(f"PPO, seed {seed}", ENVIRONMENT, PPO | {"algorithm.seed": seed, "budget.steps": steps})
+            for seed in range(seeds)
+        ]
+        after = [one.accuracy("after") for one in runs]
+        figures |= {
+            "ppo_accuracy": min(after),
+            "ppo_accuracy_by_seed": after,
+            "ppo_accuracy_before": [one.accuracy("before") for one in runs],
+            "ppo_greedy_by_seed": [one.accuracy("after", "greedy") for one in runs],
+            "heldout_tasks": runs[0].results["evaluations"]["after"]["sampled"]["tasks"],
+            "steps": steps,
+            "ppo_clip_ratio": runs[0].mean("clip_ratio/all_epochs"),
+            "ppo_value_explained": statistics.median(row.get("value/explained_variance", 0.0) for row in runs[0].rows),
+        } | _cost("ppo", runs[0])
+    if only in (None, "grpo"):
+        grpo = await agent.train("GRPO beside it", ENVIRONMENT, {"algorithm.seed": 0, "budget.steps": steps})
+        figures |= {"grpo_accuracy": grpo.accuracy("after")} | _cost("grpo", grpo)
+    if only in (None, "turns"):
+        turns = await agent.train(
+            "PPO, up to three turns", "hinted_spelling", PPO | {"budget.steps": min(steps, TURNS_STEPS)}
+        )
+        late, early = turns.rows[-50:], turns.rows[:50]
+        figures |= {
+            "turns_accuracy_before": turns.accuracy("before"),
+            "turns_accuracy_after": turns.accuracy("after"),
+            "turns_rose": turns.results["rose"],
+            "turns_mean_before": statistics.fmean(row["turns/mean"] for row in early),
+            "turns_mean_after": statistics.fmean(row["turns/mean"] for row in late),
+        }
+    return figures
+
+
+def _cost(name: str, done: Done) -> dict[str, float]:
+    return {
+        f"{name}_training_seconds": done.results["seconds"]["training"],
+        f"{name}_step_ms": 1e3 * done.mean("time/step"),
+        f"{name}_passes_ms": 1e3 * (done.mean("time/passes") + done.mean("time/prepare")),
+        f"{name}_trainer_mb": done.memory_mb,
+        f"{name}_trainer_start_cpu_seconds": done.start_cpu_s,
+        f"{name}_trainer_cpu_ms_a_step": 1e3 * done.cpu_s / max(done.results["steps"], 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks.learning.ppo", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("reference", "demo", "grpo", "turns"))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of PPO on the demo's task (default 3)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run (default {STEPS})")
+    given = parser.parse_args(arguments)
+    console, began, figures = Console(highlight=False), time.monotonic(), {}
+    if given.only in (None, "reference"):
+        figures["reference_max_error"] = reference_error()
+    if given.only != "reference":
+        with tempfile.TemporaryDirectory(prefix="toprope-ppo-", ignore_cleanup_errors=True) as path:
+            figures |= asyncio.run(_trained(Path(path), given.only, given.seeds, given.steps, console))
+    figures["seconds"] = round(time.monotonic() - began, 1)
+    table = Table("figure", "value", title="PPO")
+    for name, value in figures.items():
+        shown = [f"{one:.3f}" for one in value] if isinstance(value, list) else value
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(shown))
+    console.print(table)
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Whether a deterministic run gives the same numbers twice: `make bench-reproduce`.
+
+    python -P -m benchmarks.learning.reproduce [--steps N] [--runs N]
+
+Runs of one specification are started one after the other, each with a real crew of its own: keeper, trajectory API,
+inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step, but for those that
+a clock makes, which are printed; and so is every evaluation. Two runs without the mode show what it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults.lives import RealHouse, house_at
+from toprope.analysis.reports.report import read_rows
+from toprope.analysis.reproduction import compare_runs_of_one, is_timing
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.status import Status
+
+LIMIT_S = 180.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; exits with 1 where a metric differs."""
+    parser = argparse.ArgumentParser(
+        prog="python -P -m benchmarks.learning.reproduce", description="Same run, same numbers."
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default 20)")
+    parser.add_argument("--runs", type=int, default=2, help="deterministic runs (default 2)")
+    given = parser.parse_args(arguments)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="toprope-reproduce-") as path:
+        house = RealHouse(house_at(Path(path)).path)
+        try:
+            same = [_run(house, given.steps, deterministic=True) for _ in range(given.runs)]
+            loose = [_run(house, given.steps, deterministic=False) for _ in range(2)]
+            found = [_difference(same[0][0], other[0], True) for other in same[1:]]
+            control = _difference(loose[0][0], loose[1][0], False)
+            figures: dict[str, Any] = {
+                "differing_metrics": len({name for one in found for name in one["differing"]}),
+                "differing_evaluations": sum(one["evaluations"] for one in found),
+                "steps": min(one["steps"] for one in found),
+                "compared_metrics": min(one["compared"] for one in found),
+                "runs": given.runs,
+                "differing_without_the_mode": len(control["differing"]),
+                "seconds_deterministic": round(min(seconds for _, seconds in same), 1),
+                "seconds_without": round(min(seconds for _, seconds in loose), 1),
+            }
+            excluded = sorted({name for row in read_rows(same[0][0].metrics) for name in row if is_timing(name)})
+        finally:
+            house.close()
+    for one in found:
+        for name in one["differing"]:
+            console.print(f"differs: {name}")
+    console.print(f"Left out because a clock makes them: {', '.join(excluded)}.")
+    table = Table(title="The same run twice")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, str(value))
+    console.print(table)
+    print(json.dumps(figures))
+    return (
+        1 if figures["differing_metrics"] or figures["differing_evaluations"] or figures["steps"] < given.steps else 0
+    )
+
+
+def _run(house: RealHouse, steps: int, *, deterministic: bool) -> tuple[RunFolder, float]:
+    """A run from its start to its end; its folder and how long it trained."""
+    specification = house.specification(steps=steps)
+    config = specification.config
+    config.algorithm.deterministic, config.algorithm.drop_zero_signal = deterministic, True
+    config.optimizer.learning_rate = 1e-3
+    config.evaluation.every_steps, config.evaluation.validation_tasks = max(1, steps // 2), 8
+    config.environment.knobs = {"shortest": 3, "longest": 4, "alphabet": "abcdefghij"}
+    runs = house.runs()
+    folder = runs.start(specification)
+    house.started.append(folder)
+    limit = time.monotonic() + LIMIT_S
+    while not (status := runs.status(folder.run_id)).ended_at:
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{folder.run_id} is still {status.state} after {LIMIT_S:g} s")
+        time.sleep(0.05)
+    if status.state != "completed":
+        raise RuntimeError(f"{folder.run_id} {status.state}: {status.failure}")
+    return folder, _trained(folder, status)
+
+
+def _trained(folder: RunFolder, status: Status) -> float:
+    return float(read_rows(folder.metrics)[-1]["train_seconds"])
+
+
+def _difference(first: RunFolder, second: RunFolder, deterministic: bool) -> dict[str, Any]:
+    found = compare_runs_of_one(
+        first.run_id, read_rows(first.metrics), read_rows(second.metrics), deterministic=deterministic
+    )
+    return {
+        "differing": found.differing,
+        "steps": found.steps,
+        "compared": found.compared,
+        "evaluations": sum(_measured(first, label) != _measured(second, label) for label in _labels(first, second)),
+    }
+
+
+def _labels(*folders: RunFolder) -> list[str]:
+    return sorted({path.stem for folder in folders for path in folder.evaluations.glob("*.json")})
+
+
+def _measured(folder: RunFolder, label: str) -> Any:
+    """An evaluation without its times; None where it was not made."""
+    if not folder.evaluation(label).exists():
+        return None
+    content = read_json(folder.evaluation(label))
+    return {key: value for key, value in content.items() if key not in ("at", "seconds")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

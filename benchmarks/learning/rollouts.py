@@ -1,0 +1,125 @@
+"""What browsing a long journal costs, and what the text in its groups costs: `make bench-rollouts`.
+
+    python -P -m benchmarks.learning.rollouts [--groups N]
+
+A journal of groups as the embedded policy makes them (8 answers of some tokens) is written, then browsed in every
+order: the first calls make the index, within their time limit, the later ones read it. Groups carry their prompt and
+answers as text; encoding and decoding them is timed with and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.rollouts import Order, Query, browse
+from toprope.records.run.folder import RunFolder
+
+SIZE, TOKENS, TASKS = 8, 18, 30_000
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Group).decode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -P -m benchmarks.learning.rollouts", description="Browsing a long journal."
+    )
+    parser.add_argument("--groups", type=int, default=100_000, help="groups in the journal (default 100,000)")
+    given = parser.parse_args(arguments)
+    dice = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="toprope-rollouts-") as path:
+        folder = RunFolder.create(Path(path), "run-a")
+        journal = FileJournal(folder.journal)
+        for number in range(given.groups):
+            journal.append(_encode(_group(dice, number, given.groups)), GroupNote(rows=SIZE))
+        journal.close()
+        began, calls, page = time.monotonic(), 0, None
+        while page is None or not page.complete:
+            page, calls = browse(folder, Query()), calls + 1
+        first = time.monotonic() - began
+        pages = {order: _page_ms(folder, order) for order in get_args(Order)}
+        index = (folder.journal / "rollouts.idx").stat().st_size
+        size = sum(segment.stat().st_size for segment in folder.journal.glob("*.journal"))
+    figures: dict[str, Any] = {
+        "groups": given.groups,
+        "journal_mb": round(size / 1e6, 1),
+        "index_mb": round(index / 1e6, 1),
+        "index_seconds": round(first, 2),
+        "index_calls": calls,
+        **{f"page_ms_{order}": value for order, value in pages.items()},
+        "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        **_cost_of_text(dice),
+    }
+    table = Table(title="Browsing a journal")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, str(value))
+    Console().print(table)
+    print(json.dumps(figures))
+    return 0
+
+
+def _group(dice: random.Random, number: int, of: int, *, text: bool = True) -> Group:
+    tokens = [[dice.randrange(300) for _ in range(TOKENS)] for _ in range(SIZE)]
+    rewards = [float(dice.random() < number / of) for _ in range(SIZE)]
+    return Group(
+        tokens=tokens,
+        masks=tokens,
+        scores=rewards,
+        inference_logprobs=[[-dice.random() for _ in range(TOKENS)] for _ in range(SIZE)],
+        versions=[[(number // 8, TOKENS)]] * SIZE,
+        group_id=f"run-a-1-{number}",
+        environment="words",
+        task_id=f"{number % TASKS:016x}",
+        outcomes=[Outcome(reward, {"exact": reward}, success=reward >= 1) for reward in rewards],
+        prompt="Spell this word backward (example: sun -> nus): rope" if text else None,
+        answers=["epor"] * SIZE if text else None,
+        seconds=0.05,
+    )
+
+
+def _page_ms(folder: RunFolder, order: Order) -> float:
+    """The median of five pages, one after the other."""
+    took, after = [], None
+    for _ in range(5):
+        began = time.monotonic()
+        page = browse(folder, Query(order, after=after))
+        took.append(1000 * (time.monotonic() - began))
+        after = page.groups[-1].key if page.groups else None
+    return round(sorted(took)[2], 1)
+
+
+def _cost_of_text(dice: random.Random, rounds: int = 5000) -> dict[str, float]:
+    """CPU microseconds to encode and decode a group, the least of five tries, and its bytes."""
+    found = {}
+    for name, text in (("without_text", False), ("with_text", True)):
+        one = _group(dice, 50, 100, text=text)
+        body = _encode(one)
+        tries = []
+        for _ in range(5):
+            began = time.process_time()
+            for _ in range(rounds):
+                _decode(_encode(one))
+            tries.append(1e6 * (time.process_time() - began) / rounds)
+        found |= {f"group_us_{name}": round(min(tries), 1), f"group_bytes_{name}": len(body)}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

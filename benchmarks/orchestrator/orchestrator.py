@@ -1,0 +1,100 @@
+"""A tiny policy learns to use tools well and cheaply, and a sandbox holds: `make bench-orchestrator`.
+
+    python -P -m benchmarks.orchestrator.orchestrator [--only sft|cost|hostile] [--seeds N] [--steps N]
+
+sft: supervised fine-tuning that is cut short, then GRPO from it, on arithmetic that the policy cannot do without the
+calculator; accuracy is of held-out tasks. cost: GRPO from the same checkpoint by weights that move from accuracy to
+economy, against weights that reward accuracy alone, seed by seed. hostile: programs that try to get out of the tool
+`code_interpreter`. Everything that trains goes through the server by the official client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.orchestrator.hostile import tried
+from benchmarks.orchestrator.means import compared
+from benchmarks.orchestrator.runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT, Agent, Done, shared_tasks
+
+
+async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
+    """Figures of the runs; no seeds: of fine-tuning and one run of GRPO from it."""
+    agent, began = Agent(home, console), time.monotonic()
+    sft = await agent.train("supervised fine-tuning, cut short", SFT)
+
+    async def grpo(weights: dict[str, Any], seed: int, what: str) -> Done:
+        changes = {
+            "policy.model": f"run:{sft.run_id}",
+            "budget.steps": steps,
+            "algorithm.seed": seed,
+            **GRPO,
+        }
+        return await agent.train(f"GRPO from it, {what}, seed {seed}", changes | weights)
+
+    first = await grpo(ADAPTIVE, 0, "weights that move")
+    shared, copies = shared_tasks(sft), first.copies
+    if shared or copies:
+        raise SystemExit(f"held-out tasks were trained on: {shared} were demonstrated, {copies} are copies")
+    before, tuned, after = sft.measured("before"), sft.measured("after"), first.measured("after")
+    figures: dict[str, Any] = {}
+    for name, one in (("before", before), ("sft", tuned), ("grpo", after)):
+        figures |= {
+            f"accuracy_{name}": one.accuracy,
+            f"accuracy_{name}_low": one.low,
+            f"accuracy_{name}_high": one.high,
+        }
+    figures |= {
+        "heldout_tasks": after.tasks,
+        "heldout_shared_with_training": shared + copies,
+        "steps_sft": sft.results["steps"],
+        "steps_grpo": steps,
+        "seconds_sft": round(sft.seconds, 1),
+        "seconds_grpo": round(first.seconds, 1),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if seeds:
+        adaptive = [first, *[await grpo(ADAPTIVE, seed, "weights that move") for seed in range(1, seeds)]]
+        fixed = [await grpo(FIXED, seed, "accuracy alone") for seed in range(seeds)]
+        figures |= compared([one.measured("after") for one in fixed], [one.measured("after") for one in adaptive])
+        figures |= {"seeds": seeds, "seconds_cost": round(time.monotonic() - began - figures["seconds"], 1)}
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; exits with 1 where something got out or a held-out task was trained on."""
+    parser = argparse.ArgumentParser(
+        prog="python -P -m benchmarks.orchestrator.orchestrator", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--only", choices=("sft", "cost", "hostile"), help="one part; cost needs sft, and does it")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default 3)")
+    parser.add_argument("--steps", type=int, default=GRPO_STEPS, help=f"steps of GRPO (default {GRPO_STEPS})")
+    given = parser.parse_args(arguments)
+    console, figures = Console(highlight=False), {}
+    with tempfile.TemporaryDirectory(prefix="toprope-orchestrator-") as path:
+        if given.only in (None, "hostile"):
+            (Path(path) / "canaries").mkdir()
+            figures |= tried(Path(path) / "canaries")
+        if given.only != "hostile":
+            seeds = 0 if given.only == "sft" else given.seeds
+            figures |= asyncio.run(_learned(Path(path) / "home", seeds, given.steps, console))
+    table = Table("figure", "value", title="Orchestrator")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    print(json.dumps(figures))
+    return 1 if figures.get("hostile_escapes") or figures.get("hostile_controls_unseen") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

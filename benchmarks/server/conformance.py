@@ -1,0 +1,125 @@
+"""Whether the server keeps to the protocol: `make bench-conformance`.
+
+The official conformance suite against the real HTTP server, for both eras of the protocol: every scenario that needs no
+fixture. The others ask for tools, prompts and resources with fixed names and answers (`test_image_content`), which a
+server with a purpose of its own does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.server import node_tools as _node_tools
+
+LIMIT_S = 120
+BOTH = (
+    "completion-complete",
+    "dns-rebinding-protection",
+    "prompts-list",
+    "resources-list",
+    "server-sse-multiple-streams",
+    "tools-call-error",
+    "tools-list",
+)
+SCENARIOS = {
+    "2026-07-28": (*BOTH, "caching", "http-header-validation", "sep-2164-resource-not-found"),
+    "2025-11-25": (*BOTH, "ping", "server-initialize", "server-session-lifecycle"),
+}
+"""Scenarios without fixtures, by the revision of the protocol that asks for them."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL of a server with its home in `folder`."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "benchmarks.server.conformance_server", str(folder / "config")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env=_node_tools.variables() | {"TOPROPE_HOME": str(folder / "home"), "TOPROPE_CONFIG": str(folder / "config")},
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise RuntimeError("the server did not start")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def run_suite(url: str, revision: str, results: Path) -> dict[str, tuple[int, list[str]]]:
+    """Checks that passed and texts of those that failed, by scenario, of a whole revision's requirements."""
+    tool = _node_tools.command("conformance")
+    if tool is None:
+        raise RuntimeError(f"The conformance suite is not installed. {_node_tools.MISSING}")
+    subprocess.run(
+        [*tool, "server", "--url", url, "--requirements", revision, "--output-dir", str(results)],
+        capture_output=True,
+        timeout=LIMIT_S,
+        env=_node_tools.variables(),
+        check=False,  # scenarios with fixtures fail by design
+    )
+    found = {}
+    for file in sorted(results.glob("server-*/checks.json")):
+        name = re.sub(r"-\d{4}-\d\d-\d\dT[\d-]+Z$", "", file.parent.name).removeprefix("server-")
+        checks = json.loads(file.read_text())
+        failed = [f"{check['id']}: {check.get('errorMessage')}" for check in checks if check["status"] == "FAILURE"]
+        found[name] = (sum(check["status"] == "SUCCESS" for check in checks), failed)
+    return found
+
+
+def measure() -> list[tuple[str, str, int, list[str]]]:
+    """Revision, scenario, checks passed and failures, for every scenario without fixtures."""
+    with (
+        tempfile.TemporaryDirectory(prefix="toprope-bench-") as name,
+        served(Path(name)) as url,
+        ThreadPoolExecutor() as threads,
+    ):
+        suites = {
+            revision: threads.submit(run_suite, url, revision, Path(name) / revision)  # waits more than it works
+            for revision in SCENARIOS
+        }
+        rows = []
+        for revision, scenarios in SCENARIOS.items():
+            found = suites[revision].result()
+            for scenario in scenarios:
+                passed, failed = found.get(scenario, (0, ["the suite did not run it"]))
+                rows.append((revision, scenario, passed, failed if passed or failed else ["no check was made"]))
+    return rows
+
+
+def main() -> int:
+    """Prints the table and the figures; 1 where a scenario fails, 2 where the suite is not installed."""
+    if _node_tools.command("conformance") is None:
+        print(f"The conformance suite is not installed. {_node_tools.MISSING}", file=sys.stderr)
+        return 2
+    rows = measure()
+    table = Table(title="MCP conformance, scenarios without fixtures")
+    for column in ("revision", "scenario", "checks passed", "failed"):
+        table.add_column(column)
+    for revision, scenario, passed, failed in rows:
+        table.add_row(revision, scenario, str(passed), "\n".join(failed))
+    Console().print(table)
+    failing = sum(bool(failed) for *_, failed in rows)
+    print(json.dumps({"scenarios": len(rows), "passed": len(rows) - failing, "failed": failing}))
+    return 1 if failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""What exports and near duplicates cost: `make bench-data`.
+
+    python -P -m benchmarks.server.data [--items N] [--texts N] [--format F]
+
+A journal is written as the trajectory API writes it: groups of 8 single-turn answers on the tokens of the embedded
+policy (its tokenizer, its chat template; words of random letters, answers right, wrong or cut), log-probabilities and
+all. The items are exported by the program that exports for agents, in a process of its own whose largest resident set
+is measured, and the file is then held against what was written: every item's state, action, reward and place. Then
+texts of 8 to 30 words, a fifth of them with one word changed, go through near-duplicate removal, judged against the
+pairs that are known to be near duplicates by their exact Jaccard index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
+from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import embedded_folder
+from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
+from toprope.trajectories.items import TrajectoryItem
+from toprope.trajectories.jobs.orders import Order
+from toprope.trajectories.synthesis.near_duplicates import deduplicate, shingles, similarity
+
+SIZE = 8
+PROMPT = "Spell this word backward (example: sun -> nus): "
+THRESHOLD = 0.7
+_encode = msgspec.json.Encoder().encode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; exits with 1 where an item is missing, wrong or twice, or a duplicate was judged wrongly."""
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks.server.data", description=__doc__.split("\n")[0])
+    parser.add_argument("--items", type=int, default=1_000_000, help="rollouts in the journal (default 1,000,000)")
+    parser.add_argument("--texts", type=int, default=100_000, help="texts to deduplicate (default 100,000)")
+    parser.add_argument("--format", default="jsonl", choices=("jsonl", "parquet"), help="of the export")
+    given = parser.parse_args(arguments)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="toprope-data-") as path:
+        figures |= exported(Path(path), given.items // SIZE, given.format)
+    figures |= deduplicated(given.texts)
+    figures["count_errors"] = figures.pop("export_errors") + figures["dedupe_wrong"]
+    table = Table("figure", "value", title="Data")
+    for name, value in figures.items():
+        table.add_row(name, str(value))
+    Console().print(table)
+    print(json.dumps(figures))
+    return 1 if figures["count_errors"] else 0
+
+
+def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
+    """Figures of one export of a journal with so many groups."""
+    folder, began = make_run(place), time.monotonic()
+    journal = FileJournal(folder.journal)
+    for number, group in enumerate(made(groups), 1):
+        journal.append(_encode(group), GroupNote(rows=SIZE))
+        assert journal.last == number
+    journal.close()
+    wrote = time.monotonic() - began
+    size = sum(segment.stat().st_size for segment in folder.journal.glob("*.journal"))
+    target, job = place / f"out.{form}", place / "job"
+    job.mkdir()
+    order = Order(kind="export", runs=[str(folder.path)], form=form, target=str(target))
+    (job / "order.json").write_text(order.model_dump_json())
+    began = time.monotonic()
+    child = subprocess.Popen([sys.executable, "-P", "-m", "toprope.trajectories", str(job)])
+    _, status, used = os.wait4(child.pid, 0)
+    seconds = time.monotonic() - began
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"the export ended with {child.returncode}: {(job / 'failure.json').read_text()}")
+    outcome = json.loads((job / "outcome.json").read_text())
+    return {
+        "export_items": outcome["items"],
+        "export_rss_mb": round(used.ru_maxrss / 1024),
+        "export_seconds": round(seconds, 1),
+        "export_format": form,
+        "export_mb": round(target.stat().st_size / 1e6, 1),
+        "export_texts": outcome["texts"],
+        "journal_mb": round(size / 1e6, 1),
+        "journal_seconds": round(wrote, 1),
+        "export_errors": wrong(target, form, groups),
+    }
+
+
+def make_run(place: Path) -> RunFolder:
+    """A run's folder and the tokenizer of its policy, as they lie after training."""
+    policies = place / "policies"
+    make_tokenizer(RECIPES["embedded"]).save_pretrained(embedded_folder(policies, "embedded"))
+    folder = RunFolder.create(place / "runs", "run-a")
+    Specification(
+        run_id="run-a",
+        kind="train",
+        created_at=time.time(),
+        toprope_version="0",
+        environment=EnvironmentSource(name="words", file="/nowhere.py", attribute="Words"),
+        config=Config(),
+        policy_cache=str(policies),
+    ).write(folder)
+    return folder
+
+
+def words(groups: int) -> Iterator[tuple[str, list[tuple[str, float, bool]]]]:
+    """Of each group the word, and the answers with reward and whether they were cut off: the same at every call."""
+    dice = random.Random(7)
+    for number in range(groups):
+        word = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randrange(3, 9)))
+        answers = []
+        for _ in range(SIZE):
+            how = dice.random()
+            right = how < number / max(1, groups)
+            answer = word[::-1] if right else "".join(dice.sample(word, len(word)))
+            cut = not right and how > 0.95
+            answers.append((answer[:-1] if cut else answer, float(answer == word[::-1] and not cut), cut))
+        yield word, answers
+
+
+def made(groups: int) -> Iterator[Group]:
+    """The groups, by the embedded policy's tokens."""
+    tokenizer = make_tokenizer(RECIPES["embedded"])
+    dice = random.Random(8)
+    letters = {letter: tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in map(chr, range(97, 123))}
+    empty = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
+    )
+    head, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in _around(empty))
+    end = [tokenizer.eos_token_id]
+    for number, (word, answers) in enumerate(words(groups)):
+        asked = [*head, *(token for letter in word for token in letters[letter]), *tail]
+        said = [
+            [token for letter in one for token in letters[letter]] + ([] if cut else end) for one, _, cut in answers
+        ]
+        yield Group(
+            tokens=[asked + one for one in said],
+            masks=[[MASKED] * len(asked) + one for one in said],
+            scores=[reward for _, reward, _ in answers],
+            inference_logprobs=[[PROMPT_LOGPROB] * len(asked) + [-dice.random() for _ in one] for one in said],
+            versions=[[(number // 8, len(one))] for one in said],
+            group_id=f"run-a-1-{number}",
+            environment="words",
+            task_id=f"{number % 30_000:016x}",
+            outcomes=[
+                Outcome(reward, {"exact": reward}, success=reward >= 1, truncated=cut) for _, reward, cut in answers
+            ],
+            prompt=f"{PROMPT}{word}",
+            answers=[one for one, _, _ in answers],
+            seconds=0.05,
+        )
+
+
+def _around(rendered: str) -> tuple[str, str]:
+    before, _, after = rendered.partition(PROMPT)
+    return before + PROMPT, after
+
+
+def wrong(target: Path, form: str, groups: int) -> int:
+    """Items that are missing, wrong or out of place in an export."""
+    found = 0
+    rows = _rows(target, form)
+    for seq, (word, answers) in enumerate(words(groups), 1):
+        for place, (answer, reward, cut) in enumerate(answers):
+            row = next(rows, None)
+            expected = (
+                [{"role": "user", "content": f"{PROMPT}{word}"}],
+                [{"role": "assistant", "content": answer}],
+                reward,
+                (seq, place, (seq - 1) // 8, reward >= 1, cut, "tokens"),
+            )
+            found += row != expected
+    return found + sum(1 for _ in rows)
+
+
+def _rows(target: Path, form: str) -> Iterator[tuple[Any, ...]]:
+    names = ("group", "rollout", "version", "success", "truncated", "text")
+    if form == "jsonl":
+        with target.open("rb") as file:
+            for line in file:
+                item = msgspec.json.decode(line, type=TrajectoryItem)
+                yield item.state, item.action, item.reward, tuple(item.metadata[name] for name in names)
+        return
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(target).iter_batches(4096):
+        for row in batch.to_pylist():
+            yield row["state"], row["action"], row["reward"], tuple(row[name] for name in names)
+
+
+def deduplicated(count: int) -> dict[str, Any]:
+    """Figures of near-duplicate removal."""
+    dice, texts, origins = random.Random(9), [], {}
+    vocabulary = [f"{dice.choice('bcdfgklmnprst')}{dice.choice('aeiou')}{number:x}" for number in range(5000)]
+    for number in range(count):
+        if number and dice.random() < 0.2:
+            origins[number] = dice.randrange(number)
+            said = texts[origins[number]].split()
+            said[dice.randrange(len(said))] = dice.choice(vocabulary)
+            texts.append(" ".join(said))
+        else:
+            texts.append(" ".join(dice.choices(vocabulary, k=dice.randrange(8, 31))))
+    items = [TrajectoryItem(text, "", 1.0, {"number": number}) for number, text in enumerate(texts)]
+    began, worked = time.monotonic(), time.process_time()
+    kept, left = deduplicate(items, THRESHOLD)
+    seconds, worked = time.monotonic() - began, time.process_time() - worked
+    stayed = {item.metadata["number"] for item in kept}
+    # Whatever stayed though it is near an original that stayed was missed; whatever is near none was removed wrongly.
+    sets = {number: shingles(f"{texts[number]}\n") for number in {*origins, *origins.values()}}
+    missed = sum(
+        number in stayed and source in stayed and similarity(sets[number], sets[source]) >= THRESHOLD
+        for number, source in origins.items()
+    )
+    fresh = set(range(count)) - origins.keys()
+    return {
+        f"dedupe_{count}_seconds": round(seconds, 1),
+        "dedupe_cpu_seconds": round(worked, 1),
+        "dedupe_kept": len(kept),
+        "dedupe_removed": left,
+        "dedupe_missed": missed,
+        "dedupe_wrong": len(fresh - stayed) + (len(kept) + left != count),
+        "dedupe_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What a home with a thousand runs costs an agent: `make bench-many-runs`.
+
+A home is written with the records' own writers: runs of every end, some of them live and moving, a million rows of
+metrics, half of them in ten long runs. Then a server is asked over stdio, as a client asks it: lists by page and
+filter, status of one run and of twenty, results of short and long, completed and stopped runs, concise and detailed.
+The first call of each kind, when nothing has been read yet, is told by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.server.server import Session
+from toprope.analysis.reports.report import gather
+from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.metrics import header
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.status import EventLog, Failure, Status
+from toprope.settings.schema import Config
+from toprope.supervisor.lock import RunLock
+
+RUNS = 1_000
+ROWS = 1_000_000
+LONG_RUNS = 10
+LIVE = 4
+CALLS = 300
+_DAY_S = 86_400.0
+_EVALUATED = {"before": 8, "after": 131}
+
+
+def row(step: int, steps: int, began: float) -> dict[str, Any]:
+    """What the trainer writes of a step."""
+    share = step / steps
+    return {
+        "step": step,
+        "time": began + 0.2 * step,
+        "train_seconds": 0.2 * step,
+        "loss": 0.02 * random.random(),
+        "reward": share + 0.05 * random.random(),
+        "reward_std": 0.3,
+        "success": share,
+        "entropy": 2.0 - share,
+        "kl": 0.001 * step / steps,
+        "grad_norm": random.random(),
+        "learning_rate": 1e-4 * (1 - share),
+        "clip_ratio": 0.01,
+        "completions/mean_length": 12.0,
+        "completions/clipped_ratio": 0.0,
+        "frac_reward_zero_std": 0.1,
+        "rollouts": 32 * step,
+        "rollouts_per_second": 1450.0 + random.random(),
+        "version": step,
+        "groups": 4,
+        "eta_s": 0.2 * (steps - step),
+    }
+
+
+def make_run(runs: Path, number: int, rows: int, now: float) -> RunFolder:
+    """One run's folder, as its crew leaves it."""
+    live = number < LIVE
+    end = "training" if live else ("completed", "completed", "completed", "stopped", "failed")[number % 5]
+    created = now - _DAY_S * (number + 1) / 24
+    folder = RunFolder.create(runs, f"sort-letters-{number:04d}")
+    specification = Specification(
+        run_id=folder.run_id,
+        kind="train",
+        created_at=created,
+        toprope_version="bench",
+        environment=EnvironmentSource(name="sort_letters", file="/nowhere.py", attribute="SortLetters"),
+        config=Config(),
+        policy_cache=str(runs.parent / "policies"),
+    )
+    specification.write(folder)
+    encode = msgspec.json.Encoder().encode
+    with folder.metrics.open("wb") as file:
+        file.write(header(1))
+        for step in range(1, rows + 1):
+            file.write(encode(row(step, rows, created)) + b"\n")
+    events = EventLog(folder)
+    for before, after in (("queued", "validating"), ("validating", "starting"), ("starting", "training")):
+        events.append("state", **{"from": before, "to": after, "reason": ""})
+    events.append("first_step", step=1, seconds=2.0)
+    for step in range(rows // 20, rows + 1, max(1, rows // 20)):
+        events.append("checkpoint", step=step, path=f"checkpoints/step-{step:06d}", cursor=step)
+    evaluations = {}
+    for label, wins in _EVALUATED.items():
+        if label == "after" and end != "completed":
+            continue
+        sampled = {"split": "heldout", "tasks": 200, "successes": wins, "accuracy": wins / 200, "reward_mean": 0.5}
+        examples = [
+            {"task_id": f"t{task}", "prompt": "Sort the letters: " + "zyx" * 5, "answer": label, "success": False}
+            for task in range(8)
+        ]
+        write_json(folder.evaluation(label), {"label": label, "sampled": sampled, "greedy": None, "examples": examples})
+        evaluations[label] = sampled
+        events.append("evaluation", label=label, summary=sampled)
+    failure = Failure(component="trainer", reason="trainer exited with code 1", excerpt=["a line"] * 20)
+    status = Status(
+        run_id=folder.run_id,
+        kind="train",
+        environment="sort_letters",
+        state=end,
+        created_at=created,
+        started_at=created + 1,
+        training_at=created + 3,
+        ended_at=None if live else created + 3 + 0.2 * rows,
+        since=created,
+        updated_at=created,
+        progress={"step": rows, "total_steps": rows, "reward": 0.9, "success": 0.9, "rollouts_per_second": 1450.0},
+        counts={"accepted": 4 * rows, "waiting": 0, "delivered": 0, "committed": 4 * rows},
+        evaluations=evaluations,
+        failure=failure if end == "failed" else None,
+    )
+    status.write(folder)
+    if not live:
+        events.append("state", **{"from": "training", "to": end, "reason": ""})
+        events.append("end", state=end, seconds=1.0)
+    if end == "completed":
+        write_json(folder.results, gather(folder, specification, status).model_dump(mode="json"))
+    return folder
+
+
+class Keepers(threading.Thread):
+    """Stands in for the keepers of the live runs: holds their locks, and writes their numbers four times a second."""
+
+    def __init__(self, folders: list[RunFolder]) -> None:
+        super().__init__(daemon=True)
+        self._folders = folders
+        self._over = threading.Event()
+        self._locks = [RunLock.acquire(folder.lock) for folder in folders]
+
+    def run(self) -> None:
+        step = 0
+        while not self._over.wait(0.25):
+            step += 1
+            for folder in self._folders:
+                status = Status.read(folder)
+                progress = {**status.progress, "step": step, "eta_s": 1000.0}
+                status.model_copy(update={"progress": progress, "updated_at": time.time()}).write(folder)
+
+    def close(self) -> None:
+        self._over.set()
+        self.join()
+        for lock in self._locks:
+            if lock is not None:
+                lock.release()
+
+
+def make_home(home: Path) -> tuple[list[RunFolder], int]:
+    """The runs, the newest first, and how many rows they have together."""
+    random.seed(0)
+    long_rows = ROWS // 2 // LONG_RUNS
+    short_rows, rest = divmod(ROWS - long_rows * LONG_RUNS, RUNS - LONG_RUNS)
+    folders, total, now = [], 0, time.time()
+    for number in range(RUNS):
+        long = LIVE <= number < LIVE + LONG_RUNS
+        rows = long_rows if long else short_rows + (1 if rest > 0 else 0)
+        rest -= not long
+        folders.append(make_run(home / "runs", number, rows, now))
+        total += rows
+    return folders, total
+
+
+def calls(folders: list[RunFolder]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """The calls of each kind, in an order that repeats itself as little as an agent's."""
+    ids = [folder.run_id for folder in folders]
+    ended, chance = ids[LIVE:], random.Random(1)
+    pages = [{}, {"state": "live"}, {"state": "ended"}, {"query": "failed"}, {"query": "sort_letters stopped"}]
+    status = [{"run_ids": [chance.choice(ids[:LIVE])]} for _ in range(CALLS // 2)]
+    status += [{"run_ids": [chance.choice(ids)]} for _ in range(CALLS // 4)]
+    status += [{"run_ids": [*ids[:LIVE], *chance.sample(ended, 16)]} for _ in range(CALLS // 4)]
+    results = [{"run_id": chance.choice(ended), "detail": chance.choice(("concise", "detailed"))} for _ in range(CALLS)]
+    for call in results[::5]:
+        call["run_id"] = chance.choice(ids[LIVE : LIVE + LONG_RUNS])
+    chance.shuffle(status)
+    return {
+        "list_runs": [("list_runs", pages[number % len(pages)]) for number in range(CALLS)],
+        "check_status": [("check_status", one) for one in status],
+        "get_results": [("get_results", one) for one in results],
+    }
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of processor time so far, which other programs on the machine do not change much."""
+    used = process.cpu_times()
+    return used.user + used.system
+
+
+def main() -> int:
+    """Prints the table and the figures."""
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
+        began = time.perf_counter()
+        folders, rows = make_home(Path(home))
+        figures: dict[str, Any] = {"runs": len(folders), "metric_rows": rows, "live": LIVE, "calls": CALLS}
+        figures["seconds_to_write"] = time.perf_counter() - began
+        keepers = Keepers(folders[:LIVE])
+        keepers.start()
+        session = Session([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], home)
+        try:
+            session.list_tools()
+            server = psutil.Process(session.process.pid)
+            for name, wanted in calls(folders).items():
+                figures[f"{name}_first_ms"] = session.call(*wanted[0])
+                worked = cpu_s(server)
+                times = sorted(session.call(*one) for one in wanted)
+                figures[f"{name}_ms"] = times[len(times) // 2]
+                figures[f"{name}_p99_ms"] = times[int(len(times) * 0.99)]
+                figures[f"{name}_cpu_ms"] = (cpu_s(server) - worked) / len(times) * 1e3
+        finally:
+            session.close()
+            keepers.close()
+    table = Table(title="A home with many runs")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}))
+    slow = [name for name in ("list_runs_ms", "check_status_ms", "get_results_ms") if figures[name] > 20]
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

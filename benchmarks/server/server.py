@@ -1,0 +1,163 @@
+"""What the server costs before anybody trains: `make bench-server`.
+
+Process start to answered tools/list, and resident memory after it, against a bare `mcp` server with as many trivial
+tools, in turn, as the ratio of medians; then the time of a call over stdio, and the size of the tool list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROUNDS = 15
+CALLS = 400
+
+BARE = '''
+from mcp.server import MCPServer
+
+server = MCPServer("bare")
+
+
+def make(number):
+    def tool(a: str, b: int = 0) -> str:
+        """Does something trivial with a text and a number, and says so."""
+        return f"{a} {b}"
+
+    tool.__name__ = f"tool_{number}"
+    return tool
+
+
+for number in range(int(__import__("sys").argv[1])):
+    server.tool()(make(number))
+server.run()
+'''
+
+
+class Session:
+    """A server over stdio, spoken to in raw lines: the client's own start-up is not measured."""
+
+    def __init__(self, command: list[str], home: str) -> None:
+        kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
+        self.began = time.perf_counter()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kept | {"TOPROPE_HOME": home, "TOPROPE_CONFIG": f"{home}/config"},
+        )
+        self._number = 0
+
+    def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request and its result."""
+        self._number += 1
+        self._send({"jsonrpc": "2.0", "id": self._number, "method": method, "params": params or {}})
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the server ended before it answered {method}")
+            message = json.loads(line)
+            if message.get("id") == self._number:
+                return message["result"]
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """The handshake, then the list."""
+        client = {"name": "bench", "version": "1"}
+        self.ask("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client})
+        self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        return self.ask("tools/list")["tools"]
+
+    def call(self, tool: str, arguments: dict[str, Any]) -> float:
+        """Calls a tool; returns milliseconds."""
+        began = time.perf_counter()
+        result = self.ask("tools/call", {"name": tool, "arguments": arguments})
+        if result.get("isError"):
+            raise RuntimeError(f"{tool}: {result['content']}")
+        return (time.perf_counter() - began) * 1e3
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+
+def start(command: list[str], home: str) -> tuple[float, float, int, list[dict[str, Any]]]:
+    """Seconds to the answered list, resident MB after it, mapped torch libraries, and the tools."""
+    session = Session(command, home)
+    tools = session.list_tools()
+    seconds = time.perf_counter() - session.began
+    process = psutil.Process(session.process.pid)
+    memory = process.memory_info().rss / 2**20
+    torch = sum("torch" in mapping.path for mapping in process.memory_maps())
+    session.close()
+    return seconds, memory, torch, tools
+
+
+def main() -> int:
+    """Prints the table and the figures."""
+    ours = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
+        bare_file = Path(home) / "bare.py"
+        bare_file.write_text(BARE)
+        tools = start(ours, home)[3]
+        bare = [sys.executable, "-P", str(bare_file), str(len(tools))]
+        start(bare, home)
+        measured = [(start(ours, home), start(bare, home)) for _ in range(ROUNDS)]
+        session = Session(ours, home)
+        session.list_tools()
+        draft = session.ask("tools/call", {"name": "select_environment", "arguments": {"name": "sort_letters"}})
+        draft_id = draft["structuredContent"]["draft_id"]
+        calls = []
+        for number in range(CALLS):
+            calls.append(session.call("get_config", {"draft_id": draft_id, "section": "optimizer"}))
+            calls.append(session.call("list_runs", {}))
+            rate = {"optimizer.learning_rate": 1e-5 * (1 + number)}
+            calls.append(session.call("edit_config", {"draft_id": draft_id, "changes": rate}))
+        torch_loaded = sum("torch" in mapping.path for mapping in psutil.Process(session.process.pid).memory_maps())
+        session.close()
+    listed = [{key: tool[key] for key in ("name", "description", "inputSchema")} for tool in tools]
+    calls.sort()
+    seconds = [statistics.median(row[side][0] for row in measured) for side in (0, 1)]
+    memory = [statistics.median(row[side][1] for row in measured) for side in (0, 1)]
+    figures = {
+        "tools": len(tools),
+        "list_seconds": seconds[0],
+        "bare_list_seconds": seconds[1],
+        "list_ratio": statistics.median(ours[0] / bare[0] for ours, bare in measured),
+        "rss_mb": memory[0],
+        "bare_rss_mb": memory[1],
+        "rss_ratio": memory[0] / memory[1],
+        "torch_loaded": torch_loaded + sum(row[0][2] for row in measured),
+        "tool_list_tokens": len(json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()) // 4,
+        "call_ms_p50": calls[len(calls) // 2],
+        "call_ms_p99": calls[int(len(calls) * 0.99)],
+    }
+    table = Table(title="The server")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

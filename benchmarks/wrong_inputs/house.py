@@ -1,0 +1,285 @@
+"""A place for wrong inputs: a home, an owner's folders, a real server process, and the question what a call changed.
+
+Everything that a server could change is read before and after a case: files by content, rows of the index, processes.
+The server is the one that clients start, spoken to over stdio with the official client; HOME is a folder of the case,
+by which its processes are known wherever they went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+from mcp.client import Client
+from mcp.client.stdio import StdioServerParameters
+
+__all__ = ["Case", "Expected", "House", "Scenario", "Told", "Verdict", "ask", "judge"]
+
+SERVER = (sys.executable, "-P", "-m", "toprope_server.cli", "serve")
+CALL_LIMIT_S = 58.0
+"""Clients drop a call at about 60 s."""
+_SETTLE_S = 3.0
+_LONGEST_REFUSAL = 8000
+_MASKS = re.compile(
+    r"Error executing|Traceback \(most recent|[Ii]nternal (server )?error|failed unexpectedly|pydantic|errors\.pydantic"
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a client was told: the text of an answer, or of the protocol's own error."""
+
+    text: str
+    is_error: bool
+    data: dict[str, Any] = field(default_factory=dict)
+    protocol_error: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a helpful answer holds.
+
+    Every one of `names` (the offending value or field), one of `cause`, and one of `remedy` (a valid value, the next
+    call or command). `refused`: whether the answer is to be an error; a run that failed is told of in a good answer.
+    `may`: which effects the case may have, such as the one run that it asked for.
+    """
+
+    names: tuple[str, ...]
+    cause: tuple[str, ...]
+    remedy: tuple[str, ...]
+    refused: bool = True
+    may: Callable[[str], bool] = lambda _: False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case, classified. Empty texts: nothing wrong."""
+
+    kind: str
+    title: str
+    unhelpful: str
+    masked: str
+    effects: str
+    text: str
+    seconds: float
+
+
+Scenario = Callable[["House"], AsyncIterator[tuple[Told, Expected]]]
+"""Prepares, calls `mark`, yields what was told and what should have been, and puts things back."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One wrong input. `own`: it spoils its house and gets one for itself. `slow`: it starts a run or waits long."""
+
+    kind: str
+    title: str
+    play: Scenario
+    own: bool = False
+    slow: bool = False
+
+
+class House:
+    """A folder with everything that a server of one owner can touch.
+
+    Args:
+        path: Made if need be. `home`, `config` and `user` (HOME, with TMPDIR inside) lie in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.home, self.config = path, path / "home", path / "config"
+        self.user, self.temporary = path / "user", path / "user" / "tmp"
+        self.environments = self.config / "environments"
+        for folder in (self.environments, self.temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.client: Client | None = None
+        self.limits = ""
+        """Shell commands before the server, such as `ulimit -f 8; `."""
+        self.variables: dict[str, str] = {}
+        self.kept: dict[str, Any] = {}
+        """What cases of one house share, such as a draft."""
+        self._open = AsyncExitStack()
+        self._before: dict[str, Any] = {}
+
+    # The server
+
+    async def connect(self) -> Client:
+        """The client of this house's server, which is started by the first call of this."""
+        if self.client is None:
+            self.client = await self._open.enter_async_context(self.another())
+        return self.client
+
+    def another(self, mode: str = "auto") -> Client:
+        """A client of one more server over this house."""
+        # What the server prints goes to a file beside: its log is no part of an answer.
+        aside = f'exec "$0" "$@" 2>>{self.path / "server.log"}'
+        command = ["/bin/sh", "-c", f"{self.limits}{aside}", *SERVER]
+        parameters = StdioServerParameters(command=command[0], args=command[1:], env=self.environ())
+        return Client(parameters, mode=mode)
+
+    def environ(self) -> dict[str, str]:
+        """The variables that the server gets."""
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "PYTHONPATH") if name in os.environ}
+        return {
+            **kept,
+            "HOME": str(self.user),
+            "TMPDIR": str(self.temporary),
+            "TOPROPE_HOME": str(self.home),
+            "TOPROPE_CONFIG": str(self.config),
+            "OMP_NUM_THREADS": "1",
+            **self.variables,
+        }
+
+    async def close(self) -> None:
+        """Ends the server and whatever a case left."""
+        await self._open.aclose()
+        self.client = None
+        self._open = AsyncExitStack()
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+
+    async def call(self, tool: str, /, **arguments: Any) -> Told:
+        """Calls a tool and takes whatever comes, an error of the protocol included."""
+        return await ask(await self.connect(), tool, arguments)
+
+    async def good(self, tool: str, /, **arguments: Any) -> dict[str, Any]:
+        """Calls a tool that has to work, for what a case needs.
+
+        Raises:
+            RuntimeError: It did not.
+        """
+        told = await self.call(tool, **arguments)
+        if told.is_error:
+            raise RuntimeError(f"{tool}{arguments}: {told.text}")
+        return told.data
+
+    async def draft(self, environment: str = "sort_letters", **changes: Any) -> str:
+        """A draft's id. `changes`: fields with __ for the dot."""
+        draft_id = (await self.good("select_environment", name=environment))["draft_id"]
+        if changes:
+            dotted = {name.replace("__", "."): value for name, value in changes.items()}
+            await self.good("edit_config", draft_id=draft_id, changes=dotted)
+        return draft_id
+
+    # What is there
+
+    def mark(self) -> None:
+        """From here on everything is an effect of the case."""
+        self._before = self.state()
+
+    async def effects(self, allowed: Callable[[str], bool]) -> str:
+        """What changed since `mark`, but for what is allowed; processes get a moment to end. Empty: nothing."""
+        limit = time.monotonic() + _SETTLE_S
+        while True:
+            after = self.state()
+            keys = [key for key in {*self._before, *after} if self._before.get(key) != after.get(key)]
+            found = sorted(key for key in keys if not allowed(key))
+            if not found or time.monotonic() > limit:
+                return "; ".join(f"{_change(self._before, after, key)} {key}" for key in found[:6])
+            await anyio.sleep(0.05)
+
+    def state(self) -> dict[str, Any]:
+        """Files by content, rows of the index, processes: what a call could have changed."""
+        found: dict[str, Any] = {}
+        for folder in (self.home, self.config, self.user):
+            for place, _, names in os.walk(folder):
+                for name in names:
+                    path = Path(place) / name
+                    if not name.startswith("index.db"):
+                        found[f"file {path.relative_to(self.path)}"] = _digest(path)
+        found.update(self._rows())
+        for process in self.processes():
+            found[f"process {process.pid} {_words(process)}"] = True
+        return found
+
+    def _rows(self) -> dict[str, Any]:
+        index = self.home / "index.db"
+        if not index.is_file():
+            return {"index": index.exists()}
+        try:
+            db = sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+            try:
+                tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+                return {
+                    f"row {table} {row[0]} {row[1] if table == 'edits' else ''}".strip(): row
+                    for table in tables
+                    for row in db.execute(f"SELECT * FROM {table}")
+                }
+            finally:
+                db.close()
+        except sqlite3.Error:
+            return {"file index.db": _digest(index)}
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes of this house but for its servers: known by their HOME."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HOME") == str(self.user) and "toprope_server.cli" not in process.cmdline():
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+async def ask(client: Client, tool: str, arguments: dict[str, Any]) -> Told:
+    """One call. An error of the protocol, a time-out and a dead server are told as such."""
+    try:
+        with anyio.fail_after(CALL_LIMIT_S):
+            result = await client.call_tool(tool, arguments)
+    except Exception as error:
+        return Told(f"{type(error).__name__}: {error}", True, protocol_error=True)
+    text = "\n".join(getattr(part, "text", "") for part in result.content)
+    return Told(text, bool(result.is_error), dict(result.structured_content or {}))
+
+
+def judge(told: Told, expected: Expected) -> tuple[str, str]:
+    """What is unhelpful in an answer, and what is masked; empty where nothing is."""
+    if told.protocol_error:
+        return "", f"an error of the protocol: {told.text[:200]}"
+    # A log's lines are quoted as they are; a traceback there is the point of them.
+    own = "\n".join(line for line in told.text.splitlines() if not line.startswith("  log (untrusted)"))
+    masked = _MASKS.search(own)
+    problems = ["it is longer than 8,000 characters"] if told.is_error and len(told.text) > _LONGEST_REFUSAL else []
+    if told.is_error != expected.refused:
+        problems.append("it was refused" if told.is_error else "it was accepted")
+    problems += [f"{name!r} is not named" for name in expected.names if name not in told.text]
+    if not any(part in told.text for part in expected.cause):
+        problems.append(f"no cause (one of {expected.cause})")
+    if not any(part in told.text for part in expected.remedy):
+        problems.append(f"no valid value or next step (one of {expected.remedy})")
+    return "; ".join(problems), f"{masked.group()!r}" if masked else ""
+
+
+def _digest(path: Path) -> Any:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return str(path.lstat().st_mode)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return str(error.errno)
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120]
+    except psutil.Error:
+        return ""
+
+
+def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
+    return "new" if key not in before else "gone" if key not in after else "changed"

@@ -1,0 +1,407 @@
+"""Wrong inputs that only a run can find, and wrong moments: real crews, kept as short as the mistake allows.
+
+What a run may leave is its folder and its rows in the index. No process of it is left, nothing of the crew, no file
+that was being written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from benchmarks.wrong_inputs.code import put
+from benchmarks.wrong_inputs.environments import SOURCES
+from benchmarks.wrong_inputs.house import Case, Expected, House, Told, ask
+from benchmarks.wrong_inputs.states import ended_run
+
+__all__ = ["CASES"]
+
+_MODEL, _CODE, _MOMENT = "a run's model and machine", "a run's environment", "the wrong moment"
+_RUN_LIMIT_S = 150.0
+_OF_THE_MACHINE = ("file home/runs/.reservations/lock", "file home/runs/.reservations/.machine.json")
+"""What runs agree by on who has which threads and GPUs: made once, and kept."""
+_NEXT = ("read_logs(", "describe_environment", "policy.model", "launcher.", "settings", "edit_config", "get_results(")
+_ENDED = ("completed", "stopped", "failed", "lost")
+
+
+def _of_run(run_id: str) -> Callable[[str], bool]:
+    """What a run may leave behind."""
+
+    def may(key: str) -> bool:
+        if key.startswith("row "):
+            return run_id in key
+        if key in _OF_THE_MACHINE:
+            return True
+        inside = key.partition(f"file home/runs/{run_id}/")[2]
+        return bool(inside) and not inside.startswith("crew/") and not Path(inside).name.startswith(".")
+
+    return may
+
+
+async def _until_ended(house: House, run_id: str) -> dict[str, Any]:
+    """Waits as an agent does."""
+    limit = time.monotonic() + _RUN_LIMIT_S
+    while True:
+        told = await house.call("check_status", run_ids=[run_id], wait_s=20)
+        if told.is_error:
+            raise RuntimeError(told.text)
+        status = told.data["runs"][0]
+        if status["state"] in _ENDED:
+            return status
+        if time.monotonic() > limit:
+            await house.call("stop_training", run_id=run_id)
+            raise RuntimeError(f"{run_id} did not end: {told.text}")
+
+
+async def _draft(house: House, environment: str, **changes: Any) -> str:
+    """A draft of an environment that goes wrong only afterwards: making a draft would find what its loading shows."""
+    (house.environments / f"{environment}.py").write_text(SOURCES["plain"])
+    draft_id = await house.draft(environment, **changes)
+    put(house, environment)
+    return draft_id
+
+
+def _tiny_model(house: House) -> Path:
+    """A model that answers nonsense, whose tokenizer works: made once for all houses."""
+    shared = house.path.parent / "tiny-model"
+    if not shared.is_dir():
+        from toprope.training.policy.tiny_model import Recipe, build
+
+        aside = shared.with_name("tiny-model.making")
+        build(aside, Recipe(steps=1))
+        aside.rename(shared)
+    return shared
+
+
+def _pickled(folder: Path) -> None:
+    """The weights as a pickle alone, which would run code when it is loaded."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85R.")
+
+
+def _torn(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _odd_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llamma"}')
+
+
+def _no_template(folder: Path) -> None:
+    for path in folder.glob("*template*"):
+        path.unlink()
+    settings = folder / "tokenizer_config.json"
+    entries = {name: value for name, value in json.loads(settings.read_text()).items() if name != "chat_template"}
+    settings.write_text(json.dumps(entries))
+
+
+def _run(
+    kind: str,
+    title: str,
+    expected: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+    *,
+    environment: str = "plain",
+    spoil: Callable[[Path], None] | None = None,
+    tool: str = "test_inference",
+    state: str = "failed",
+    **changes: Any,
+) -> Case:
+    """A run from a draft with these changes (`__` for the dot), whose end tells what was wrong."""
+
+    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+        house.variables |= {"HF_HUB_OFFLINE": "1"}
+        model = house.path / "model"
+        shutil.copytree(_tiny_model(house), model)
+        if spoil is not None:
+            spoil(model)
+        short = {"launcher__stop_grace_s": 1, "evaluation__heldout_tasks": 2, "policy__model": str(model)}
+        draft_id = await _draft(house, environment, **(short | changes))
+        house.mark()
+        arguments = {"tasks": 2, "group_size": 2} if tool == "test_inference" else {}
+        started = await house.call(tool, draft_id=draft_id, **arguments)
+        if started.is_error:  # it was seen before anything was started: better still
+            yield started, Expected(expected[0], expected[1], expected[2])
+            return
+        run_id = started.data["run_id"]
+        status = await _until_ended(house, run_id)
+        told = await house.call("get_results", run_id=run_id)
+        if status["state"] != state:
+            told = Told(f"the run is {status['state']}, not {state}: {told.text}", told.is_error)
+            yield told, Expected((f"it is {state}",), ("",), ("",), refused=False, may=_of_run(run_id))
+            return
+        names = tuple(str(model) if name == "@model" else name for name in expected[0])
+        yield told, Expected(names, expected[1], expected[2], refused=False, may=_of_run(run_id))
+
+    return Case(kind, title, play, own=True, slow=True)
+
+
+_RUNS = [
+    _run(
+        _MODEL,
+        "the model's folder is missing",
+        (("/no/such/model",), ("no folder",), ("policy.model",)),
+        policy__model="/no/such/model",
+    ),
+    _run(
+        _MODEL,
+        "the model is at no hub",
+        (("nobody/nothing-here",), ("could not be fetched",), ("policy.model",)),
+        policy__model="nobody/nothing-here",
+    ),
+    _run(
+        _MODEL, "no configuration beside the weights", (("@model",), ("holds no config.json",), _NEXT), spoil=_no_config
+    ),
+    _run(
+        _MODEL,
+        "an unknown architecture",
+        (("llamma", "@model"), ("cannot be loaded",), ("policy.model",)),
+        spoil=_odd_config,
+    ),
+    _run(
+        _MODEL,
+        "the weights are a pickle alone",
+        (("@model",), ("not loaded",), ("save_pretrained",)),
+        spoil=_pickled,
+    ),
+    _run(_MODEL, "the weights are torn", (("@model",), ("cannot be loaded",), ("policy.model",)), spoil=_torn),
+    _run(_MODEL, "no chat template", (("@model",), ("no chat template",), ("instruction-tuned",)), spoil=_no_template),
+    _run(
+        _MODEL,
+        "wandb online without a key",
+        (("WANDB_API_KEY",), ("online", "no key"), ("settings.yaml", "offline")),
+        tool="start_training",
+        logging__wandb="online",
+        budget__steps=1,
+        optimizer__warmup_steps=0,
+    ),
+    _run(
+        _CODE,
+        "it hangs while it is loaded",
+        (("2 s",), ("did not answer 'open'",), _NEXT),
+        environment="sleeps",
+        environment__load_timeout_s=2,
+    ),
+    _run(_CODE, "os._exit in score", (("exit code 5",), ("environment",), _NEXT), environment="score_dies"),
+    _run(
+        _CODE,
+        "score hangs",
+        (("2 s",), ("did not answer 'score'",), _NEXT),
+        environment="score_hangs",
+        environment__call_timeout_s=2,
+    ),
+    _run(
+        _CODE,
+        "every score raises",
+        (("4 errors",), ("Every answer ended in an error",), ("describe_environment",)),
+        environment="score_raises",
+        state="completed",
+    ),
+    _run(
+        _CODE,
+        "prompts longer than the context",
+        (("1809 tokens", "64 tokens"), ("leaves no room",), ("policy.max_context",)),
+        environment="long_prompts",
+    ),
+    _run(
+        _CODE,
+        "one task, and none to hold out",
+        (("validation",), ("no tasks",), ("distinct tasks",)),
+        environment="one_task",
+    ),
+    _run(
+        _CODE,
+        "a weight for a part that it does not have",
+        (("elegance",), ("part",), ("score", *_NEXT)),
+        environment__reward_weights={"elegance": 2.0},
+    ),
+]
+
+
+async def _file_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    """The environment's file goes away between draft and run."""
+    put(house, "plain")
+    draft_id = await house.draft("plain", policy__model=str(_tiny_model(house)))
+    (house.environments / "plain.py").unlink()
+    house.mark()
+    run_id = (await house.good("test_inference", draft_id=draft_id, tasks=2, group_size=2))["run_id"]
+    await _until_ended(house, run_id)
+    told = await house.call("get_results", run_id=run_id)
+    yield told, Expected(("plain.py",), ("does not exist",), _NEXT, refused=False, may=_of_run(run_id))
+
+
+async def _sleeper(house: House) -> str:
+    """The id of a live run that does not get beyond loading its environment."""
+    draft_id = await _draft(house, "sleeps", policy__model=str(_tiny_model(house)), launcher__stop_grace_s=1)
+    house.kept["sleeper"] = draft_id
+    return (await house.good("start_training", draft_id=draft_id))["run_id"]
+
+
+async def _stop_while_starting(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    """Nothing is launched after the stop: the processes that there are end, and none comes."""
+    house.mark()
+    run_id = await _sleeper(house)
+    told = await house.call("stop_training", run_id=run_id)
+    limit = time.monotonic() + 5
+    while house.processes() and time.monotonic() < limit:
+        await anyio.sleep(0.05)
+    seen = []
+    for _ in range(20):
+        await anyio.sleep(0.05)
+        seen += [process.pid for process in house.processes()]
+    if seen:
+        told = Told(f"processes after the stop: {seen}; {told.text}", True, protocol_error=True)
+
+    def may(key: str) -> bool:
+        return (
+            _of_run(run_id)(key)
+            or key.startswith(("row drafts", "row edits"))
+            or key.endswith("sleeps.py")
+            or key == "index"
+        )
+
+    yield told, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
+
+
+async def _second_stop(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    run_id = await _sleeper(house)
+    await house.call("stop_training", run_id=run_id)
+    house.mark()
+    told = await house.call("stop_training", run_id=run_id)
+    yield told, Expected((run_id,), ("was stopped already",), ("get_results(",), refused=False)
+
+
+async def _two_stops_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    run_id = await _sleeper(house)
+    house.mark()
+    found: list[Told] = []
+
+    async def stop() -> None:
+        found.append(await house.call("stop_training", run_id=run_id))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(stop)
+    odd = [told for told in found if told.is_error]
+    told = odd[0] if odd else found[0]
+    limit = time.monotonic() + 3
+    while (marked := house.processes()) and time.monotonic() < limit:
+        await anyio.sleep(0.05)
+
+    def may(key: str) -> bool:  # the crew was there when the marks were made, and is gone now
+        return _of_run(run_id)(key) or key.startswith("process") or key.startswith(f"file home/runs/{run_id}/")
+
+    if marked:
+        told = Told(f"left: {marked}", True, protocol_error=True)
+    yield told, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
+
+
+async def _start_twice(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    run_id = await _sleeper(house)
+    house.mark()
+    told = await house.call("start_training", draft_id=house.kept["sleeper"])
+
+    def moving(key: str) -> bool:  # the first run goes on
+        return run_id in key or key.startswith("process")
+
+    expected = Expected((house.kept["sleeper"], run_id, "Nothing was changed"), ("running already",), ("again=true",))
+    yield told, Expected(expected.names, expected.cause, ("again=true", "again=True"), may=moving)
+    await house.call("stop_training", run_id=run_id)
+
+
+async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    """Two servers start one draft in the same moment: one run comes of it."""
+    draft_id = await _draft(house, "sleeps", policy__model=str(_tiny_model(house)), launcher__stop_grace_s=1)
+    house.mark()
+    found: list[Told] = []
+    async with house.another() as other:
+
+        async def start(client: Any) -> None:
+            found.append(await ask(client, "start_training", {"draft_id": draft_id}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(start, await house.connect())
+            tasks.start_soon(start, other)
+        good, bad = [told for told in found if not told.is_error], [told for told in found if told.is_error]
+        told = bad[0] if len(bad) == 1 else Told(f"{len(good)} runs were started", True, protocol_error=True)
+        run_id = good[0].data["run_id"] if good else ""
+
+        def moving(key: str) -> bool:
+            return run_id in key or key.startswith("process") or key in _OF_THE_MACHINE
+
+        expected = Expected((draft_id, "Nothing was changed"), ("running already",), ("check_status(",), may=moving)
+        yield told, expected
+        await house.call("stop_training", run_id=run_id)
+
+
+async def _folder_deleted(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    """The crew ends by itself, and the folder is not made again."""
+    run_id = await _sleeper(house)
+    shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)
+    shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)
+    limit = time.monotonic() + 15
+    while house.processes() and time.monotonic() < limit:
+        await anyio.sleep(0.05)
+    left = house.processes()
+    house.mark()
+    told = await house.call("check_status", run_ids=[run_id])
+    if left or (house.home / "runs" / run_id).exists():
+        told = Told(f"left: {left}, folder {(house.home / 'runs' / run_id).exists()}", True, protocol_error=True)
+    yield told, Expected((run_id,), ("no run",), ("list_runs",))
+
+
+async def _keeper_killed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    run_id = await _sleeper(house)
+    for process in house.processes():
+        if "toprope.supervisor.keeper" in " ".join(process.cmdline()):
+            process.kill()
+    await _until_ended(house, run_id)
+    house.mark()
+    told = await house.call("get_results", run_id=run_id)
+    yield told, Expected((run_id,), ("lost", "keeper was gone"), ("resume_training", "get_results("), refused=False)
+
+
+async def _resume_a_live_one(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    run_id = await _sleeper(house)
+    house.mark()
+    told = await house.call("resume_training", run_id=run_id)
+
+    def moving(key: str) -> bool:
+        return run_id in key or key.startswith("process")
+
+    yield told, Expected((run_id, "Nothing was changed"), ("under its keeper",), _ANY, may=moving)
+    await house.call("stop_training", run_id=run_id)
+
+
+async def _resume_a_completed_one(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    ended_run(house)
+    await house.connect()
+    house.mark()
+    told = await house.call("resume_training", run_id="old-run")
+    yield told, Expected(("old-run", "Nothing was changed"), ("completed",), _ANY)
+
+
+_ANY = ("start_training", "check_status", "stop_training", "get_results", "list_runs")
+_MOMENTS: list[tuple[str, Any]] = [
+    ("the environment's file is removed before the start", _file_removed),
+    ("stop while starting", _stop_while_starting),
+    ("a second stop", _second_stop),
+    ("four stops at once", _two_stops_at_once),
+    ("start twice", _start_twice),
+    ("start twice at once, by two servers", _start_twice_at_once),
+    ("a live run's folder is deleted", _folder_deleted),
+    ("a live run's keeper is killed", _keeper_killed),
+    ("resume a live run", _resume_a_live_one),
+    ("resume a completed run", _resume_a_completed_one),
+]
+CASES: list[Case] = [*_RUNS, *(Case(_MOMENT, title, play, own=True, slow=True) for title, play in _MOMENTS)]

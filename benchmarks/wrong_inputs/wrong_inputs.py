@@ -1,0 +1,120 @@
+"""What happens to wrong inputs: `make bench-wrong-inputs`.
+
+Every case is given to a real server over stdio by the official client. An answer is `unhelpful` if it does not name the
+offending value, a cause, and a valid value or the next step; `masked` if it is an internal error or a bare traceback; a
+case has `effects` if anything but what it may do is different afterwards: files, rows of the index, processes.
+
+    python -P -m benchmarks.wrong_inputs.wrong_inputs [WORDS]    only cases whose kind or title contains WORDS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.wrong_inputs import calls as _wrong_calls
+from benchmarks.wrong_inputs import code as _wrong_code
+from benchmarks.wrong_inputs import data as _wrong_data
+from benchmarks.wrong_inputs import machine as _wrong_machine
+from benchmarks.wrong_inputs import owner as _wrong_owner
+from benchmarks.wrong_inputs import runs as _wrong_runs
+from benchmarks.wrong_inputs import states as _wrong_states
+from benchmarks.wrong_inputs.house import Case, House, Verdict, judge
+
+__all__ = ["CASES", "play", "play_all"]
+
+CASES: list[Case] = [
+    *_wrong_calls.CASES,
+    *_wrong_code.CASES,
+    *_wrong_data.CASES,
+    *_wrong_owner.CASES,
+    *_wrong_states.CASES,
+    *_wrong_machine.CASES,
+    *_wrong_runs.CASES,
+]
+
+
+async def play(case: Case, house: House) -> Verdict:
+    """Plays one case and classifies what came of it."""
+    began = time.monotonic()
+    house.mark()
+    scenario = case.play(house)
+    told, expected = await anext(scenario)
+    unhelpful, masked = judge(told, expected)
+    effects = await house.effects(expected.may)
+    async for _ in scenario:  # puts things back
+        raise RuntimeError(f"{case.title}: a case yields once")
+    return Verdict(case.kind, case.title, unhelpful, masked, effects, told.text, time.monotonic() - began)
+
+
+async def play_all(cases: Iterable[Case], folder: Path, told: Console | None = None) -> list[Verdict]:
+    """Plays cases one after the other. Those that spoil nothing share a house and its server."""
+    verdicts: list[Verdict] = []
+    shared = House(folder / "shared")
+    try:
+        for number, case in enumerate(cases):
+            house = House(folder / f"own-{number}") if case.own else shared
+            try:
+                verdict = await play(case, house)
+            except Exception as error:
+                text = f"the case could not be played: {type(error).__name__}: {error}"
+                verdict = Verdict(case.kind, case.title, "", text, "", text, 0.0)
+            finally:
+                if case.own:
+                    await house.close()
+            verdicts.append(verdict)
+            if told is not None:
+                told.print(f"{verdict.seconds:6.1f} s  {verdict.kind}: {verdict.title}", highlight=False)
+    finally:
+        await shared.close()
+    return verdicts
+
+
+def figures(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """The figures of the last line."""
+    return {
+        "cases": len(verdicts),
+        "unhelpful": sum(bool(one.unhelpful) for one in verdicts),
+        "masked": sum(bool(one.masked) for one in verdicts),
+        "effects": sum(bool(one.effects) for one in verdicts),
+        "kinds": len({one.kind for one in verdicts}),
+        "longest_seconds": round(max((one.seconds for one in verdicts), default=0.0), 1),
+    }
+
+
+def main() -> int:
+    """Plays all cases, prints the table and the figures."""
+    words = " ".join(sys.argv[1:]).casefold()
+    cases = [case for case in CASES if words in f"{case.kind} {case.title}".casefold()]
+    console = Console(width=150)
+    with tempfile.TemporaryDirectory(prefix="toprope-wrong-") as folder:
+        verdicts = anyio.run(play_all, cases, Path(folder), console)
+    table = Table(title="Wrong inputs")
+    for column in ("kind", "cases", "unhelpful", "masked", "effects", "longest"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for kind in Counter(verdict.kind for verdict in verdicts):
+        own = [verdict for verdict in verdicts if verdict.kind == kind]
+        counts = figures(own)
+        shown = [str(counts[key]) for key in ("cases", "unhelpful", "masked", "effects")]
+        table.add_row(kind, *shown, f"{counts['longest_seconds']} s")
+    console.print(table)
+    for verdict in verdicts:
+        for what in ("unhelpful", "masked", "effects"):
+            if wrong := getattr(verdict, what):
+                console.print(f"{what}: {verdict.kind}: {verdict.title}: {wrong}", markup=False, highlight=False)
+                console.print(f"    {verdict.text[:1500]}", markup=False, highlight=False)
+    print(json.dumps(figures(verdicts)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

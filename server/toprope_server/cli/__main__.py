@@ -1,0 +1,3 @@
+from toprope_server.cli.main import main
+
+main()

@@ -1,0 +1,409 @@
+"""What `toprope doctor` looks at: one function a concern, each of which says what it found and how to mend it.
+
+A check never raises and never changes anything; what it cannot look at is a finding too. Values of keys are in none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from toprope.errors import TopropeError
+from toprope.settings.owner import Home
+from toprope.settings.presets import list_presets, load_preset
+from toprope.shipped import CHECKOUT
+
+__all__ = ["CHECKS", "Finding"]
+
+Level = Literal["ok", "note", "warning", "broken"]
+
+LITTLE_SPACE = 5_000_000_000
+NO_SPACE = 500_000_000
+TORCH_LIMIT_S = 90
+
+_KEYS = {
+    "WANDB_API_KEY": ("trainer", "logging.wandb: online; without it metrics are kept offline in the run's folder"),
+    "HF_TOKEN": ("policy", "gated or private models and data sets of the Hugging Face Hub"),
+    "OPENROUTER_API_KEY": ("models", "test_inference with the models of the preset openrouter"),
+    "TINKER_API_KEY": ("trainer", "training through Tinker, which this version does not offer yet"),
+}
+"""Who gets a key, and what it is needed for."""
+
+_TORCH = """
+import json, torch
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
+    "gpus": [
+        [torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory]
+        for i in range(torch.cuda.device_count())
+    ] if torch.cuda.is_available() else [],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def python(home: Home) -> Iterator[Finding]:
+    """This interpreter against what the package asks for."""
+    have = ".".join(map(str, sys.version_info[:3]))
+    try:
+        wanted = metadata.metadata("toprope").get("Requires-Python") or ">=3.11"
+    except metadata.PackageNotFoundError:
+        wanted = ">=3.11"
+    sound = _within(have, wanted)
+    yield Finding(
+        "Python",
+        "ok" if sound else "broken",
+        f"{have} ({sys.executable}), wanted {wanted}",
+        "" if sound else "Make the virtual environment with a Python of that version: make PYTHON=... setup",
+    )
+
+
+def packages(home: Home) -> Iterator[Finding]:
+    """Installed packages against the ranges that we ask for and the versions that were tested."""
+    try:
+        required = metadata.requires("toprope") or []
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", "broken", "toprope itself is not installed here.", "Run: make setup")
+        return
+    from packaging.requirements import Requirement
+
+    pins, wrong, other, count = _pins(), [], [], 0
+    for line in required:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        try:
+            have = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(have, prereleases=True):
+            wrong.append(f"{requirement.name} {have} is not {requirement.specifier}")
+        elif (pin := pins.get(_plain(requirement.name))) and have.partition("+")[0] != pin:
+            other.append(f"{requirement.name} {have} (tested: {pin})")
+    if wrong:
+        yield Finding("packages", "broken", "; ".join(wrong), "Run: make setup")
+    if other:
+        yield Finding("packages", "note", "other versions than were tested: " + ", ".join(other))
+    if not wrong and not other:
+        yield Finding("packages", "ok", f"all {count} are there, in the versions that were tested")
+
+
+def torch(home: Home) -> Iterator[Finding]:
+    """PyTorch and what it sees, asked in a process of its own: a broken build ends that process, not this one."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=False
+        )
+        seen = json.loads(done.stdout) if done.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError, OSError) as error:
+        yield Finding("torch", "broken", f"it does not load: {type(error).__name__}.", "Run: make setup")
+        return
+    if seen is None:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        yield Finding("torch", "broken", f"it does not load: {last[0][:300]}", "Run: make setup")
+        return
+    build = f"CUDA {seen['cuda']}" if seen["cuda"] else "CPU only"
+    yield Finding("torch", "ok", f"{seen['version']}, built for {build}")
+    if seen["gpus"]:
+        named = ", ".join(f"{name}, {memory / 2**30:.0f} GiB" for name, memory in seen["gpus"])
+        yield Finding("GPU", "ok", named)
+    elif shutil.which("nvidia-smi"):
+        yield Finding(
+            "GPU",
+            "warning",
+            "this machine has an NVIDIA driver, but PyTorch sees no GPU",
+            "Install a PyTorch built for CUDA; look at CUDA_VISIBLE_DEVICES and at nvidia-smi.",
+        )
+    else:
+        yield Finding("GPU", "note", "none: training runs on the CPU, for which the preset cpu-embedded is made")
+
+
+def folders(home: Home) -> Iterator[Finding]:
+    """The home folder: writable, private, with room on its disk; and the embedded policies in it."""
+    there = next(parent for parent in (home.path, *home.path.parents) if parent.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".toprope-doctor-"):
+            pass
+    except OSError as error:
+        yield Finding(
+            "home",
+            "broken",
+            f"{home.path} cannot be written to: {error.strerror or error}",
+            "Mend its permissions, or set TOPROPE_HOME to a folder that you may write to.",
+        )
+    else:
+        mode = home.path.stat().st_mode & 0o077 if home.path.exists() else 0
+        yield Finding(
+            "home",
+            "warning" if mode else "ok",
+            f"{home.path}{'' if home.path.exists() else ' (made when it is needed)'}"
+            + (": others may look into it" if mode else ""),
+            f"Run: chmod 700 {home.path}" if mode else "",
+        )
+    free = shutil.disk_usage(there).free
+    level: Level = "broken" if free < NO_SPACE else "warning" if free < LITTLE_SPACE else "ok"
+    remedy = "" if level == "ok" else "'toprope prune' shows what old runs take."
+    yield Finding("disk", level, f"{free / 1e9:.1f} GB free", remedy)
+    if home.path.exists():
+        from toprope.training.policy.loading import embedded_folder
+
+        made = (embedded_folder(home.policies) / "recipe.json").is_file()
+        text = "is made" if made else "is not made yet; the first run makes it in about a minute"
+        yield Finding("embedded policy", "ok" if made else "note", text)
+
+
+def owners_files(home: Home) -> Iterator[Finding]:
+    """settings.yaml, locks.yaml, limits.yaml and presets: readable, right, and private where they hold keys."""
+    readers: list[tuple[str, Path, Callable[[], Any]]] = [
+        ("settings.yaml", home.settings_file, home.settings),
+        ("locks.yaml", home.locks_file, home.locks),
+        ("limits.yaml", home.limits_file, home.limits),
+    ]
+    for name, path in list_presets(home.preset_folders).items():
+        readers.append((f"preset {name}", path, lambda name=name: load_preset(name, home.preset_folders)))
+    sound = []
+    for subject, path, read in readers:
+        try:
+            read()
+        except TopropeError as error:
+            line = line_of_mistake(path, str(error))
+            where = f"line {line}: " if line and f"line {line}" not in str(error) else ""
+            yield Finding(subject, "broken", f"{where}{error.message}", error.hint or "Mend the file.")
+        else:
+            sound.append(subject)
+    yield from _named_things(home)
+    if sound:
+        own = home.settings_file if home.settings_file.exists() else None
+        yield Finding("owner's files", "ok", f"{', '.join(sound)}{'' if own else ' (no settings.yaml: defaults hold)'}")
+    for path in (home.settings_file, home.configuration / "http-token"):
+        if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
+            holds = path.name == "http-token" or "variables" in path.read_text(errors="replace")
+            if holds:
+                level: Level = "broken" if path.name == "http-token" else "warning"
+                yield Finding(path.name, level, "others may read it, and it can hold keys", f"Run: chmod 600 {path}")
+
+
+def _named_things(home: Home) -> Iterator[Finding]:
+    """What settings.yaml names must be there."""
+    try:
+        settings = home.settings()
+    except TopropeError:
+        return
+    if settings.preset not in (known := list_presets(home.preset_folders)):
+        text = f"preset: there is no preset {settings.preset!r}"
+        yield Finding("settings.yaml", "broken", text, f"There are: {', '.join(known)}.")
+    for key in ("environments", "datasets"):
+        for folder in getattr(settings, key, []):
+            path = home.configuration / Path(folder).expanduser()
+            if not path.is_dir():
+                yield Finding(
+                    "settings.yaml", "warning", f"{key}: there is no folder {path}", "Make it, or name another."
+                )
+
+
+def line_of_mistake(path: Path, message: str) -> int | None:
+    """The line of a YAML file that a message about it means, where it can be found."""
+    import yaml
+
+    if match := re.search(r" at line (\d+)", message):
+        return int(match[1])
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    lines = dict(_lines(root))
+    wanted: list[str] = []
+    lock = re.search(r", lock (\d+)", message)
+    within = f"locks.{int(lock[1]) - 1}" if lock else ""
+    if match := re.search(r"no key '([^']+)'", message):
+        wanted += [name for name in lines if name.rpartition(".")[2] == match[1] and name.startswith(within)]
+    wanted += [within] if within else []
+    for name in re.findall(r"[A-Za-z_][\w*]*(?:[.][\w*]+)+|[a-z_]+", message.partition(str(path))[2] or message):
+        wanted += [known for known in lines if known == name or known == f"config.{name}"]
+    return next((lines[name] for name in wanted if name in lines), None)
+
+
+def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted names of a YAML document with their lines; the entries of a list by number."""
+    from yaml import MappingNode, SequenceNode
+
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            inner = f"{name}.{key.value}" if name else str(key.value)
+            yield inner, key.start_mark.line + 1
+            yield from _lines(value, inner)
+    elif isinstance(node, SequenceNode):
+        for number, value in enumerate(node.value):
+            inner = f"{name}.{number}"
+            yield inner, value.start_mark.line + 1
+            yield from _lines(value, inner)
+
+
+def environments(home: Home) -> Iterator[Finding]:
+    """The catalog: which environments are broken, and why."""
+    from toprope.workbench.catalog.catalog import Catalog
+    from toprope.workbench.interpreters.registry import Registry
+
+    try:
+        registry = Registry(home.environments_file)
+        entries = Catalog(home.environment_folders(home.settings()), registry=registry).entries()
+    except TopropeError:
+        yield Finding("environments", "broken", "they are not looked for while settings.yaml is wrong")
+        return
+    ready = sum(entry.status == "ready" for entry in entries)
+    yield Finding("environments", "ok" if ready else "broken", f"{ready} of {len(entries)} are ready")
+    for entry in entries:
+        if entry.status == "broken":
+            yield Finding("environments", "broken", f"{entry.name}: {entry.problem}", "Mend its file.")
+    lacking = [entry for entry in entries if entry.status == "needs install"]
+    for entry in lacking[:5]:
+        yield Finding("environments", "note", f"{entry.name} needs something installed: {entry.problem}")
+    if lacking[5:]:
+        yield Finding("environments", "note", f"{len(lacking) - 5} more need something installed")
+
+
+def keys(home: Home) -> Iterator[Finding]:
+    """Which keys are there, by name only, and what needs them."""
+    try:
+        kept = home.settings().variables
+    except TopropeError:
+        kept = {}
+    needed = dict(_KEYS)
+    for model in _endpoints(home):
+        if model.key and model.key not in needed:
+            needed[model.key] = ("models", f"test_inference with {model.model}")
+    for name, (component, use) in needed.items():
+        owners = [to for to, values in kept.items() if name in values]
+        if owners and (component in owners or "*" in owners):
+            yield Finding(name, "ok", f"in settings.yaml, for {', '.join(owners)}")
+        elif owners:
+            yield Finding(
+                name,
+                "warning",
+                f"in settings.yaml for {', '.join(owners)}, but {component} needs it",
+                f"Move it below variables, {component}.",
+            )
+        elif os.environ.get(name):
+            yield Finding(
+                name,
+                "note",
+                "set in this shell only; clients do not pass it on to the server",
+                f"toprope install CLIENT --variable {name} keeps it.",
+            )
+        else:
+            yield Finding(name, "note", f"missing; needed for: {use}")
+
+
+def _endpoints(home: Home) -> list[Any]:
+    try:
+        return list(getattr(home.settings(), "models", {}).values())
+    except TopropeError:
+        return []
+
+
+def index(home: Home) -> Iterator[Finding]:
+    """The index of drafts: sound, and of this version."""
+    if not home.index.exists():
+        yield Finding("index", "note", "none yet; the first draft makes it")
+        return
+    from toprope.records.index.index import Index
+
+    try:
+        Index(home.index).drafts(limit=1)
+        db = sqlite3.connect(f"{home.index.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
+        try:
+            problems = [row[0] for row in db.execute("PRAGMA integrity_check(3)") if row[0] != "ok"]
+            count = db.execute("SELECT count(*) FROM drafts").fetchone()[0]
+        finally:
+            db.close()
+    except TopropeError as error:
+        yield Finding("index", "broken", error.message, error.hint)
+        return
+    except sqlite3.Error as error:
+        problems, count = [str(error)], 0
+    if problems:
+        yield Finding(
+            "index",
+            "broken",
+            f"{home.index} is damaged: {'; '.join(problems)}",
+            "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and makes a new one of them.",
+        )
+    else:
+        yield Finding("index", "ok", f"sound, {count} drafts")
+
+
+def _pins() -> dict[str, str]:
+    try:
+        lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
+    return {_plain(name): version.strip() for name, version in pairs}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower().strip()
+
+
+def _within(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> Iterator[Finding]:
+    """The findings of all checks; one that fails itself is a finding."""
+    for check in checks:
+        try:
+            yield from check(home)
+        except Exception as error:  # a doctor that dies of an illness is no help
+            yield Finding(check.__name__.replace("_", " "), "broken", f"could not be looked at: {error!r}"[:400])
+
+
+def limits(home: Home) -> Iterator[Finding]:
+    """Whether environments can be held to environment.memory_mb and environment.network here; it is tried."""
+    from toprope.sdk.worker.resource_limits import network_can_be_denied
+
+    why = network_can_be_denied()
+    memory = "in the kernel for a single process, and watched" if sys.platform.startswith("linux") else "watched only"
+    yield Finding(
+        "limits of environments",
+        "note" if why else "ok",
+        f"environment.memory_mb holds ({memory}); environment.network: deny "
+        + (f"does not: {why}. Runs that ask for it are refused." if why else "holds, by a seccomp filter"),
+    )
+
+
+CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
+    python,
+    packages,
+    torch,
+    folders,
+    owners_files,
+    environments,
+    limits,
+    keys,
+    index,
+)

@@ -1,0 +1,180 @@
+"""`toprope doctor`: all checks, in a table or as JSON. What it looks at for files and packages is in `checks`; here is
+what concerns this machine: what can escape a run's end, runs that are stuck, and the clients.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import toprope
+from toprope.errors import TopropeError
+from toprope.settings.owner import Home
+from toprope_server.cli.doctor.checks import CHECKS, Finding, every
+from toprope_server.cli.install import CLIENTS, NAME, configuration_file, server_command
+
+__all__ = ["examine", "main"]
+
+_MARKS = {
+    "ok": ("ok", "green"),
+    "note": ("note", "cyan"),
+    "warning": ("warning", "yellow"),
+    "broken": ("BROKEN", "red"),
+}
+
+
+def containment(home: Home) -> Iterator[Finding]:
+    """How far a run's processes are held on this machine, and what could escape."""
+    from toprope.supervisor.keeper.confinement import BUBBLEWRAP, find, probe
+
+    wanted, why = home.settings().containment, probe()
+    try:
+        found = find(wanted)
+    except TopropeError as error:
+        yield Finding("containment", "broken", error.message, error.hint)
+        return
+    outside = "What could escape: what a service outside starts at a component's request (cron, docker, systemd-run)"
+    if found.level == BUBBLEWRAP:
+        yield Finding(
+            "containment",
+            "ok",
+            f"bubblewrap: a component and all that comes of it ends with its guard, whoever is killed. {outside}",
+        )
+    elif sys.platform.startswith("linux") and _child_subreaper():
+        yield Finding(
+            "containment",
+            "ok" if wanted == "guard" else "note",
+            f"guard with subreaper, because {found.why}. Daemons of a component are ended with it. {outside}, a "
+            "process with another user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, "
+            "one that cleared its environment",
+            "" if wanted == "guard" else "Where bwrap works (Debian: apt install bubblewrap) the last does not either.",
+        )
+    else:
+        yield Finding(
+            "containment",
+            "warning",
+            f"guard without subreaper, because {found.why}: a process that leaves its component's group (a daemon, "
+            "setsid) outlives the run",
+            "Look for leftovers after runs of environments that you do not trust; on Linux they are caught.",
+        )
+    text = f"bwrap: {why}" if why else "bwrap works here; it holds processes together and hides no files"
+    yield Finding(
+        "sandbox",
+        "note",
+        f"{text}; environments run with your rights and can read what you can: use only those that you trust",
+    )
+
+
+def runs(home: Home) -> Iterator[Finding]:
+    """The runs: whether all can be read."""
+    from toprope.records.run.folder import RUN_ID, RunFolder
+    from toprope.records.run.status import Status
+    from toprope.supervisor.lock import held
+
+    live, count = 0, 0
+    for path in sorted(home.runs.iterdir()) if home.runs.is_dir() else ():
+        if not path.is_dir() or not RUN_ID.fullmatch(path.name):
+            continue
+        folder, count = RunFolder(path), count + 1
+        keeper = held(folder.lock)
+        live += keeper
+        try:
+            status = Status.read(folder)
+        except Exception as error:
+            if not keeper:
+                yield Finding("runs", "broken", f"{path.name}: {error}", "'toprope prune' can delete it.")
+            continue
+        if not keeper and (not status.ended or status.ended_at is None):
+            yield Finding(
+                "runs",
+                "warning",
+                f"{path.name} was {status.state} when its keeper went",
+                f"'toprope status {path.name}' finishes its clean-up and lets it go on if it may.",
+            )
+    yield Finding("runs", "ok", f"{count} runs, {live} live")
+
+
+def clients(home: Home) -> Iterator[Finding]:
+    """Which MCP clients are here, and whether they know this installation."""
+    programs = {"claude-code": "claude", "inspector": "npx"}
+    for client in CLIENTS:
+        path = configuration_file(client)
+        program = programs.get(client)
+        there = path.exists() or (path.parent.is_dir() if program is None else shutil.which(program) is not None)
+        if not there:
+            yield Finding(client, "note", "not found")
+            continue
+        try:
+            servers = json.loads(path.read_text(encoding="utf-8")).get("mcpServers", {}) if path.exists() else {}
+            entry = servers.get(NAME)
+        except (OSError, ValueError, AttributeError) as error:
+            yield Finding(client, "warning", f"{path} cannot be read: {error}", "Mend it; the client needs it too.")
+            continue
+        if entry is None:
+            yield Finding(client, "note", "found; it does not know Toprope", f"toprope install {client}")
+        elif entry.get("url") or [entry.get("command"), *entry.get("args", [])] == server_command():
+            yield Finding(client, "ok", f"knows this installation ({path})")
+        else:
+            gone = entry.get("command") and not Path(entry["command"]).exists() and not shutil.which(entry["command"])
+            yield Finding(
+                client,
+                "warning",
+                f"knows {'one that is gone' if gone else 'another installation'}: {entry.get('command')}",
+                f"toprope install {client}",
+            )
+
+
+def examine(home: Home | None = None) -> list[Finding]:
+    """All findings about this installation and this machine."""
+    return list(every(home or Home.locate(), (*CHECKS, runs, containment, clients)))
+
+
+def main(as_json: bool) -> int:
+    """Prints the findings; 1 if something is broken."""
+    home = Home.locate()
+    findings = examine(home)
+    broken = sum(finding.level == "broken" for finding in findings)
+    if as_json:
+        report = {"version": toprope.__version__, "broken": broken, "findings": [asdict(one) for one in findings]}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+        return 1 if broken else 0
+    table = Table(title=f"Toprope {toprope.__version__}", title_justify="left", show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark, colour = _MARKS[finding.level]
+        text = Text(finding.text)
+        if finding.remedy:
+            text.append(f"\n-> {finding.remedy}", "bold")
+        table.add_row(Text(mark, colour), finding.subject, text)
+    Console().print(table)
+    warnings = sum(finding.level == "warning" for finding in findings)
+    print(f"\n{broken} broken, {warnings} warnings. Settings and locks: {home.configuration}")
+    return 1 if broken else 0
+
+
+def _child_subreaper() -> bool:
+    """Whether a process may become a subreaper here; tried in a child, which keeps nothing of it."""
+    from toprope.supervisor import guard
+
+    program = f"import runpy; raise SystemExit(not runpy.run_path({guard.__file__!r})['become_subreaper']())"
+    return _runs([sys.executable, "-I", "-S", "-c", program])
+
+
+def _runs(command: list[str]) -> bool:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False, env=dict(os.environ))
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,0 +1,139 @@
+"""`toprope env add`, `list`, `remove`: which environments there are beside files, and the interpreters they run in."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["add", "listed", "remove"]
+
+_EVERY_S = 2.0
+"""Between two lines of progress where nobody watches them change."""
+
+
+def add(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="An ecosystem (textarena), a requirement (name==1.2), a folder, file or project, a git or server "
+            "URL (a server with --as), or hf:ID of a data set."
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="What it is called here. Default: its own name.")] = None,
+    requirement: Annotated[
+        list[str] | None,
+        typer.Option("--requirement", "-r", help="More that it needs: a requirement, or an ecosystem. Repeatable."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Run in this interpreter as it is; nothing is installed.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")
+    ] = None,
+    speaks: Annotated[
+        str | None, typer.Option("--as", metavar="ECOSYSTEM", help="For a server: what it speaks.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use what is installed, and --find-links.")] = False,
+    find_links: Annotated[
+        list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
+    ] = None,
+    extra_index_url: Annotated[
+        list[str] | None, typer.Option("--extra-index-url", metavar="URL", help="One more package index. Repeatable.")
+    ] = None,
+    torch: Annotated[
+        str,
+        typer.Option(help="own: the torch version of Toprope; any: whatever is drawn, gigabytes too; or a version."),
+    ] = "own",
+    isolated: Annotated[
+        bool, typer.Option("--isolated", help="Its own interpreter, also where Toprope's has everything.")
+    ] = False,
+) -> None:
+    """Add environments: an interpreter is made for what they need, or shared where the same is there already.
+
+    A failed installation leaves nothing behind and says which requirement it was.
+    """
+    from toprope_tools.planning.installation import count_of, said
+
+    from toprope.workbench.interpreters.adding import Interpreters, Order
+    from toprope.workbench.interpreters.installing import Wanted
+    from toprope_server.cli.commands import _workshop
+
+    wanted = Wanted(
+        (),
+        find_links=tuple(str(folder.expanduser().absolute()) for folder in find_links or []),
+        extra_indexes=tuple(extra_index_url or []),
+        offline=offline,
+        torch=torch,
+        base=base,
+    )
+    order = Order(
+        what,
+        name=name,
+        python=python,
+        speaks=speaks,
+        requirements=tuple(requirement or []),
+        isolated=isolated,
+        wanted=wanted,
+    )
+    with _workshop() as workshop:
+        outcome = Interpreters(workshop.home).add(order, _Progress().told)
+        typer.echo(said(outcome, count_of(workshop, outcome)))
+
+
+def listed() -> None:
+    """Show the environments by ecosystem, and what was added with the interpreters it runs in."""
+    from toprope.workbench.interpreters.adding import Interpreters
+    from toprope_server.cli.commands import _workshop
+
+    with _workshop() as workshop:
+        counts: dict[str, Counter[str]] = {}
+        for entry in workshop.catalog.entries():
+            counts.setdefault(entry.ecosystem, Counter())[entry.status] += 1
+        for ecosystem, states in sorted(counts.items()):
+            typer.echo(f"{ecosystem}: {', '.join(f'{count} {state}' for state, count in states.items())}")
+        here = Interpreters(workshop.home)
+        added = here.registry.read()
+        if added:
+            typer.echo("\nAdded:")
+        for one in added.values():
+            made = here.store.made(one.lock) if one.lock else None
+            facts = [one.kind, one.given if one.given != one.name else ""]
+            facts.append(f"{len(made.pins)} packages, {made.bytes / 1e6:.0f} MB" if made is not None else "")
+            facts.append(one.python or "in Toprope's own interpreter")
+            typer.echo(f"{one.name}: {', '.join(fact for fact in facts if fact)}")
+
+
+def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows it.")]) -> None:
+    """Take something off the list; its interpreter goes when nothing else and no live run uses it. Your files stay."""
+    from toprope.workbench.interpreters.adding import Interpreters
+    from toprope_server.cli.commands import _workshop
+
+    with _workshop() as workshop:
+        here = Interpreters(workshop.home)
+        gone = here.remove(name)
+        kept = gone.lock is not None and here.store.made(gone.lock) is not None
+        typer.echo(f"Removed {gone.name}.{' Its interpreter is still in use and stays until then.' if kept else ''}")
+
+
+class _Progress:
+    """News on standard error: one line that changes for a person, now and then a line for a log."""
+
+    def __init__(self) -> None:
+        self._began, self._last = time.monotonic(), float("-inf")
+        self._live = sys.stderr.isatty()
+
+    def told(self, text: str) -> None:
+        now = time.monotonic()
+        line = f"{now - self._began:5.0f} s  {text}"[:118]
+        if self._live:
+            end = "\n" if text.startswith(("resolving", "installing", "importing", "cloning")) else ""
+            sys.stderr.write(f"\r\x1b[K{line}{end}")
+            sys.stderr.flush()
+        elif now - self._last >= _EVERY_S:
+            self._last = now
+            typer.echo(line, err=True)

@@ -1,0 +1,160 @@
+"""`toprope env new`: an environment that works, and its test, to change until it is one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["new", "write_template"]
+
+_ENVIRONMENT = '''"""{title}: an environment for Toprope. docs/environments.md says what else can be written here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toprope.sdk import Environment, Part, Task, knob
+
+
+class {type}(Environment):
+    """Write a word backwards."""  # the first line is what list_environments shows
+
+    name = "{name}"
+    tags = ("strings",)
+
+    # The reward is the sum of weight times value. Partial credit gives a beginner something to climb.
+    parts = {{
+        "letters": Part(weight=0.5, description="share of the letters that stand where they belong"),
+        "exact": Part(weight=0.5, description="1 when the whole word is right"),
+    }}
+
+    # Settings of a run, checked before you see them as self.knobs.
+    class Knobs:
+        length: int = knob(3, ge=2, le=12, help="letters of a word")
+
+    # All tasks, finite or endless, in the same order in every run: self.random sees to that. Splits are made by the
+    # tasks' text, so there is no need to think of seeds.
+    def tasks(self) -> Iterator[Task]:
+        while True:
+            word = "".join(self.random.choice("abcdefghij") for _ in range(self.knobs.length))
+            yield Task(f"Write this backwards: {{word}}", reference=word[::-1])
+
+    # Called once the rollout is done. For more than one turn write reset(), step() and max_turns as well.
+    def score(self) -> dict[str, float]:
+        right, answer = self.task.reference, self.answer.strip()
+        hits = sum(a == b for a, b in zip(answer, right, strict=False))
+        return {{"letters": hits / max(len(right), len(answer)), "exact": float(answer == right)}}
+'''
+
+_TEST = '''"""Tests of {name}: what a scorer should do with right, wrong and odd answers. Run them with pytest."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from toprope.sdk import play
+from toprope.sdk.rollouts import configure
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from {module} import {type}  # noqa: E402 - it lies beside this file
+
+
+def task(index: int):
+    return next(islice(configure({type}()).tasks(), index, None))
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_the_reference_gets_everything(index: int) -> None:
+    outcome = play({type}, [task(index).reference], index=index)
+    assert outcome.error is None and outcome.success and outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", "qx zv 17 ?!", "a" * 10_000])
+def test_junk_gets_next_to_nothing_and_does_not_raise(answer: str) -> None:
+    outcome = play({type}, [answer])
+    assert outcome.error is None and not outcome.success and outcome.reward < 0.5
+
+
+def test_the_tasks_are_the_same_in_every_run() -> None:
+    assert [task(index).id for index in range(20)] == [task(index).id for index in range(20)]
+    assert len({{task(index).id for index in range(20)}}) > 10
+'''
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits, '_' and '-'.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to. Default: environments in the owner's configuration folder.")
+    ] = None,
+) -> None:
+    """Write an environment that works, with its test, to change until it is yours."""
+    from toprope.settings.owner import Home
+    from toprope_server.cli.commands import _errors
+
+    with _errors():
+        home = Home.locate()
+        place = (folder or home.configuration / "environments").expanduser().absolute()
+        file, test = write_template(name, place)
+        listed = place in [one.absolute() for one in home.environment_folders(home.settings())]
+    typer.echo(f"Wrote {file}\n      {test}")
+    called = name if listed else str(file)
+    if not listed:
+        typer.echo(f"To have it listed: toprope env add {place}")
+    typer.echo(f"Play it: toprope env try {called} --model solver\nTest it: python -m pytest {test}")
+
+
+def write_template(name: str, folder: Path) -> tuple[Path, Path]:
+    """Writes the environment and its test.
+
+    Args:
+        name: How it is called; the file too, with underscores.
+        folder: Where to; made if need be.
+
+    Returns:
+        Both files.
+
+    Raises:
+        InvalidValue: It is no name, or Python knows something else by it.
+        NotPossibleNow: A file is in the way, or the folder cannot be written to.
+    """
+    import importlib.util
+    import keyword
+    import sys
+
+    from toprope.errors import InvalidValue, NotPossibleNow
+    from toprope.workbench.interpreters.naming import checked_name
+
+    module = checked_name(name).replace("-", "_")
+    known = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
+    if module[0].isdigit() or keyword.iskeyword(module) or known:
+        raise InvalidValue(
+            f"{name!r} cannot be the name of a Python file"
+            + (": there is a module of that name, which the file would hide." if known else "."),
+            hint="Begin with a letter; not a module.",
+        )
+    words = {
+        "name": name,
+        "module": module,
+        "title": module.replace("_", " ").capitalize(),
+        "type": "".join(word.capitalize() for word in module.split("_") if word),
+    }
+    texts = {folder / f"{module}.py": _ENVIRONMENT, folder / f"test_{module}.py": _TEST}
+    for path in texts:
+        if path.exists():
+            raise NotPossibleNow(f"{path} is there already; nothing was written.", hint="Choose another name.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            with path.open("x", encoding="utf-8") as out:
+                out.write(text.format(**words))
+    except OSError as error:
+        raise NotPossibleNow(f"{folder} cannot be written to: {error.strerror or error}.") from None
+    file, test = texts
+    return file, test

@@ -1,0 +1,292 @@
+"""`toprope env try`: plays a few tasks in the terminal, so that an author sees what a policy would see, and is told.
+
+The environment plays in a worker, as in a run; the policy is served by this process, or answers at an endpoint of the
+owner's. `solver` needs no policy: the environment's own reference answers, or its `solve`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import typer
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+    from toprope.sdk.worker.client import Link
+    from toprope.training.rollouts.group_sampler import Made
+    from toprope.workbench.entries import Entry
+
+__all__ = ["play"]
+
+SOLVER = "solver"
+_LONGEST = 2000
+
+
+def play(
+    name: Annotated[str, typer.Argument(help="An environment's name, or the path of its Python file.")],
+    tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, max=100, help="How many tasks.")] = 3,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="embedded, a folder or Hub id of a model, a model of settings.yaml, or solver: the environment's own "
+            "answers."
+        ),
+    ] = "embedded",
+    knob: Annotated[
+        list[str] | None, typer.Option("--knob", "-k", metavar="NAME=VALUE", help="One of its settings. Repeatable.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="train or validation.")] = "train",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of one turn, in tokens.")] = 256,
+) -> None:
+    """Play a few tasks and show prompts, answers, the parts of the reward, and errors. Keeps nothing.
+
+    Exit status 1 if a rollout ended with an error.
+    """
+    from toprope_server.cli.commands import _workshop
+
+    if split not in ("train", "validation"):
+        raise typer.BadParameter("--split is train or validation; held-out tasks are for the reports of runs.")
+    with _workshop() as workshop:
+        bad = anyio.run(lambda: _play(workshop, name, tasks, model, _knobs(knob or []), split, max_tokens))
+    raise typer.Exit(1 if bad else 0)
+
+
+async def _play(
+    workshop: Workshop, name: str, count: int, model: str, knobs: dict[str, Any], split: str, max_tokens: int
+) -> int:
+    """How many rollouts ended with an error."""
+    from toprope.sdk.errors import WorkerFailure
+    from toprope.workbench.catalog.describe import failed, require_usable
+
+    entry = _found(workshop, name)
+    require_usable(entry)
+    printed = _Printed()
+    bad = 0
+    try:
+        async with _opened(workshop, entry, knobs, printed) as (link, card):
+            typer.echo(_cut(f"{card['name']}: {card['description']}"))
+            async with _player(workshop, link, card, model, max_tokens) as make:
+                for index in range(count):
+                    made = await make(split, index)
+                    if made is None:
+                        typer.echo(f"There {'is' if index == 1 else 'are'} no more than {index} in this split.")
+                        break
+                    bad += _show(made, index, card)
+                    printed.show()
+    except WorkerFailure as failure:
+        printed.show()
+        raise failed(entry, failure) from failure
+    return bad
+
+
+@asynccontextmanager
+async def _opened(
+    workshop: Workshop, entry: Entry, knobs: dict[str, Any], printed: _Printed
+) -> AsyncIterator[tuple[Link, dict[str, Any]]]:
+    """A worker with the environment open in it, and its card."""
+    from toprope.sdk.worker.client import Link, worker_environment
+    from toprope.supervisor.environment_variables import for_worker
+    from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
+
+    mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
+    variables = worker_environment({**for_worker(workshop.settings().variables), MARK: mark})
+    try:
+        async with await Link.start(entry.environment.interpreter, env=variables, cwd=folder, stderr=printed) as link:
+            source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
+            yield link, await link.call("open", timeout=180.0, source=source, knobs=knobs)
+    finally:
+        sweep(mark)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _player(
+    workshop: Workshop, link: Link, card: dict[str, Any], model: str, max_tokens: int
+) -> AsyncIterator[Any]:
+    """Plays task number `index` of a split: a `Made`, or None where there is no such task."""
+    from toprope.sdk.errors import WorkerError
+    from toprope.settings.schema import Config
+    from toprope.training.inference.client import Sampling
+    from toprope.training.rollouts.endpoint_client import EndpointClient
+    from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
+    from toprope.training.rollouts.group_sampler import RolloutMaker
+    from toprope.training.rollouts.restarting_worker import Worker
+    from toprope.workbench.endpoints import keys_for, known_models, require_keys, resolve_models
+
+    config = Config()
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_p, max_tokens)
+
+    async def has(split: str, index: int) -> bool:
+        found = await link.call("tasks", split=split, start=index, count=1)
+        return bool(found["tasks"])
+
+    @asynccontextmanager
+    async def played_by(player: Any) -> AsyncIterator[Any]:
+        async def again() -> Link:
+            return link
+
+        maker = (OwnLoopMaker if card.get("own_loop") else RolloutMaker)(
+            await Worker.start(again, config.launcher.model_copy(update={"restarts": 0})),
+            player,
+            multi_turn=card["max_turns"] > 1,
+            call_timeout_s=60.0,
+        )
+
+        async def make(split: str, index: int) -> Made | None:
+            return await maker.make(split, index, 1, sampling) if await has(split, index) else None
+
+        yield make
+
+    if model == SOLVER:
+
+        async def solve(split: str, index: int) -> Made | None:
+            return await _solved(link, split, index) if await has(split, index) else None
+
+        if card.get("own_loop"):
+            raise WorkerError("invalid", "", "it plays by itself, so nobody can answer for its policy: name a model")
+        yield solve
+        return
+    settings, presets = workshop.settings(), workshop.home.preset_folders
+    if model in known_models(settings, presets):
+        chosen = resolve_models([model], settings, presets)
+        require_keys(chosen, settings, workshop.home.settings_file)
+        endpoint = chosen[0].endpoint
+        assert endpoint is not None  # a known model is at one
+        client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""))
+        try:
+            async with played_by(client) as make:
+                yield make
+        finally:
+            await client.close()
+        return
+    from toprope.training.rollouts.preview_policy import serving
+
+    config.policy = config.policy.model_copy(update={"model": model})
+    news = _News()
+    async with serving(config, workshop.home.policies, news.told) as policy, played_by(policy) as make:
+        yield make
+
+
+async def _solved(link: Link, split: str, index: int) -> Made:
+    """A rollout that the environment's own solver plays."""
+    from toprope.records.journal.groups import Outcome
+    from toprope.training.rollouts.group_sampler import Made, told
+
+    began = await link.call("begin", split=split, index=index, count=1)
+    [handle] = began["rollouts"]
+    messages = list((began.get("per_rollout") or [began["messages"]])[0])
+    first, outcome, said = len(messages), None, ""
+    while outcome is None:
+        [answer] = await link.call("solve", asked=[[handle, 0]])
+        if answer is None:
+            await link.call("discard", rollouts=[handle])
+            outcome = Outcome(0.0, error="it has no reference here and no solve(): nobody knows the answer")
+            break
+        said = str(answer)
+        [moved] = await link.call("advance", moves=[[handle, said, False]])
+        messages += [{"role": "assistant", "content": said}, *moved["messages"]]
+        if moved["done"]:
+            scored = moved["outcome"] or (await link.call("settle", rollouts=[handle]))[0]
+            outcome = Outcome(**scored)
+    talk = told(messages[first:]) if len(messages) > first else ""
+    return Made(began["task_id"], messages[:first], [said], [outcome], [[]], 0.0, [talk])
+
+
+def _found(workshop: Workshop, name: str) -> Entry:
+    """The environment of that name, or the one of a file that lies in none of the owner's folders.
+
+    Raises:
+        NotFound, InvalidValue: There is none, or the file has several.
+    """
+    if not name.endswith(".py"):
+        return workshop.catalog.find(name)
+    from toprope.errors import InvalidValue, NotFound
+    from toprope.workbench.entries import Names
+
+    path = Path(name).expanduser().absolute()
+    if not path.is_file():
+        raise NotFound(f"There is no file {path}.", hint="toprope env new NAME writes one.")
+    entries = workshop.catalog.in_file(path).entries(Names())
+    if len(entries) != 1:
+        names = ", ".join(entry.name for entry in entries)
+        raise InvalidValue(
+            f"{path} declares {len(entries)} environments{f': {names}' if names else ''}.",
+            hint="Put it into one of your environment folders and name one; docs/environments.md shows what counts.",
+        )
+    return entries[0]
+
+
+def _show(made: Made, index: int, card: dict[str, Any]) -> int:
+    from toprope_tools.answers.base import number
+
+    [outcome] = made.outcomes
+    typer.echo(f"\n--- task {index} ({made.task_id})")
+    for message in made.messages:
+        typer.echo(f"{message['role']}: {_cut(str(message.get('content', '')))}")
+    typer.echo("answer:" if len(made.talks) and "\n" in made.talks[0] else "answer: ", nl=False)
+    said = made.talks[0] if made.talks else made.texts[0]
+    typer.echo(f"\n{_cut(said)}" if "\n" in said else _cut(said))
+    parts = ", ".join(f"{name} {number(value)}" for name, value in outcome.parts.items())
+    facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
+    facts.append("cut off at its longest" if outcome.truncated else "")
+    typer.echo(
+        f"reward {number(outcome.reward)} of {number(card['max_reward'])}"
+        f"{f' ({parts})' if parts else ''}; {', '.join(fact for fact in facts if fact)}"
+    )
+    if outcome.error:
+        typer.echo(f"error: {_cut(outcome.error)}")
+    return bool(outcome.error)
+
+
+def _knobs(given: list[str]) -> dict[str, Any]:
+    import yaml
+
+    values = {}
+    for one in given:
+        name, found, value = one.partition("=")
+        if not found:
+            raise typer.BadParameter(f"--knob {one}: write NAME=VALUE.")
+        values[name.strip()] = yaml.safe_load(value)
+    return values
+
+
+def _cut(text: str) -> str:
+    from toprope.errors import visible
+
+    # What comes out of environments and models must not steer the terminal.
+    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters in all]")
+
+
+class _Printed:
+    """What the environment prints, shown after the rollout in which it did."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def show(self) -> None:
+        text = b"".join(self._pieces).decode(errors="replace").rstrip()
+        self._pieces.clear()
+        if text:
+            typer.echo(f"it printed:\n{_cut(text)}", err=True)
+
+
+class _News:
+    """What takes long, each kind once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def told(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            typer.echo(f"{text} ...", err=True)

@@ -1,0 +1,125 @@
+"""Following logs as they are written, until the run ends.
+
+What components print is untrusted text, so it is cleaned as everywhere. A log is followed through its rotation: the
+file that is open is read to its end before the new one of the same name is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from toprope_tools.runs.logs import COMPONENTS
+
+from toprope.errors import InvalidValue
+from toprope.supervisor.keeper.logs import clean, page
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["LogTail", "follow"]
+
+_LOOK_EVERY_S = 0.2
+_CHUNK = 1 << 18
+
+
+class LogTail:
+    """New lines of one log.
+
+    Args:
+        path: The log; it need not be there yet.
+        start: Byte to begin at.
+    """
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._start = start
+        self._rest = b""
+
+    def lines(self, *, last: bool = False) -> list[str]:
+        """Whole lines that were added since the last call, cleaned.
+
+        Args:
+            last: Also what stands behind the last line's end: nothing follows.
+        """
+        data = self._rest + self._read()
+        *whole, self._rest = data.split(b"\n")
+        if last and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        return [clean(line.decode(errors="replace")) for line in whole]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> bytes:
+        found = b""
+        while True:
+            if self._file is None:
+                try:
+                    self._file = self._path.open("rb")
+                except FileNotFoundError:
+                    return found
+                self._file.seek(self._start)
+                self._start = 0
+            while chunk := self._file.read(_CHUNK):
+                found += chunk
+            if not self._rotated():
+                return found
+            # What was written between the last read and the rotation.
+            while chunk := self._file.read(_CHUNK):
+                found += chunk
+            self._file.close()
+            self._file = None
+
+    def _rotated(self) -> bool:
+        assert self._file is not None
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return False  # between two names; the next look sees the new file
+
+
+def follow(workshop: Workshop, run_id: str, component: str | None, lines: int) -> None:
+    """Prints the end of a run's logs and all that is added, until the run has ended.
+
+    Args:
+        workshop: The owner's.
+        run_id: Which run.
+        component: Whose log; all of them, each line with its component, when None.
+        lines: Lines of what is there already, per log.
+
+    Raises:
+        NotFound: There is no such run.
+        InvalidValue: There is no such component.
+    """
+    if component is not None and component not in COMPONENTS:
+        raise InvalidValue(f"There is no component {component!r}.", hint=f"There are: {', '.join(COMPONENTS)}.")
+    folder = workshop.runs.folder(run_id)
+    tails = {}
+    for name in COMPONENTS if component is None else (component,):
+        there = page(folder.log(name), lines=lines)
+        for line in there.lines:
+            _print(name if component is None else None, line)
+        tails[name] = LogTail(folder.log(name), there.size)
+    try:
+        while True:
+            status = workshop.runs.status(run_id)  # before the logs: what was written until the end is still read
+            over = status.ended and status.ended_at is not None
+            for name, tail in tails.items():
+                for line in tail.lines(last=over):
+                    _print(name if component is None else None, line)
+            if over:
+                return
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        for tail in tails.values():
+            tail.close()
+
+
+def _print(name: str | None, line: str) -> None:
+    print(line if name is None else f"{name:<11} | {line}", flush=True)

@@ -1,0 +1,217 @@
+"""Deleting old runs, and what crashes left over: checkpoints are most of a disk.
+
+Nothing goes unless it is asked for twice: without --yes this only shows. A live run is never touched: its lock is
+asked, not its status, and is held while the run is deleted. A folder is renamed before it is emptied, so that an
+interruption leaves no half of a run in the list, and the next call finishes the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from toprope_tools.answers.base import ago
+
+from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
+from toprope.records.index.stamps import forget_stamps
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.supervisor.lock import RunLock, held
+from toprope.workbench.interpreters.adding import Interpreters
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["Leftover", "age_seconds", "leftovers", "main", "old_runs", "size"]
+
+DEFAULT_AGE = "30d"
+_GONE = ".pruned-"
+_UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_SETTLED_S = 3600.0
+"""A temporary file younger than this may be somebody's who is just writing it."""
+_TEMPORARY = (".index.", ".making-")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that may be deleted, why, and its bytes on disk."""
+
+    path: Path
+    why: str
+    bytes: int
+
+
+def age_seconds(text: str) -> float:
+    """30d as seconds; m, h, d and w are known.
+
+    Raises:
+        InvalidValue: It is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mhdw])\s*", text)
+    if not match:
+        raise InvalidValue(f"{text!r} is no age.", hint="Give a number and m, h, d or w: 12h, 30d, 8w.")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def size(path: Path) -> int:
+    """Bytes that a file or folder takes on the disk; links are not followed."""
+    total = 0
+    for entry in [path, *_below(path)]:
+        try:
+            stat = entry.lstat()
+        except FileNotFoundError:
+            continue
+        total += stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size
+    return total
+
+
+def _below(path: Path) -> Iterator[Path]:
+    if path.is_dir() and not path.is_symlink():
+        for folder, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                yield Path(folder) / name
+
+
+def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> list[Leftover]:
+    """Runs that ended long enough ago, but for the newest `keep` of all; oldest first.
+
+    Args:
+        workshop: The owner's.
+        older_than_s: Seconds since their end.
+        keep: How many of the newest runs are spared, live ones counted.
+    """
+    now, found, statuses = time.time(), [], workshop.statuses()
+    needed = _policies_in_use(workshop, [status.run_id for status in statuses if not status.ended])
+    for status in statuses[keep or 0 :]:
+        folder = RunFolder(workshop.home.runs / status.run_id)
+        if any(policy.is_relative_to(folder.path.resolve()) for policy in needed):
+            continue
+        if not status.ended or status.ended_at is None or now - status.ended_at < older_than_s or held(folder.lock):
+            continue
+        why = f"{status.state} {ago(status.ended_at, now)}, {status.kind} {status.environment}".rstrip()
+        found.append(Leftover(folder.path, why, size(folder.path)))
+    return found[::-1]
+
+
+def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
+    """Folders of policies that live runs started from: one may be an older run's checkpoint."""
+    found = []
+    for run_id in run_ids:
+        try:
+            policy = Specification.read(workshop.runs.folder(run_id)).config.policy.model
+        except (NotFound, Corrupt):
+            continue
+        if os.path.isabs(policy):
+            found.append(Path(policy).resolve())
+    return found
+
+
+def leftovers(workshop: Workshop) -> list[Leftover]:
+    """What crashes left in the home folder, and embedded policies that this version does not use."""
+    home, now, found = workshop.home, time.time(), []
+    for path in _entries(home.runs):
+        if path.name.startswith(_GONE):
+            found.append(Leftover(path, "a run whose deletion was interrupted", size(path)))
+    for folder in (home.path, home.policies):
+        for path in _entries(folder):
+            if path.name.startswith(_TEMPORARY) and now - _changed(path) > _SETTLED_S:
+                found.append(Leftover(path, "temporary, left by a process that is gone", size(path)))
+    with suppress(TopropeError):  # a list of environments that cannot be read refers to nobody knows what
+        for path in Interpreters(home).unused():
+            found.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
+    live = any(not status.ended for status in workshop.statuses())
+    if not live:
+        from toprope.training.policy.loading import EMBEDDED, embedded_folder
+
+        current = {embedded_folder(home.policies, name).name for name in EMBEDDED}
+        for path in _entries(home.policies):
+            if path.name.startswith("embedded-") and path.name.removesuffix(".lock") not in current:
+                found.append(Leftover(path, "an embedded policy that this version does not use", size(path)))
+    return found
+
+
+def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete: bool) -> int:
+    """`toprope prune`: shows or deletes, and returns the exit status.
+
+    Raises:
+        InvalidValue: `older_than` is no age.
+    """
+    age = older_than or (DEFAULT_AGE if keep is None else "0m")
+    runs = old_runs(workshop, older_than_s=age_seconds(age), keep=keep)
+    rest = leftovers(workshop)
+    if not runs and not rest:
+        spared = f" and were not among the newest {keep}" if keep is not None else ""
+        typer.echo(f"There is nothing to delete: no run ended more than {age} ago{spared}, and nothing is left over.")
+        return 0
+    freed, failed, gone = 0, 0, []
+    for one in [*runs, *rest]:
+        problem = _delete(workshop, one) if delete else ""
+        typer.echo(f"{bytes_text(one.bytes):>9}  {one.path.name}: {problem or one.why}")
+        failed += bool(problem)
+        if delete and not problem and one in runs:
+            gone.append(one.path.name)
+        freed += 0 if problem else one.bytes
+    with suppress(TopropeError):  # an index that cannot be used keeps nobody from making room
+        forget_stamps(workshop.index, gone)
+    count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (f" and {len(rest)} leftovers" if rest else "")
+    if delete:
+        typer.echo(f"Deleted: {count}, {bytes_text(freed)}{f'; {failed} could not be' if failed else ''}.")
+    else:
+        typer.echo(f"{count}, {bytes_text(freed)} would go. Nothing was deleted: add --yes.")
+    return 1 if failed else 0
+
+
+def _delete(workshop: Workshop, one: Leftover) -> str:
+    """Deletes it; why not, where it could not be."""
+    lock = None
+    path = one.path
+    try:
+        if path.parent == workshop.home.runs and not path.name.startswith(_GONE):
+            lock = RunLock.acquire(path / "keeper.lock", wait_s=0.5)
+            if lock is None:
+                return "it is being used again and was left alone"
+            aside = path.with_name(f"{_GONE}{path.name}")
+            os.replace(path, aside)
+            path = aside
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        return f"it could not be deleted: {error.strerror or error}"
+    finally:
+        if lock is not None:
+            lock.release()
+    return ""
+
+
+def bytes_text(count: int) -> str:
+    """1.2 GB, 340 MB, 12 KB."""
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit in ("B", "KB") or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return time.time()

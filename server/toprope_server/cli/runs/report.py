@@ -1,0 +1,106 @@
+"""Writes the owner's report: one run or everything, as a page to read, keep or send on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toprope_tools.experiments.config_history import compared_with_original
+from toprope_tools.experiments.ledger import ledger_of, refreshed
+
+import toprope
+from toprope.analysis.reports.narrative import Told, of_all, of_run
+from toprope.analysis.reports.page import to_html, to_markdown
+from toprope.analysis.reports.report import gather, read_rows
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import read_events
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["write_report"]
+
+_MOST_RUNS = 200
+
+
+def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Path]:
+    """Writes the report of a run, or of everything where none is named.
+
+    Args:
+        workshop: The owner's.
+        run_id: Which run.
+        path: `.html` for one file with everything in it, `.md` for Markdown with its pictures in a folder beside it.
+
+    Returns:
+        What was written.
+
+    Raises:
+        NotFound: There is no such run.
+        InvalidValue: The path is of neither kind.
+        NotPossibleNow: It cannot be written.
+    """
+    if path.suffix.lower() not in (".html", ".htm", ".md", ".markdown"):
+        raise InvalidValue(f"{path} is neither .html nor .md.", hint="The ending of the file says which is written.")
+    ledger = ledger_of(workshop)
+    experiments = [refreshed(workshop, entry) for entry in ledger.entries()]
+    if run_id is not None:
+        told = _told(workshop, run_id)
+        blocks, title = of_run(told, experiments), run_id
+    else:
+        statuses = workshop.statuses()
+        runs = [one for status in statuses[:_MOST_RUNS] if (one := _readable(workshop, status.run_id)) is not None]
+        blocks, title = of_all(runs, experiments, ledger.goals(), len(statuses)), "Training runs and experiments"
+    footer = f"Made by Toprope {toprope.__version__} from the records in {workshop.home.path}."
+    try:
+        if path.suffix.lower().startswith(".htm"):
+            _write(path, to_html(title, blocks, footer))
+            return [path]
+        folder = path.with_name(f"{path.stem}-figures")
+        text, files = to_markdown(blocks, folder.name, footer)
+        if files:
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, svg in files.items():
+            _write(folder / name, svg)
+        _write(path, text)
+        return [path, *([folder] if files else [])]
+    except OSError as error:
+        raise NotPossibleNow(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _readable(workshop: Workshop, run_id: str) -> Told | None:
+    """A run; None where its records cannot be read, which the report of that run alone would say."""
+    try:
+        return _told(workshop, run_id)
+    except (NotFound, Corrupt):
+        return None
+
+
+def _told(workshop: Workshop, run_id: str) -> Told:
+    folder = workshop.runs.folder(run_id)
+    status, specification = workshop.runs.status(run_id), Specification.read(folder)
+    repeated = compared_with_original(workshop, specification)
+    return Told(
+        specification=specification,
+        status=status,
+        results=gather(folder, specification, status),
+        rows=read_rows(folder.metrics),
+        events=list(read_events(folder.events)),
+        manifest=Manifest.read(folder),
+        repeated="" if repeated is None else repeated.says,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step, so that nobody opens half a page."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,214 @@
+"""Following runs live: a picture in a terminal, a line for each change in a pipe.
+
+It looks at what is on disk, as `toprope status` does, so any number of people can watch, and nobody's watching disturbs
+a run or an agent's interval. It ends when the runs have.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from toprope_tools.answers.base import clip, duration, number, percent
+from toprope_tools.status.status import numbers_line
+
+from toprope.records.run.status import Event, Status
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["watch"]
+
+LOOK_EVERY_S = 0.25
+LINE_EVERY_S = 2.0
+"""In a pipe: at most one line of numbers per run in so many seconds; events and states come at once."""
+_EVENTS_SHOWN = 6
+_COLOURS = {"completed": "green", "stopped": "yellow", "failed": "red", "lost": "red", "paused": "yellow"}
+
+
+@dataclass
+class _Watched:
+    """One run as it was seen last."""
+
+    run_id: str
+    status: Status
+    events: list[Event] = field(default_factory=list)
+    seq: int = 0
+    line_at: float = 0.0
+    line: str = ""
+    state: str = ""
+
+    def look(self, workshop: Workshop) -> list[Event]:
+        """Reads the run anew and returns the events that are new."""
+        # The status first: an ended run's last events are on disk before its end is.
+        self.status = workshop.runs.status(self.run_id)
+        new = list(workshop.runs.events(self.run_id, self.seq))
+        if new:
+            self.seq = new[-1].seq
+            self.events = (self.events + new)[-_EVENTS_SHOWN:]
+        return new
+
+    @property
+    def over(self) -> bool:
+        return self.status.ended and self.status.ended_at is not None
+
+
+def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = None) -> int:
+    """Follows runs until all have ended.
+
+    Args:
+        workshop: The owner's.
+        run_ids: Which; those that are live now when there are none.
+        out: Where to; standard output when None.
+
+    Returns:
+        The exit status: 1 if one failed or was lost.
+
+    Raises:
+        NotFound, Corrupt: There is no such run, or it cannot be read.
+    """
+    out = out or sys.stdout
+    statuses = [workshop.runs.status(run_id) for run_id in dict.fromkeys(run_ids)]
+    if not run_ids:
+        statuses = [status for status in workshop.statuses() if not status.ended]
+        if not statuses:
+            print("No run is live. 'toprope runs' lists those that ended.", file=out, flush=True)
+            return 0
+    watched = [_Watched(status.run_id, status) for status in statuses]
+    if out.isatty():
+        _picture(workshop, watched, out)
+    else:
+        _lines(workshop, watched, out)
+    return 1 if any(run.status.state in ("failed", "lost") for run in watched) else 0
+
+
+def _lines(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
+    while True:
+        for run in watched:
+            if run.over and run.state:
+                continue
+            for event in run.look(workshop):
+                print(f"{_clock(event.at)} {run.run_id}: {_said(event)}", file=out, flush=True)
+            now, text = time.monotonic(), numbers_line(_numbers(run.status))
+            due = run.over or run.status.state != run.state or now - run.line_at >= LINE_EVERY_S
+            if due and text != run.line:
+                print(f"{_clock(time.time())} {run.run_id}: {run.status.state}: {text}", file=out, flush=True)
+                run.line_at, run.line = now, text
+            run.state = run.status.state
+            if run.over:
+                print(f"{_clock(time.time())} {run.run_id}: {_end(run.status)}", file=out, flush=True)
+        if all(run.over for run in watched):
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _picture(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
+    console = Console(file=out)
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            for run in watched:
+                if not run.over or not run.seq:
+                    run.look(workshop)
+            live.update(Group(*(_panel(run) for run in watched)), refresh=True)
+            if all(run.over for run in watched):
+                return
+            time.sleep(LOOK_EVERY_S)
+
+
+def _panel(run: _Watched) -> RenderableType:
+    status, progress = run.status, run.status.progress
+    head = Text.assemble((status.state, f"bold {_COLOURS.get(status.state, 'cyan')}"), f"  {status.environment}")
+    if status.attempt > 1:
+        head.append(f"  attempt {status.attempt}")
+    if status.reason and status.failure is None:
+        head.append(f"  {clip(status.reason, 160)}", "dim")
+    rows: list[RenderableType] = [head]
+    done, total = _share(progress)
+    if total:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(total=total, completed=min(done, total), width=40), f"{100 * done / total:.0f} %")
+        rows.append(bar)
+    numbers = Table.grid(padding=(0, 3))
+    numbers.add_row(*(Text(cell) for cell in _cells(status)))
+    rows.append(numbers)
+    crew = Text(overflow="fold")
+    for name, member in status.crew.items():
+        colour = {"ready": "green", "starting": "yellow", "exited": "red"}.get(member.state, "dim")
+        crew.append(f"{name} ").append(member.state, colour).append("   ")
+    if status.crew:
+        rows.append(crew)
+    for event in run.events:
+        rows.append(Text(f"{_clock(event.at)}  {_said(event)}", "dim", overflow="ellipsis", no_wrap=True))
+    if run.over:
+        rows.append(Text(_end(status), "bold"))
+    return Panel(Group(*rows), title=run.run_id, title_align="left")
+
+
+def _cells(status: Status) -> list[str]:
+    progress, cells = status.progress, []
+    if "step" in progress:
+        cells.append(f"step {progress['step']}/{progress.get('total_steps') or '?'}")
+    elif progress.get("what"):
+        cells.append(f"{clip(progress['what'], 50)} {progress.get('done', 0)}/{progress.get('total') or '?'}")
+    if progress.get("best") is not None:
+        cells.append(f"best {number(progress['best'])}")
+    if progress.get("reward") is not None:
+        cells.append(f"reward {number(progress['reward'])}")
+    if progress.get("success") is not None:
+        cells.append(f"success {percent(progress['success'])}")
+    if progress.get("rollouts_per_second") is not None:
+        cells.append(f"{number(progress['rollouts_per_second'])} rollouts/s")
+    numbers = _numbers(status)
+    if numbers.get("eta_s") is not None:
+        cells.append(f"ETA {duration(numbers['eta_s'])}")
+    if status.started_at is not None:
+        cells.append(f"{duration((status.ended_at or time.time()) - status.started_at)} so far")
+    return cells or ["no numbers yet"]
+
+
+def _numbers(status: Status) -> dict[str, Any]:
+    """The newest numbers; the time that is left is training's."""
+    numbers = {key: value for key, value in status.progress.items() if value is not None}
+    if status.state != "training":
+        numbers.pop("eta_s", None)
+    return numbers
+
+
+def _share(progress: dict[str, Any]) -> tuple[float, float]:
+    if progress.get("total_steps"):
+        return float(progress.get("step") or 0), float(progress["total_steps"])
+    return float(progress.get("done") or 0), float(progress.get("total") or 0)
+
+
+def _said(event: Event) -> str:
+    data = event.data
+    if event.kind == "state":
+        reason = f": {clip(data['reason'], 200)}" if data.get("reason") else ""
+        return f"{data.get('from')} -> {data.get('to')}{reason}"
+    summary = data.get("summary") if isinstance(data.get("summary"), dict) else data
+    if event.kind == "evaluation" and summary.get("accuracy") is not None:
+        return f"evaluation {data.get('label', '')}: accuracy {percent(summary['accuracy'])}"
+    return f"{event.kind}: {clip(', '.join(f'{key} {value}' for key, value in data.items()), 200)}"
+
+
+def _end(status: Status) -> str:
+    if status.failure is not None:
+        failure = status.failure
+        return f"{status.state}: {failure.component}: {clip(f'{failure.reason} {failure.hint}', 400)}"
+    before, after = (status.evaluations.get(label, {}).get("accuracy") for label in ("before", "after"))
+    reached = f", held-out accuracy {percent(before)} -> {percent(after)}" if after is not None else ""
+    took = f" after {duration((status.ended_at or 0) - status.created_at)}" if status.ended_at else ""
+    return f"{status.state}{took}{reached}{f' ({clip(status.reason, 200)})' if status.reason else ''}"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))

@@ -1,0 +1,259 @@
+"""The HTTP door: the same server for clients that do not start it themselves, on this machine unless its owner says so.
+
+Whatever runs on a machine, and every page in a browser, can reach a loopback port. So a request needs the owner's token
+(`http_token`), and its Host and Origin must be names that this door goes by, which stops pages that rebind a name to
+127.0.0.1. Both eras of the protocol are served at one path by the SDK.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import uvicorn
+from mcp.server.transport_security import TransportSecuritySettings
+from starlette.datastructures import Headers
+
+from toprope.errors import InvalidValue, LockedField, NotPossibleNow
+from toprope.settings.owner import Home, HttpDoor
+from toprope_server.http.token import TokenFile
+from toprope_server.http.trace_intake import capture_route
+from toprope_server.mcp.app import create_server, leave
+from toprope_server.mcp.auto_resume import look_after_runs
+from toprope_server.mcp.roles import Role, role_of_settings
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["PATH", "TOKEN_VARIABLE", "build_app", "serve_http", "uvicorn_config"]
+
+PATH = "/mcp"
+TOKEN_VARIABLE = "TOPROPE_TOKEN"
+"""Where clients' configurations can take the token from, so that it stands in none of them. The server ignores it."""
+
+_KEEP_ALIVE_S = 120
+_GRACE_S = 1
+"""Seconds for calls in progress at the end; runs have keepers of their own and need none."""
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class _TokenRequired:
+    """Lets requests with the owner's token through to `app` and answers the others with 401 (RFC 6750)."""
+
+    def __init__(self, app: ASGIApp, token: TokenFile) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._token.admits(_bearer(Headers(scope=scope).get("authorization"))):
+            body = json.dumps(
+                {
+                    "error": "invalid_token",
+                    "error_description": "This server needs its owner's token in the header Authorization: Bearer "
+                    "TOKEN. 'toprope token' prints it on the machine of the server.",
+                }
+            ).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            headers.append((b"www-authenticate", b'Bearer realm="toprope"'))
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await self._app(scope, receive, send)
+
+
+class _TrimmedHeaders:
+    """Takes the white space around header values away, which the parser leaves at their end (RFC 9110, 5.5)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]]}
+        await self._app(scope, receive, send)
+
+
+def _bearer(header: str | None) -> str | None:
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def build_app(
+    token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
+) -> ASGIApp:
+    """The ASGI application of the door.
+
+    Args:
+        token: What a request must carry.
+        door: The owner's settings of it.
+        host: Where it will listen; that is a name it goes by.
+        capture: Whose data sets take traces in; None: nobody's.
+        options: Of `create_server`.
+    """
+    server = create_server(log_level="WARNING", **options)
+    names = [*_LOOPBACK, *([] if _any(host) else [_in_url(host)]), *door.names]
+    security = TransportSecuritySettings(
+        enable_dns_rebinding_protection=True,
+        allowed_hosts=[*names, *(f"{name}:*" for name in names)],
+        allowed_origins=[
+            *(f"{scheme}://{name}{port}" for name in names for scheme in ("http", "https") for port in ("", ":*")),
+            *door.origins,
+        ],
+    )
+    app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
+    if capture is not None:
+        app.router.routes.append(capture_route(lambda: capture))
+    return _TrimmedHeaders(_TokenRequired(app, token))
+
+
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    """How the door is served: quietly, without waiting for open streams at the end, and with connections that stay
+    open for longer than clients keep them: else a call now and then meets the moment at which one is closed."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        server_header=False,
+    )
+
+
+def serve_http(
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    *,
+    home: Home | None = None,
+    role: Role | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Serves until a signal; does not return.
+
+    Args:
+        host: An address of this machine to listen on.
+        port: 0 for any that is free; the owner's (8765 by default) when None.
+        home: Whose settings and token; the owner's by default.
+        role: Which tools it offers, as far as the owner's settings allow.
+        say: Told once it serves: the URL, and how clients pass the token. Printed when None.
+
+    Raises:
+        LockedField: The address is not loopback and the owner's settings do not name it.
+        InvalidValue: The settings or the token's file cannot be used; the host is no address of this machine.
+        NotPossibleNow: The port is taken.
+    """
+    home = home or Home.locate()
+    settings = home.settings()
+    door, owners = settings.http, role_of_settings(settings)
+    _check_host(host, door, home)
+    token = TokenFile(home.configuration)
+    token.ensure()
+    listening = _listen(host, door.port if port is None else port)
+    allowed = (role or Role()).within(owners)
+    takes_in = not allowed.read_only and (allowed.sets is None or "run" in allowed.sets)
+    app = build_app(token, door, host, role=allowed, capture=home if takes_in else None)
+    url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
+    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
+    # A worker thread that still waits must not hold what its owner ended.
+    leave()
+
+
+async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
+    server = _Server(config, ready)
+
+    async def watch() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+            async for _ in received:
+                if server.should_exit:
+                    leave()
+                server.should_exit = True
+                # Streams that are open are cut off now: that is no error.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        tasks.start_soon(look_after_runs, home)
+        await server.serve(sockets=[listening])
+        tasks.cancel_scope.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, which tells when it serves and leaves signals to us: it would raise them again at its end."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _told(url: str) -> str:
+    return (
+        f"Toprope serves MCP at {url} until Ctrl-C.\n"
+        "Every request needs the owner's token. In the shell that starts your client:\n"
+        f'  export {TOKEN_VARIABLE}="$({sys.executable} -P -m toprope_server.cli token)"\n'
+        "and in the client's configuration the header\n"
+        f"  Authorization: Bearer ${{{TOKEN_VARIABLE}}}\n"
+        "'toprope install claude-code --http' writes that for Claude Code."
+    )
+
+
+def _check_host(host: str, door: HttpDoor, home: Home) -> None:
+    if host == "localhost" or host in door.hosts:
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        allowed = ", ".join(["127.0.0.1", "::1", "localhost", *door.hosts])
+        raise LockedField(
+            f"{host} can be reached from other machines, and the owner's settings do not allow that. Allowed: "
+            f"{allowed}.",
+            hint=f"The owner may add it to http.hosts in {home.settings_file}; over a network, prefer an SSH tunnel to "
+            "127.0.0.1: the token would travel unencrypted.",
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidValue(f"{host} is no address: {error.strerror or error}.", hint="Use 127.0.0.1.") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise NotPossibleNow(
+            f"{host}:{port} cannot be listened on: {error.strerror or error}.",
+            hint="Another program may have it: give another --port, or --port 0 for any that is free.",
+        ) from None
+    return listening
+
+
+def _any(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,60 @@
+"""Where agent frameworks post their own traces, beside MCP at the HTTP door: `POST /trajectories/NAME`.
+
+The body is an item, a list of items, {"items": [...]}, or JSON lines; an item is OpenAI-style ({"messages": [...],
+"reward": 1.0}) or has state and action. They wait in the data set's inbox until `build_dataset` reads `NAME@inbox`. The
+door asks for the owner's token before anything reaches this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from toprope.errors import DiskFull, LockedField, TopropeError
+
+if TYPE_CHECKING:
+    from toprope.settings.owner import Home
+
+__all__ = ["CAPTURE_PATH", "capture_route"]
+
+CAPTURE_PATH = "/trajectories/{name}"
+
+
+def capture_route(home: Callable[[], Home]) -> Route:
+    """The route.
+
+    Args:
+        home: Whose data sets; asked at each post.
+    """
+
+    async def post(request: Request) -> JSONResponse:
+        from toprope.trajectories.datasets.trace_inbox import MOST_BYTES, items_of_body
+        from toprope.workbench.data import inbox_of
+
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                return _refusal(413, f"A post may have {MOST_BYTES} bytes; nothing was taken.")
+
+        def take() -> int:
+            return inbox_of(home(), request.path_params["name"]).keep(items_of_body(bytes(body)))
+
+        try:
+            taken = await to_thread.run_sync(take)
+        except TopropeError as error:
+            status = 403 if isinstance(error, LockedField) else 507 if isinstance(error, DiskFull) else 422
+            return _refusal(status, str(error))
+        name = request.path_params["name"]
+        return JSONResponse({"taken": taken, "waits_in": f"{name}@inbox"}, status_code=201)
+
+    return Route(CAPTURE_PATH, post, methods=["POST"])
+
+
+def _refusal(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": why}, status_code=status)

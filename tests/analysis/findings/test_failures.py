@@ -1,0 +1,112 @@
+"""Names of failures, from what members really print when they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from toprope.analysis.failures import KINDS, classify, named
+from toprope.records.run.status import Failure
+
+TRACE = ["Traceback (most recent call last):", '  File "/opt/run/trainer.py", line 90, in run', "    model(batch)"]
+
+CASES = [
+    ("gpu_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"),
+    (
+        "gpu_out_of_memory",
+        "ValueError: No available memory for the cache blocks. Try increasing gpu_memory_utilization",
+    ),
+    ("out_of_memory", "MemoryError: Unable to allocate 8.00 GiB for an array"),
+    ("out_of_memory", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ("out_of_memory", "OSError: [Errno 12] Cannot allocate memory"),
+    ("cuda", "RuntimeError: CUDA error: device-side assert triggered"),
+    ("cuda", "RuntimeError: Found no NVIDIA driver on your system."),
+    ("cuda", "AssertionError: Torch not compiled with CUDA enabled"),
+    ("no_access", "huggingface_hub.errors.GatedRepoError: 401 Client Error. Access to model x/y is restricted"),
+    ("no_access", "wandb.errors.UsageError: No API key configured. Use `wandb login` to log in."),
+    ("no_access", "openai.OpenAIError: The api_key client option must be set either by passing api_key"),
+    ("model_not_found", "huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error."),
+    ("model_not_found", "OSError: x/y is not a local folder and is not a valid model identifier listed on the Hub"),
+    ("model_not_found", "The model 'x/y' could not be fetched from the Hugging Face Hub: 404"),
+    ("disk_full", "OSError: [Errno 28] No space left on device"),
+    ("disk_full", "sqlite3.OperationalError: database or disk is full"),
+    ("version_conflict", "ImportError: trl>=1.16 is required for a normal functioning of this module"),
+    (
+        "version_conflict",
+        "ImportError: cannot import name 'GRPOTrainer' from 'trl' (/opt/site-packages/trl/__init__.py)",
+    ),
+    ("version_conflict", "ValueError: numpy.dtype size changed, may indicate binary incompatibility."),
+    ("version_conflict", "ImportError: /lib/libc.so.6: version `GLIBC_2.38' not found (required by x.so)"),
+    ("import_error", "ModuleNotFoundError: No module named 'chess'"),
+    ("import_error", "OSError: libfoo.so.1: cannot open shared object file: No such file or directory"),
+    ("nan", "The loss at step 9 is not a number."),
+    ("nan", "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"),
+    ("port", "OSError: [Errno 98] error while attempting to bind on address: address already in use"),
+    ("timeout", "TimeoutError: the environment did not answer within 60 s"),
+    ("timeout", "Not ready after 600 s: inference."),
+    ("network", "httpx.ConnectError: [Errno -3] Temporary failure in name resolution"),
+    ("environment_error", "The environment failed 32 groups one after the other; the last: KeyError: 'x'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), CASES)
+def test_a_log_names_its_failure(kind: str, line: str) -> None:
+    found = classify("trainer", 1, None, [*TRACE, line])
+    assert found.kind == kind
+    assert found.evidence == line and found.hint and found.confidence != "low"
+
+
+def test_signals_and_exit_codes_speak_where_no_line_does() -> None:
+    assert classify("trainer", None, "SIGKILL", ["step 3"]).kind == "killed"
+    assert classify("trainer", 137).kind == "killed"
+    assert classify("inference", None, "SIGSEGV").kind == "crashed"
+    assert classify("inference", None, "SIGBUS").kind == "disk_full"
+    assert classify("inference", None, "SIGTERM").kind == "killed"
+    assert classify("api", 3, None, ["goodbye"]).kind == "unknown"
+    assert classify("trainer", None, "SIGKILL", ["MemoryError"]).kind == "out_of_memory"
+
+
+def test_the_specific_counts_before_the_general_and_the_last_before_the_first() -> None:
+    lines = ["OSError: [Errno 28] No space left on device", "WorkerFailure: the worker died"]
+    assert classify("environment", 1, None, lines).kind == "disk_full"
+    lines = ["warning: connection refused, trying again", "torch.OutOfMemoryError: CUDA out of memory."]
+    assert classify("trainer", 1, None, lines).kind == "gpu_out_of_memory"
+    # An unexplained error is the environment's where the environment's program raises it, nobody's elsewhere.
+    assert classify("environment", 1, None, [*TRACE, "KeyError: 'x'"]).kind == "environment_error"
+    other = classify("api", 1, None, [*TRACE, "KeyError: 'x'"])
+    assert (other.kind, other.evidence, other.confidence) == ("unknown", "KeyError: 'x'", "low")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 12: reward 0.98, 404 groups",
+        "loading weights, 5,000 tokens, no timeouts set",
+        "INFO: the finance environment is ready",
+        "port 40404 is taken by us",
+        "100%|████| 28/28 [00:01<00:00]",
+    ],
+)
+def test_harmless_lines_name_nothing(line: str) -> None:
+    assert classify("trainer", 1, None, [line]).kind == "unknown"
+
+
+def test_kinds_are_all_reachable() -> None:
+    reached = {kind for kind, _ in CASES} | {"killed", "crashed", "unknown"}
+    assert reached == set(KINDS)
+
+
+def test_a_failure_is_named_and_keeps_the_hint_that_a_member_gave() -> None:
+    own = named(Failure(component="trainer", reason="The loss at step 9 is not a number.", hint="Lower the rate."))
+    assert (own.kind, own.hint) == ("nan", "Lower the rate.")
+    general = Failure(
+        component="inference",
+        reason="inference exited with code 1 while the run was starting.",
+        hint="read_logs(component='inference') has what it printed.",
+        exit_code=1,
+        excerpt=["ModuleNotFoundError: No module named 'vllm'"],
+    )
+    found = named(general)
+    assert found.kind == "import_error" and found.evidence == "ModuleNotFoundError: No module named 'vllm'"
+    assert found.hint.startswith("A module is missing") and "read_logs" in found.hint
+    assert named(found) == found
+    assert named(Failure(component="api", reason="api exited with code 1.")).kind == "unknown"

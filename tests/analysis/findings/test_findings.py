@@ -1,0 +1,415 @@
+"""Diagnosis: every rule on a trajectory that triggers it and one that does not, real recorded ones, how findings come
+and go."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.findings.cases import CASES as CASES_OF_BENCH
+from benchmarks.findings.cases import RIGHT, Case, heldout
+from benchmarks.findings.findings import judge
+from toprope.analysis.failures import KINDS
+from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
+from toprope.analysis.findings.rules import Rule, Sign
+from toprope.analysis.findings.standstill import LEAST_GROUPS, standstill
+from toprope.records.run.findings import Finding
+from toprope.settings.schema import Config
+
+Row = dict[str, Any]
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "findings"
+
+
+def config(steps: int = 200, **changes: Any) -> Config:
+    made = Config()
+    made.budget.steps = steps
+    made.optimizer.learning_rate = 1e-3
+    made.rollout.queue_groups = 12
+    for name, value in changes.items():
+        section, field = name.split("__")
+        setattr(getattr(made, section), field, value)
+    return made
+
+
+def healthy(rows: int = 100, **series: Callable[[int], Any] | float | None) -> Iterator[Row]:
+    """A run that learns as real ones do, with some of its metrics replaced: by numbers, or by what a function of the
+    row (0, 1, ...) says; None leaves the metric out."""
+    dice = random.Random(0)
+    lost = 0.0
+    for row in range(rows):
+        reward = 0.1 + 0.8 * row / rows + dice.uniform(-0.03, 0.03)
+        numbers: Row = {
+            "step": row + 1,
+            "loss": dice.uniform(-0.01, 0.01),
+            "reward": reward,
+            "reward_std": 0.3,
+            "success": reward,
+            "entropy": 0.6 - 0.4 * row / rows,
+            "grad_norm": dice.uniform(0.8, 1.4),
+            "frac_reward_zero_std": 0.4,
+            "frac_reward_zero_std/all_wrong": max(0.4 - row / rows, 0.0),
+            "frac_reward_zero_std/all_right": min(0.4, row / rows),
+            "frac_reward_zero_std/other": 0.0,
+            "errors/share": 0.0,
+            "completions/clipped_ratio": 0.0,
+            "clip_ratio/region_mean": 0.02,
+            "policy/moved": 0.06,
+            "policy/moved_versions": 2.8,
+            "staleness/mean": 2.8,
+            "staleness/min": 2.0,
+            "groups/delivered": 8.0,
+            "groups/waiting": 6.0,
+            "time/step": 0.05,
+            "time/wait": 0.01,
+        }
+        for name, value in series.items():
+            value = value(row) if callable(value) else value
+            if name == "stale_each":
+                lost += value
+                numbers["dropped/stale"] = lost
+            elif name == "nan":
+                numbers["loss"] = None if value else numbers["loss"]
+            elif value is None:
+                numbers.pop(_metric(name), None)
+            else:
+                numbers[_metric(name)] = value
+        yield numbers
+
+
+_SHORT = {
+    "wrong": "frac_reward_zero_std/all_wrong",
+    "right": "frac_reward_zero_std/all_right",
+    "other": "frac_reward_zero_std/other",
+    "zero": "frac_reward_zero_std",
+    "errors": "errors/share",
+    "cut": "completions/clipped_ratio",
+    "clip": "clip_ratio/region_mean",
+    "moved": "policy/moved",
+    "age": "staleness/mean",
+    "newest": "staleness/min",
+    "wait": "time/wait",
+    "waiting": "groups/waiting",
+    "gap": "sampling/sampling_logp_difference/mean",
+}
+
+
+def _metric(name: str) -> str:
+    return _SHORT.get(name, name)
+
+
+FLAT = {"reward": 0.2, "success": 0.2, "entropy": 0.6}
+NOTHING = {"reward": 0.0, "success": 0.0, "reward_std": 0.0, "zero": 1.0, "wrong": 1.0}
+
+# rule: what triggers it, at which level, and what comes close and does not.
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "nan": ({"nan": lambda row: row > 40}, "critical", {"grad_norm": 40.0}),
+    "scorer_errors": ({"errors": lambda row: 0.3 if row > 20 else 0.0}, "critical", {"errors": 0.02}),
+    "constant_reward": (
+        {"reward": 0.5, "reward_std": 0.0, "zero": 1.0, "other": 1.0, "wrong": 0.0, "right": 0.0},
+        "critical",
+        {"reward": 0.5, "reward_std": 0.2, "zero": 0.6, "other": 0.6},
+    ),
+    "scorer_ignores_answers": (
+        {"reward": 0.5, "reward_std": 0.2, "zero": 1.0, "other": 1.0, "wrong": 0.0, "right": 0.0},
+        "critical",
+        {"reward_std": 0.2, "zero": 0.7, "other": 0.5},
+    ),
+    "all_wrong": (NOTHING, "critical", {"wrong": lambda row: max(0.85 - row / 50, 0), "zero": 0.8}),
+    "all_right": ({"reward": 1.0, "right": 0.97, "zero": 0.97}, "warning", {"right": lambda row: min(0.85, row / 80)}),
+    "parse_failures": (
+        {"parse_failures": 0.5, **FLAT},
+        "warning",
+        {"parse_failures": lambda row: max(0.8 - row / 30, 0)},
+    ),
+    "reward_without_success": (
+        {"success": lambda row: 0.4 - 0.39 * row / 100},
+        "warning",
+        {"success": lambda row: 0.1 + 0.5 * row / 100},
+    ),
+    "learning_rate_high": ({"moved": 3.0, **FLAT}, "critical", {"moved": 0.3, **FLAT}),
+    "learning_rate_low": ({"moved": 0.0001, **FLAT}, "warning", {"moved": 0.0001}),
+    "collapse": (
+        {
+            "reward": lambda row: 0.1 + 0.01 * min(row, 50) if row < 60 else 0.05,
+            "entropy": lambda row: 0.4 if row < 55 else 1.2,
+        },
+        "critical",
+        {"reward": lambda row: 0.5 if row < 60 else 0.3, "entropy": lambda row: 0.4 if row < 55 else 1.2},
+    ),
+    "clip_fraction": ({"clip": 0.3}, "warning", {"clip": lambda row: 0.3 if row < 10 else 0.05}),
+    "kl": ({"kl": 3.0, **FLAT}, "critical", {"kl": 0.2}),
+    "entropy_gone": (
+        {"reward": 0.3, "success": 0.3, "entropy": lambda row: 0.6 if row < 10 else 0.01},
+        "warning",
+        {"success": 0.95, "entropy": lambda row: 0.6 if row < 10 else 0.01},
+    ),
+    "gradient_spikes": (
+        {"grad_norm": lambda row: 9.0 if row > 40 and row % 3 == 0 else 1.0, **FLAT},
+        "warning",
+        {"grad_norm": lambda row: 9.0 if row % 20 == 0 else 1.0, **FLAT},
+    ),
+    "truncated": ({"cut": 0.5}, "warning", {"cut": lambda row: max(0.9 - row / 40, 0.0)}),
+    "staleness": ({"age": 9.0}, "warning", {"age": 3.5}),
+    "dropped_stale": ({"stale_each": 8.0}, "warning", {"stale_each": 0.5}),
+    "logprob_gap": (
+        {"gap": lambda row: 1e-6 if row < 30 else 0.2},
+        "warning",
+        {"gap": lambda row: 1e-6 if row < 30 else 0.01},
+    ),
+    "served_version": (
+        {"newest": lambda row: max(2.0, row - 20.0), "age": lambda row: max(2.0, row - 20.0)},
+        "critical",
+        {"newest": lambda row: 4.0 + row % 2},
+    ),
+    "trainer_waits": ({"wait": 0.04}, "note", {"wait": 0.02}),
+    "sampler_waits": ({"waiting": 13.0, "wait": 0.001}, "note", {"waiting": 5.0, "wait": 0.001}),
+}
+
+
+def test_every_rule_has_its_trajectories() -> None:
+    assert {rule.id for rule in RULES} == set(CASES)
+
+
+def test_the_page_names_every_rule_and_every_kind_of_failure() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert [name for name in (*CASES, "no_signal", *KINDS) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_sees_what_it_is_for(rule: str) -> None:
+    series, level, _ = CASES[rule]
+    told = [finding for finding in diagnose(healthy(**series), config()) if finding.rule == rule]
+    assert told, "not seen"
+    assert max(told, key=lambda one: ["over", "note", "warning", "critical"].index(one.level)).level == level
+    first = told[0]
+    assert first.what and first.next and first.threshold and first.source and first.observed and first.step
+    # What check_status shows of a finding is cut at these lengths.
+    assert len(first.what) <= 240 and len(first.next) <= 240, (len(first.what), len(first.next))
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_is_silent_where_it_only_comes_close(rule: str) -> None:
+    assert rule not in {finding.rule for finding in diagnose(healthy(**CASES[rule][2]), config())}
+
+
+def test_a_healthy_run_is_told_nothing() -> None:
+    assert diagnose(healthy(200), config()) == []
+    assert diagnose(healthy(2000), config(2000)) == []
+
+
+def test_causes_stand_before_what_follows_from_them() -> None:
+    thrown_off = {"moved": lambda row: 3.0 if row < 10 else 1e-6, "cut": 1.0, **NOTHING}
+    found = headline(diagnose(healthy(**thrown_off), config()))
+    assert found is not None and found.rule == "learning_rate_high"
+    errors = headline(diagnose(healthy(errors=1.0, **NOTHING), config()))
+    assert errors is not None and errors.rule == "scorer_errors"
+    cut = headline(diagnose(healthy(cut=1.0, **NOTHING), config()))
+    assert cut is not None and (cut.rule, cut.level) == ("truncated", "critical")
+
+
+def test_the_advised_rate_follows_from_how_far_a_step_moved_the_policy() -> None:
+    [high] = [one for one in diagnose(healthy(moved=2.8, **FLAT), config()) if one.rule == "learning_rate_high"]
+    assert "optimizer.learning_rate to 3e-05" in high.next  # a step made 1 nat, 0.03 is wanted
+    [low] = [one for one in diagnose(healthy(moved=2.8e-5, **FLAT), config()) if one.rule == "learning_rate_low"]
+    assert "optimizer.learning_rate to 0.01" in low.next
+
+
+def test_where_no_group_is_old_entropy_tells_that_nothing_moves() -> None:
+    still = {"policy/moved": None, **FLAT, "entropy": lambda row: 0.6 + 0.005 * (row % 2)}
+    [low] = [one for one in diagnose(healthy(200, **still), config()) if one.rule == "learning_rate_low"]
+    assert low.confidence == "low" and low.step and low.step <= 100
+    moving = {"policy/moved": None, **FLAT, "entropy": lambda row: 0.6 - 0.001 * row}
+    assert diagnose(healthy(200, **moving), config()) == []
+
+
+# How findings come and go
+
+
+def rule_of(levels: dict[int, str]) -> Rule:
+    """A rule that sees, at these rows and until the next, this level ('' for none)."""
+
+    def look(trail: Any) -> Sign | None:
+        level = levels[max(row for row in levels if row <= trail.rows)]
+        return Sign(level, f"row {trail.rows}") if level else None  # type: ignore[arg-type]
+
+    return Rule("made_up", look, "none", "nowhere", patience=3)
+
+
+def told_by(levels: dict[int, str], rows: int = 400) -> list[tuple[str, int | None]]:
+    diagnosis = Diagnosis(config(), [rule_of(levels)])
+    told = [finding for row in healthy(rows) for finding in diagnosis.see(row)]
+    return [(finding.level, finding.step) for finding in told]
+
+
+def test_a_finding_is_told_once_again_when_it_gets_worse_and_when_it_is_over() -> None:
+    levels = {0: "", 10: "warning", 40: "critical", 70: "warning", 100: ""}
+    assert told_by(levels) == [("warning", 12), ("critical", 42), ("over", 119)]
+
+
+def test_what_does_not_last_is_not_told() -> None:
+    assert told_by({row: "critical" if row % 3 else "" for row in range(400)}) == []
+
+
+def test_what_comes_and_goes_is_told_ever_more_rarely() -> None:
+    told = told_by({row: "warning" if row % 40 < 10 else "" for row in range(2000)}, 2000)
+    assert 2 < len(told) < 12
+    assert told[-1][1] is not None and told[-1][1] < 1000
+
+
+def test_the_open_ones_are_ranked_and_the_headline_is_no_note() -> None:
+    diagnosis = Diagnosis(config())
+    for row in healthy(age=9.0, wait=0.04, errors=1.0):
+        diagnosis.see(row)
+    assert [(one.rule, one.level) for one in diagnosis.open] == [
+        ("scorer_errors", "critical"),
+        ("staleness", "warning"),
+        ("trainer_waits", "note"),
+    ]
+    assert headline(diagnose(healthy(wait=0.04), config())) is None
+
+
+def test_memory_does_not_grow_with_the_run_and_strange_rows_hurt_nothing() -> None:
+    diagnosis = Diagnosis(config(100_000))
+    sizes = []
+    for row in healthy(3000):
+        diagnosis.see(row)
+        sizes.append(sum(len(diagnosis.trail[name].values) for name in ("reward", "entropy", "time/step")))
+    assert max(sizes) == sizes[-1] == 60
+    for row in ({}, {"step": 7}, {"step": 8, "reward": float("nan")}, {"step": 9, "unheard": 1.0, "reward": None}):
+        assert all(finding.rule != "nan" for finding in diagnosis.see(row))
+
+
+# Real runs, thinned out: every second or fourth row, three digits
+
+
+def recorded(name: str) -> tuple[list[Row], Config]:
+    kept = json.loads((RECORDED / f"{name}.json").read_text())
+    columns = {
+        metric: values if isinstance(values, list) else [values] * kept["steps"]
+        for metric, values in kept["columns"].items()
+    }
+    rows = [
+        {"step": row + 1, **{metric: column[row] for metric, column in columns.items()}} for row in range(kept["steps"])
+    ]
+    return rows, config(kept["planned"], **{name.replace(".", "__"): one for name, one in kept["config"].items()})
+
+
+REAL = {
+    "high-copy": "learning_rate_high",
+    "collapse": "collapse",
+    "low-spell": "learning_rate_low",
+    "raises": "scorer_errors",
+    "constant": "constant_reward",
+    "by-task": "scorer_ignores_answers",
+    "impossible": "all_wrong",
+    "easy-short": "all_right",
+    "cut": "truncated",
+    "crowd": "staleness",
+    "dropping-small": "dropped_stale",
+    "half": "nan",
+    "hack": "reward_without_success",
+    "unread": "parse_failures",
+    "kl": "kl",
+    "stuck": "served_version",
+    "slow": "trainer_waits",
+    "old-groups": "clip_fraction",
+}
+"""Recorded runs, and a rule that sees what is wrong with each. `hack` pays for vowels, `stuck` had a trainer that kept
+its weights for itself, `slow` a scorer that sleeps."""
+HEADLINES = {"collapse": "learning_rate_high", "kl": "learning_rate_high", "old-groups": "staleness"}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_sick_run_is_named(name: str) -> None:
+    rows, made = recorded(name)
+    told = [one for one in diagnose(rows, made) if one.level != "over"]
+    assert REAL[name] in {one.rule for one in told}
+    found = headline(told)
+    expected = None if name == "slow" else HEADLINES.get(name, REAL[name])
+    assert (found and found.rule) == expected
+
+
+@pytest.mark.parametrize("name", ["template", "sort-places", "ppo-spell"])
+def test_a_real_healthy_run_is_not_called_critical(name: str) -> None:
+    assert [finding for finding in diagnose(*recorded(name)) if finding.level == "critical"] == []
+
+
+def test_a_run_of_ppo_that_learns_is_not_called_sick_for_its_own_numbers() -> None:
+    """0.03 to 0.92 of held-out words; its value loss, several passes a batch, and low entropy at the end are usual."""
+    rows, made = recorded("ppo-spell")
+    assert rows[-1]["success"] > 0.85 and made.algorithm.name == "ppo"
+    assert [one.rule for one in diagnose(rows, made) if one.level in ("warning", "critical")] == []
+
+
+def test_low_entropy_is_no_lack_of_exploring_where_nearly_all_is_right() -> None:
+    def told(success: float) -> set[str]:
+        rows = healthy(reward=success, success=success, entropy=lambda row: 0.6 if row < 10 else 0.03)
+        return {one.rule for one in diagnose(rows, config())}
+
+    assert "entropy_gone" in told(0.7) and "entropy_gone" not in told(0.87)
+
+
+def test_what_ppo_is_advised_about_kl_is_its_own_field() -> None:
+    made = config(algorithm__name="ppo", ppo__kl_coef=0.02)
+    [told] = [one for one in diagnose(healthy(kl=lambda row: 0.9), made) if one.rule == "kl" and one.level != "over"][
+        :1
+    ]
+    assert "ppo.kl_coef to 0.04" in told.next
+
+
+# Runs without steps
+
+
+def test_groups_that_all_go_to_waste_are_a_standstill() -> None:
+    made = config(rollout__groups_per_step=4)
+    enough = LEAST_GROUPS * 4
+    assert standstill({"zero_signal": enough - 1}, made) is None
+
+    def found(**dropped: int) -> Finding:
+        accuracy = dropped.pop("accuracy", None)
+        finding = standstill(dropped, made, accuracy=accuracy)
+        assert finding is not None and finding.level == "critical" and finding.next
+        return finding
+
+    assert found(zero_signal=enough).rule == "no_signal"
+    assert found(zero_signal=enough, accuracy=0).rule == "all_wrong"
+    assert found(zero_signal=enough, accuracy=1).rule == "all_right"
+    stale = found(stale=enough, zero_signal=2)
+    assert stale.rule == "dropped_stale" and stale.observed["dropped_stale"] == enough
+    later = standstill({"zero_signal": enough}, made, step=50, accuracy=0.0)
+    assert later is not None and later.rule == "no_signal" and "since step 50" in later.what
+
+
+# The benchmark's judgement
+
+
+def test_a_run_is_named_by_what_was_told_before_it_was_half_over() -> None:
+    case = Case("x", "stale")
+
+    def told(rule: str, level: str, step: int) -> Finding:
+        return Finding(rule=rule, level=level, what="", step=step)  # type: ignore[arg-type]
+
+    early, late = told("staleness", "warning", 60), told("staleness", "warning", 140)
+    assert judge(case, [early]).right and not judge(case, [late]).right and not judge(case, []).right
+    graver = judge(case, [early, told("all_wrong", "critical", 70)])
+    assert (graver.named, graver.right, graver.criticals) == ("all_wrong", False, ("all_wrong",))
+    # What is over by then still was told, where nothing else holds.
+    assert judge(case, [early, told("staleness", "over", 90)]).right
+    healthy_case = Case("y", "healthy")
+    assert judge(healthy_case, [early]).right
+    assert not judge(healthy_case, [told("kl", "critical", 190)]).right
+
+
+def test_half_of_each_label_is_kept_out_and_stays_so() -> None:
+    apart = heldout()
+    assert len(CASES_OF_BENCH) >= 40 and len({case.name for case in CASES_OF_BENCH}) == len(CASES_OF_BENCH)
+    for label in RIGHT:
+        own = [case.name for case in CASES_OF_BENCH if case.label == label]
+        assert len(own) >= 4 and len(apart & set(own)) == len(own) // 2
+    assert {"spell", "high-grpo", "by-task", "frozen-inference"} <= apart
+    assert RIGHT["stale"] | RIGHT["broken scorer"] <= {rule.id for rule in RULES}

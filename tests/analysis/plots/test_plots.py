@@ -1,0 +1,70 @@
+"""The picture of a run, drawn by its program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.analysis.reports.test_report import evaluation, rows
+from tests.support.supervisor_house import House
+from toprope.analysis.plots.run_plots import smoothed
+from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.status import Status
+
+
+@pytest.fixture
+def folder(tmp_path):
+    specification = House(tmp_path).specification()
+    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
+    specification.write(folder)
+    Status(
+        run_id=folder.run_id, kind="train", environment="dice", state="evaluating", created_at=1, since=1, updated_at=9
+    ).write(folder)
+    return folder
+
+
+def draw(folder: RunFolder) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-W", "error", "-m", "toprope.analysis.plots", str(folder.path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def pixels(folder: RunFolder) -> tuple[int, int, set[bytes]]:
+    """Width, height and the colours of the picture."""
+    from PIL import Image
+
+    with Image.open(folder.plot) as image:
+        found = image.convert("RGB").getcolors(image.width * image.height)
+    return image.width, image.height, {bytes(colour) for _, colour in found}
+
+
+def test_rewards_successes_and_held_out_accuracies_are_drawn(folder):
+    for label, wins in (("before", 5), ("after", 150)):
+        write_json(folder.evaluation(label), evaluation(label, wins, wins))
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(50)))
+    done = draw(folder)
+    assert done.returncode == 0, done.stderr
+    width, height, colours = pixels(folder)
+    assert (width, height) == (1200, 700)
+    assert {bytes.fromhex(colour) for colour in ("c2571a", "1f6f8b", "5b6570")} <= colours
+    assert not list(folder.path.glob(".plot*"))
+
+
+def test_a_run_with_nothing_measured_has_a_picture_that_says_so(folder):
+    done = draw(folder)
+    assert done.returncode == 0, done.stderr
+    _, _, colours = pixels(folder)
+    assert bytes.fromhex("c2571a") not in colours
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path):
+    done = draw(RunFolder(tmp_path / "none"))
+    assert done.returncode == 1 and "does not exist" in done.stderr
+
+
+def test_smoothing_keeps_the_length_and_the_level():
+    assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
+    assert smoothed([2.0] * 7, 4) == [2.0] * 7
+    assert smoothed([3.0], 9) == [3.0] and smoothed([], 5) == [] and smoothed([1.0, 5.0], 1) == [1.0, 5.0]

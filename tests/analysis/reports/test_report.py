@@ -1,0 +1,167 @@
+"""The report says what the records hold, and no more."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.supervisor_house import House
+from toprope.analysis.reports.narrative import Told, of_run
+from toprope.analysis.reports.page import Table
+from toprope.analysis.reports.report import Results, build, gather, read_rows
+from toprope.errors import Corrupt
+from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.status import Event, Status
+
+
+def sampled(successes: int, tasks: int = 200, **more) -> dict:
+    return {
+        "split": "heldout",
+        "tasks": tasks,
+        "successes": successes,
+        "accuracy": successes / tasks,
+        "errors": 1,
+    } | more
+
+
+def evaluation(label: str, successes: int, greedy: int | None = None) -> dict:
+    examples = [{"task_id": "b", "prompt": "p", "answer": f"{label} b", "success": label == "after", "reward": 0.5}]
+    examples.append({"task_id": f"only {label}", "prompt": "q", "reference": 7, "answer": "c", "success": False})
+    return {
+        "label": label,
+        "policy_version": 4,
+        "seconds": 1.5,
+        "sampled": sampled(successes, reward_mean=0.4, parts={"exact": 0.2}, truncated=0.1),
+        "greedy": None if greedy is None else sampled(greedy),
+        "examples": examples,
+    }
+
+
+@pytest.fixture
+def specification(tmp_path):
+    return House(tmp_path).specification()
+
+
+@pytest.fixture
+def status(specification):
+    return Status(
+        run_id=specification.run_id,
+        kind="train",
+        environment="dice",
+        state="completed",
+        created_at=100.0,
+        training_at=108.0,
+        ended_at=160.0,
+        since=160.0,
+        updated_at=160.0,
+        checkpoint={"step": 40, "path": "checkpoints/step-40", "cursor": 9},
+        counts={"accepted": 5},
+    )
+
+
+def rows(count: int) -> list[dict]:
+    return [
+        {"step": n, "reward": float(n), "success": n / count, "rollouts": n * 64, "rollouts_per_second": 9.0}
+        for n in range(1, count + 1)
+    ]
+
+
+def test_accuracies_have_intervals_and_a_rise_is_said(specification, status):
+    found = build(
+        specification, status, {"before": evaluation("before", 6, 2), "after": evaluation("after", 170, 180)}, []
+    )
+    after = found.evaluations["after"]
+    assert (after.sampled.accuracy, after.sampled.tasks, after.greedy.accuracy) == (0.85, 200, 0.9)
+    assert 0.79 < after.sampled.low < 0.80 and 0.89 < after.sampled.high < 0.90
+    assert after.sampled.parts == {"exact": 0.2} and after.sampled.errors == 1 and after.policy_version == 4
+    assert found.rose is True
+    same = build(specification, status, {"before": evaluation("before", 6), "after": evaluation("after", 8)}, [])
+    assert same.rose is False and same.evaluations["after"].greedy is None
+    assert build(specification, status, {"before": evaluation("before", 6)}, []).rose is None
+    assert build(specification, status, {}, []).rose is None
+
+
+def test_times_steps_and_history(specification, status):
+    events = [
+        Event(seq=1, at=108.0, kind="state", data={"from": "starting", "to": "training"}),
+        Event(seq=2, at=150.0, kind="state", data={"from": "training", "to": "evaluating"}),
+    ]
+    found = build(specification, status, {}, rows(95), events, checkpoint="/c", plot="/p.png")
+    assert (found.seconds.total, found.seconds.to_first_step, found.seconds.training) == (60.0, 8.0, 42.0)
+    assert (found.steps, found.rollouts, found.rollouts_per_second) == (95, 95 * 64, 9.0)
+    assert (found.checkpoint, found.checkpoint_step, found.plot) == ("/c", 40, "/p.png")
+    assert found.metrics["step"] == 95 and found.counts == {"accepted": 5}
+    assert [point.step for point in found.history] == [9, 19, 28, 38, 47, 57, 66, 76, 85, 95]
+    assert found.history[0].reward == 5.0 and found.history[-1].success == pytest.approx(90.5 / 95, abs=1e-6)
+    assert len(build(specification, status, {}, rows(3)).history) == 3
+
+
+def test_examples_stand_side_by_side(specification, status):
+    found = build(specification, status, {"after": evaluation("after", 1), "before": evaluation("before", 1)}, [])
+    by_task = {example.task_id: example for example in found.examples}
+    assert [example.task_id for example in found.examples] == ["b", "only before", "only after"]
+    both = by_task["b"]
+    assert (both.before, both.after, both.before_success, both.after_success) == ("before b", "after b", False, True)
+    assert by_task["only after"].before is None and by_task["only after"].reference == "7"
+
+
+def test_a_tests_interval_counts_tasks_and_not_rollouts(specification, status):
+    content = {"sampled": sampled(80, 20, rollouts=160, pass_at_k=0.7, all_wrong_share=0.3, all_right_share=0.1)}
+    found = build(specification, status.model_copy(update={"kind": "test"}), {"test": content}, [])
+    share = found.evaluations["test"].sampled
+    assert (share.accuracy, share.tasks, share.rollouts, share.pass_at_k) == (0.5, 20, 160, 0.7)
+    assert share.low == pytest.approx(0.2993, abs=1e-4)
+
+
+def test_an_evaluation_without_tasks_measures_nothing(specification, status):
+    content = {"sampled": {"split": "heldout", "tasks": 0, "successes": 0, "accuracy": None}}
+    assert build(specification, status, {"after": content}, []).evaluations["after"].sampled is None
+
+
+@pytest.mark.parametrize("content", [{}, {"sampled": 3}, {"sampled": {"tasks": 2}}, {"sampled": {"tasks": "many"}}])
+def test_an_evaluation_that_is_none_is_named(specification, status, content):
+    with pytest.raises(Corrupt, match="'after'"):
+        build(specification, status, {"after": content}, [])
+
+
+def test_rows_of_a_resumed_run_count_once_and_torn_lines_not_at_all(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"reward":1}\n{"step":2,"reward":2}\n{"step":2,"reward":3}\n[]\n{"step":3,"rew')
+    assert read_rows(path) == [{"step": 1, "reward": 1}, {"step": 2, "reward": 3}]
+    assert read_rows(tmp_path / "none") == []
+
+
+def test_a_folder_is_read_and_its_report_survives_json(tmp_path, specification, status):
+    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
+    for label, wins in (("before", 5), ("after", 150)):
+        write_json(folder.evaluation(label), evaluation(label, wins))
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(4)))
+    (folder.checkpoints / "step-40").mkdir()
+    found = gather(folder, specification, status)
+    assert found.rose and found.steps == 4 and found.plot is None
+    assert found.checkpoint == str(folder.checkpoints / "step-40")
+    assert Results.model_validate_json(found.model_dump_json()) == found
+    (folder.checkpoints / "step-40").rmdir()
+    assert gather(folder, specification, status).checkpoint is None
+
+
+def test_the_time_between_attempts_is_no_training(specification, status):
+    events = [
+        Event(seq=1, at=108.0, kind="first_step", data={"step": 1}),
+        Event(seq=2, at=120.0, kind="state", data={"from": "training", "to": "lost"}),
+        Event(seq=3, at=140.0, kind="first_step", data={"step": 41}),
+        Event(seq=4, at=150.0, kind="state", data={"from": "training", "to": "evaluating"}),
+    ]
+    resumed = status.model_copy(update={"attempt": 2, "training_at": 140.0})
+    found = build(specification, resumed, {}, [{"step": 95, "train_seconds": 21.5}], events)
+    assert (found.seconds.to_first_step, found.seconds.training) == (8.0, 21.5)
+
+
+def test_the_page_of_a_run_with_many_evaluations_has_the_last_one(specification, status):
+    labels = ["after", "before", *(f"step-{number}" for number in range(1, 400))]
+    found = build(specification, status, {label: evaluation(label, 6, 7) for label in labels}, [])
+    table = next(block for block in of_run(Told(specification, status, found, [], [])) if isinstance(block, Table))
+    shown = [row[0] for row in table.rows]
+    assert shown[0] == "before, sampled" and shown[-1] == "after, greedy" and len(shown) == 28
+    assert "step-1, sampled" in shown and "step-399, greedy" in shown

@@ -1,0 +1,178 @@
+"""Comparisons: intervals and tests against published values, and a verdict that says no more than was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from toprope.analysis.statistics import sign_flip as paired
+from toprope.analysis.statistics.comparison import Answers, Cost, Measured, Side, compare, unlike
+from toprope.analysis.statistics.intervals import mean_interval, paired_difference, seeds_margin, t_quantile, wilson
+from toprope.analysis.statistics.sign_flip import sign_flip
+from toprope.errors import InvalidValue
+
+
+@pytest.mark.parametrize(
+    ("freedom", "probability", "published"),
+    [(1, 0.975, 12.7062), (2, 0.975, 4.3027), (4, 0.975, 2.7764), (10, 0.975, 2.2281), (30, 0.95, 1.6973)],
+)
+def test_quantiles_of_t_are_those_of_the_printed_tables(freedom, probability, published):
+    assert t_quantile(probability, freedom) == pytest.approx(published, abs=5e-5)
+
+
+def test_with_many_degrees_of_freedom_t_is_normal():
+    assert t_quantile(0.975, 1e7) == pytest.approx(1.959964, abs=1e-5)
+    with pytest.raises(InvalidValue):
+        t_quantile(0.975, 0)
+
+
+def test_the_paired_interval_is_newcombes():
+    # Newcombe (1998), table II, a 36, b 12, c 2, d 0: method 10 gives 0.0569 to 0.3404.
+    found = paired_difference(36, 12, 2, 0)
+    assert (found.value, found.low, found.high) == (
+        pytest.approx(0.2),
+        pytest.approx(0.0569, abs=5e-5),
+        pytest.approx(0.3404, abs=5e-5),
+    )
+    mirrored = paired_difference(36, 2, 12, 0)
+    assert (mirrored.low, mirrored.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
+    assert paired_difference(0, 10, 0, 0).high == 1.0
+
+
+def test_mcnemars_test_is_exact():
+    # 8 against 2 discordant pairs: 2 * P(X >= 8), X of 10 fair coins = 112 / 1024.
+    assert sign_flip([1] * 8 + [-1] * 2 + [0] * 90) == pytest.approx(112 / 1024)
+    assert sign_flip([0] * 5) == 1.0
+
+
+def test_the_sign_flip_test_counts_every_way_of_signs():
+    draw = random.Random(3)
+    for _ in range(10):
+        values = [draw.choice([-3, -2, -1, 1, 2, 3, 0]) for _ in range(11)]
+        sizes = [abs(value) for value in values if value]
+        seen = abs(sum(values))
+        ways = [
+            abs(sum(map(math.prod, zip(signs, sizes, strict=True)))) >= seen
+            for signs in itertools.product((1, -1), repeat=len(sizes))
+        ]
+        assert sign_flip(values) == pytest.approx(sum(ways) / len(ways) if seen else 1.0)
+
+
+def test_a_large_sign_flip_test_is_sampled_and_close_to_the_exact_one(monkeypatch):
+    values = [draw for draw in (2, -1, 3, 1, -2, 2, 1, 1, -1, 3) for _ in range(6)]
+    exact = sign_flip(values)
+    monkeypatch.setattr(paired, "_MOST_WORK", 0)
+    assert sign_flip(values) == pytest.approx(exact, abs=0.01)
+    assert sign_flip([3, 2] * 200) > 0
+
+
+def test_means_and_margins_over_seeds():
+    found = mean_interval([0.6, 0.7, 0.8])
+    assert (found.value, found.high) == (pytest.approx(0.7), pytest.approx(0.7 + 4.302653 * 0.1 / math.sqrt(3)))
+    # Equal spread and size: Welch's degrees of freedom are 2 * (n - 1).
+    assert seeds_margin([0.1, 0.2, 0.3], [0.5, 0.6, 0.7]) == pytest.approx(2.776445 * math.sqrt(2 * 0.01 / 3))
+    assert seeds_margin([0.1, 0.2, 0.3], [0.9]) == pytest.approx(4.302653 * math.sqrt(0.01 / 3 + 0.01))
+    assert seeds_margin([0.1], [0.2]) is None
+
+
+def run(name, wins, seed=0, greedy=None, conditions=None, tasks=None):
+    ids = tasks or [f"t{index}" for index in range(len(wins))]
+    return Measured(
+        name,
+        seed,
+        {"environment": "dice"} | (conditions or {}),
+        {"temperature": "1.0"},
+        Answers(tuple(ids), tuple(wins)),
+        None if greedy is None else Answers(tuple(ids), tuple(greedy)),
+        Cost(steps=10),
+    )
+
+
+def side(name, *runs):
+    return Side(name, runs)
+
+
+def wins(right, of=200, shift=0):
+    return [int((index + shift) % of < right) for index in range(of)]
+
+
+def test_single_runs_that_differ_by_more_than_tasks_can_are_told_apart_and_the_seeds_are_owned_up_to():
+    found = compare(side("a", run("a", wins(80))), side("b", run("b", wins(120))))
+    assert found.verdict == "b" and found.p_tasks < 1e-6
+    assert (found.only_b, found.only_a) == (40, 0)
+    assert found.difference.value == pytest.approx(0.2) and not found.difference.holds(0)
+    assert "spread between seeds was not measured" in found.floor_basis
+    assert found.effect == pytest.approx(2 * math.asin(math.sqrt(0.6)) - 2 * math.asin(math.sqrt(0.4)))
+
+
+def test_a_difference_that_chance_makes_is_not_shown():
+    found = compare(side("a", run("a", wins(100))), side("b", run("b", wins(106, shift=40))))
+    assert found.verdict == "none" and "chance" in found.why
+    same = compare(side("a", run("a", wins(100))), side("b", run("b", wins(100))))
+    assert same.verdict == "none" and same.p_tasks == 1.0
+
+
+def test_a_noise_floor_is_never_zero_and_that_of_agresti_and_min():
+    blind = compare(side("a", run("a", wins(0, of=40))), side("b", run("b", wins(0, of=40))))
+    assert blind.noise_floor == pytest.approx(1.959964 / 42)
+    # 40 tasks that b alone solves of 200: 40.5 and 0.5 of 202.
+    found = compare(side("a", run("a", wins(80))), side("b", run("b", wins(120))))
+    assert found.noise_floor == pytest.approx(1.959964 * math.sqrt(41 - 40**2 / 202) / 202)
+
+
+def test_seeds_that_spread_widely_take_a_difference_back_that_tasks_alone_would_show():
+    a = side("a", *(run(f"a{seed}", wins(right), seed) for seed, right in enumerate((60, 100, 140))))
+    b = side("b", *(run(f"b{seed}", wins(right), seed) for seed, right in enumerate((90, 130, 170))))
+    found = compare(a, b)
+    assert found.p_tasks < 1e-6
+    assert found.verdict == "none" and "below the noise floor" in found.why
+    assert found.floor_basis.startswith("the spread between seeds (3 and 3 runs")
+    assert found.noise_floor == pytest.approx(2.776445 * math.sqrt(2 * 0.04 / 3))
+
+
+def test_seeds_that_agree_show_a_gain():
+    a = side("a", *(run(f"a{seed}", wins(right), seed) for seed, right in enumerate((80, 82, 84))))
+    b = side("b", *(run(f"b{seed}", wins(right), seed) for seed, right in enumerate((120, 122, 124))))
+    found = compare(a, b)
+    assert found.verdict == "b" and found.rests_on == ()
+    assert compare(b, a).verdict == "a"
+
+
+def test_seeds_that_agree_by_chance_are_no_surer_than_their_tasks():
+    same = side("a", run("a0", wins(10, of=20)), run("a1", wins(10, of=20)))
+    spread = side("b", run("b0", wins(2, of=20)), run("b1", wins(18, of=20)))
+    found = compare(same, spread)
+    share = wilson(10, 20)
+    assert (found.a.interval.low, found.a.interval.high) == (share.low, share.high) and found.a.spread == 0.0
+    assert (found.b.interval.low, found.b.interval.high) == (0.0, 1.0)
+
+
+def test_a_gain_of_one_seed_alone_is_named():
+    a = side("a", run("a0", wins(40)))
+    b = side("b", run("b0", wins(40)), run("b1", wins(41)), run("b2", wins(190)))
+    lone = compare(a, b)
+    assert lone.verdict == "none"
+    assert lone.lone_wins == {"b0": 0, "b1": 0, "b2": 149}
+    assert lone.p_tasks < 1e-6 and lone.rests_on == ("b2",)
+
+
+def test_runs_that_are_not_alike_are_refused_with_what_differs():
+    a = side("a", run("a", wins(10), conditions={"knobs": "3"}))
+    b = side("b", run("b", wins(10), conditions={"knobs": "4"}))
+    assert unlike(a, b) == ["They differ in knobs: 3 (a); 4 (b)."]
+    with pytest.raises(InvalidValue, match="knobs"):
+        compare(a, b)
+    other = side("b", run("b", wins(10), tasks=[f"x{index}" for index in range(200)]))
+    assert "other tasks" in unlike(side("a", run("a", wins(10))), other)[0]
+    unplayed = ["number 0"] + [f"t{index}" for index in range(1, 200)]
+    assert unlike(side("a", run("a", wins(10))), side("b", run("b", wins(10), tasks=unplayed))) == []
+    assert "both sides" in unlike(a, a)[0]
+
+
+def test_greedy_answers_are_judged_where_every_run_has_them():
+    a, b = run("a", wins(10), greedy=wins(50)), run("b", wins(10), greedy=wins(100))
+    assert compare(side("a", a), side("b", b), greedy=True).verdict == "b"
+    assert compare(side("a", a), side("b", run("c", wins(10))), greedy=True) is None

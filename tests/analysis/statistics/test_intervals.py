@@ -1,0 +1,52 @@
+"""Wilson's interval against published values, and when a share has risen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toprope.analysis.statistics.intervals import rose, wilson
+from toprope.errors import InvalidValue
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        # Newcombe, Two-sided confidence intervals for the single proportion, Statistics in Medicine 17 (1998), table I.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_published_intervals(successes, n, low, high):
+    found = wilson(successes, n)
+    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    assert found.value == successes / n and found.n == n
+
+
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
+def test_an_interval_holds_its_share_within_zero_and_one(case, confidence):
+    found = wilson(*case, confidence)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert found.low < found.high
+    mirrored = wilson(case[1] - case[0], case[1], confidence)
+    assert mirrored.low == pytest.approx(1 - found.high, abs=1e-12)
+
+
+def test_more_tasks_make_it_narrower_and_more_confidence_wider():
+    assert wilson(50, 1000).high - wilson(50, 1000).low < wilson(5, 100).high - wilson(5, 100).low
+    assert wilson(5, 100, 0.99).low < wilson(5, 100, 0.95).low
+
+
+@pytest.mark.parametrize(("successes", "n", "confidence"), [(1, 0, 0.95), (3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0)])
+def test_what_is_no_proportion_is_refused(successes, n, confidence):
+    with pytest.raises(InvalidValue, match="no proportion"):
+        wilson(successes, n, confidence)
+
+
+def test_a_share_rose_only_if_the_intervals_do_not_meet():
+    assert rose(wilson(5, 100), wilson(90, 100))
+    assert not rose(wilson(5, 100), wilson(8, 100))
+    assert not rose(wilson(90, 100), wilson(5, 100))

@@ -1,0 +1,121 @@
+"""What may start under the owner's limits, and why not: limit, value, who set it, what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toprope.analysis.budget import Account, Demand, freeze_limits
+from toprope.errors import InvalidValue
+from toprope.records.run.usage import Usage
+from toprope.settings.limits import FrozenLimits, Limits
+
+DEMAND = Demand(steps=1000, processors=4, train_s=3600.0, beside_s=1200.0)
+
+
+def limits(tmp_path: Path, text: str) -> Limits:
+    file = tmp_path / "limits.yaml"
+    file.write_text(text)
+    return Limits.read(file)
+
+
+def account(run_id="other", live=True, reserved=None, used=None, **usage):
+    return Account(run_id, live, True, Usage(**usage), used or {}, reserved or {})
+
+
+def test_what_a_run_may_use_is_reserved_by_its_own_budget(tmp_path):
+    found = freeze_limits(limits(tmp_path, "per_day: {cpu_hours: 20}"), DEMAND, [])
+    assert isinstance(found, FrozenLimits)
+    # 3600 + 1200 s of wall time on 4 processors.
+    assert found.reserved == {"cpu_hours": pytest.approx(4 * 4800 / 3600)}
+    assert found.caps["cpu_hours"].limit == "per_day.cpu_hours"
+
+
+def test_reservations_of_live_runs_and_what_was_used_today_count_together(tmp_path):
+    owner = limits(tmp_path, "per_day: {cpu_hours: {max: 10, reason: Nights are loud.}}")
+    live = account(reserved={"cpu_hours": 4.0}, used={"cpu_hours": 1.0}, cpu_s=3600.0)
+    ended = account("old", live=False, reserved={"cpu_hours": 9.0}, used={"cpu_hours": 2.0})
+    # 1 used and 3 to come of the live one, 2 of the one that ended: 4 left, and this may use 5.33.
+    [refusal] = freeze_limits(owner, DEMAND, [live, ended])
+    assert refusal.limit == "per_day.cpu_hours"
+    assert "10 CPU-hours" in refusal.text and str(tmp_path / "limits.yaml") in refusal.text
+    assert "Nights are loud" in refusal.text and "4 are left" in refusal.text
+    assert "budget.max_train_seconds of at most 2400 fits" in refusal.fits
+    fits = Demand(steps=1000, processors=4, train_s=2400.0, beside_s=1200.0)
+    assert isinstance(freeze_limits(owner, fits, [live, ended]), FrozenLimits)
+    tighter = Demand(steps=1000, processors=4, train_s=2401.0, beside_s=1200.0)
+    assert isinstance(freeze_limits(owner, tighter, [live, ended]), list)
+
+
+def test_a_group_reserves_for_all_its_runs(tmp_path):
+    owner = limits(tmp_path, "per_day: {cpu_hours: 12}\nconcurrent_runs: 2")
+    found = freeze_limits(owner, DEMAND, [], 3)
+    assert {refusal.limit for refusal in found} == {"per_day.cpu_hours", "concurrent_runs"}
+    assert "At most 2 more fit" in next(one for one in found if one.limit == "concurrent_runs").fits
+
+
+def test_a_run_without_bounds_may_have_what_the_day_has_left(tmp_path):
+    endless = Demand(steps=1000, processors=4)
+    found = freeze_limits(limits(tmp_path, "per_day: {cpu_hours: 10}"), endless, [account(used={"cpu_hours": 4.0})])
+    assert found.reserved == {"cpu_hours": 6.0} and found.caps["cpu_hours"].value == 6.0
+    [refusal] = freeze_limits(limits(tmp_path, "per_day: {cpu_hours: 10}\nper_run: {wall_hours: 48}"), endless, [])
+    assert "max_train_seconds" in refusal.fits
+
+
+def test_a_limit_on_cost_needs_the_price(tmp_path):
+    text = "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0.1, gpu_hour_usd: {A100: 1.5}}"
+    owner = limits(tmp_path, text)
+    on_cpu = freeze_limits(owner, DEMAND, [])
+    assert on_cpu.reserved["cost_usd"] == pytest.approx(4 * 4800 / 3600 * 0.1)
+    gpu = Demand(steps=1, processors=4, gpu="NVIDIA H100 80GB HBM3", train_s=60.0, beside_s=1200.0)
+    [refusal] = freeze_limits(owner, gpu, [])
+    assert "NVIDIA H100" in refusal.text and "prices.gpu_hour_usd" in refusal.text
+    known = Demand(steps=1, processors=4, gpu="NVIDIA A100-SXM4", train_s=60.0, beside_s=1140.0)
+    assert freeze_limits(owner, known, []).reserved["cost_usd"] == pytest.approx((4 * 0.1 + 1.5) / 3)
+    nothing = freeze_limits(limits(tmp_path, "per_run: {cost_usd: 5}"), DEMAND, [])
+    assert "prices.cpu_hour_usd" in nothing[0].text
+
+
+def test_the_cost_of_a_run_is_bounded_by_its_own_cap(tmp_path):
+    text = "per_run: {cost_usd: 0.2}\nper_day: {cost_usd: 1}\nprices: {cpu_hour_usd: 0.1}"
+    found = freeze_limits(limits(tmp_path, text), DEMAND, [])
+    assert found.reserved == {"cost_usd": 0.2} and found.caps["cost_usd"].limit == "per_run.cost_usd"
+
+
+def test_steps_runs_a_day_and_disk(tmp_path):
+    text = "per_run: {steps: 500, disk_gb: 2}\nper_day: {runs: 1}\ndisk_gb: 3"
+    found = freeze_limits(limits(tmp_path, text), DEMAND, [account(live=False, disk_bytes=int(1.5e9))])
+    by_limit = {refusal.limit: refusal for refusal in found}
+    assert set(by_limit) == {"per_run.steps", "per_day.runs", "disk_gb"}
+    assert "budget.steps of at most 500 fits" in by_limit["per_run.steps"].fits
+    room = freeze_limits(limits(tmp_path, "disk_gb: 3"), DEMAND, [account(live=False, disk_bytes=int(1e9))])
+    assert room.caps["disk_gb"].value == pytest.approx(2.0)
+
+
+def test_the_longest_name_that_fits_is_a_gpus_price(tmp_path):
+    prices = limits(tmp_path, 'prices: {gpu_hour_usd: {H100: 2, "H100 80GB": 3, "*": 1}}').prices
+    assert [prices.of_gpu(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "T4", "")] == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("per_run: {wall_hour: 3}", "wall_hours"),
+        ("concurrent_runs: many", "concurrent_runs must be a number"),
+        ("per_day: {cost_usd: -1}", "at least 0"),
+        ("confirm: sometimes", "never, always"),
+        ("confirm: {above: {money: 1}}", "money"),
+        ("prices: {gpu_hour_usd: {H100: free}}", "gpu_hour_usd.H100"),
+        ("concurrent_runs: {max: 3, why: because}", "why"),
+    ],
+)
+def test_a_file_that_is_wrong_stops_every_start(tmp_path, text, says):
+    with pytest.raises(InvalidValue, match=says):
+        limits(tmp_path, text)
+
+
+def test_the_shipped_limits_can_be_read_and_ask_nobody():
+    shipped = Limits.read(Path(__file__).resolve().parents[2] / "configs" / "limits.yaml", owners=False)
+    assert shipped.confirm == "never"
+    assert isinstance(freeze_limits(shipped, DEMAND, []), FrozenLimits)

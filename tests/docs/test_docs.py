@@ -1,0 +1,155 @@
+"""What README, CONTRIBUTING and the pages in docs/ tell people to type works as it stands there.
+
+Every line of a ```sh block is run, or checked in the way that `check` says for its program; every ```python block is
+run; links lead somewhere; commands and tools that a sentence names exist. docs/owner.md's commands are run by
+tests/server/cli/test_owner_guide.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from toprope_server.cli.commands import build
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+NOT_RUN_HERE = {
+    "claude": "Claude Code has to be installed and logged in; the server's command in the line is run instead",
+    "npx": "it downloads MCP Inspector; tests/server/mcp/test_inspector.py drives that where it is installed, and the "
+    "server's command in the line is run here",
+}
+"""Programs that cannot be run without a network, why, and what is done in their place."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+COMMANDS = [
+    pytest.param(line.partition("#")[0].strip(), id=f"{page.name}: {line.partition('#')[0].strip()}")
+    for page in PAGES
+    if page.name != "owner.md"
+    for block in blocks(page, "sh")
+    for line in block.splitlines()
+    if line.partition("#")[0].strip()
+]
+PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    places = {"TOPROPE_HOME": str(tmp_path / "home"), "TOPROPE_CONFIG": str(tmp_path / "config")}
+    return kept | places | {"HOME": str(tmp_path), "TERM": "dumb"}
+
+
+def run(words: list[str], variables: dict[str, str], cwd: Path = ROOT) -> str:
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, env=variables, cwd=cwd, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"{shlex.join(words)} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_works(line: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(shlex.split(line), variables, monkeypatch)
+
+
+def check(words: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a command, or what stands for it."""
+    program = words[0].removeprefix(".venv/bin/")
+    if program == "make":
+        # Set-up, demo and tests take minutes: that make knows how to make the target is looked at, nothing is made.
+        targets = [word for word in words[1:] if "=" not in word]
+        assert run(["make", "-n", *targets], variables).strip()
+        for target in targets:
+            if target.startswith("bench-"):
+                assert (ROOT / "benchmarks" / f"{target.removeprefix('bench-').replace('-', '_')}.py").is_file()
+    elif program in NOT_RUN_HERE:
+        place = words.index("/path/to/.venv/bin/python")
+        served = [sys.executable, *words[place + 1 :]]
+        assert served[-1] == "serve"
+        run(served, variables)  # its input ends at once, and so does the server
+    elif program == "toprope":
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        done = CliRunner().invoke(build(), words[1:])
+        assert done.exit_code == 0 and done.stdout.strip(), done.output
+    elif program == "python" and "pytest" in words:
+        assert "test" in run([sys.executable, *words[1:], "--collect-only"], variables)
+    elif program == "python":
+        script = next(word for word in words[1:] if word.endswith(".py"))
+        known = (ROOT / script).read_text()
+        assert all(word in known for word in words if word.startswith("--")), f"{script} does not know {words}"
+        compile(known, script, "exec")
+    else:
+        raise AssertionError(f"nothing here knows how to check {shlex.join(words)!r}: say so in check()")
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=[page.name for page in PYTHON])
+def test_the_code_of_a_page_runs(page: Path, variables: dict[str, str], tmp_path: Path) -> None:
+    code = "\n\n".join(blocks(page, "python"))
+    (tmp_path / "blocks.py").write_text(code)
+    run([sys.executable, "-P", "blocks.py"], variables | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_json_blocks_are_json_and_links_lead_somewhere(page: Path) -> None:
+    for block in blocks(page, "json"):
+        json.loads(block)
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            aim = (page.parent / path) if path else page
+            assert aim.exists(), f"{page.name} links to {target}, which is not there"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", aim.read_text(encoding="utf-8"), re.M)
+                assert anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_what_a_sentence_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = {command.name or command.callback.__name__ for command in build().registered_commands}
+    commands |= {group.name or group.typer_instance.info.name for group in build().registered_groups}
+    for named in re.findall(r"`(?:\.venv/bin/)?toprope ([a-z][a-z-]+)", text):
+        assert named in commands, f"{page.name} names `toprope {named}`"
+    for target in re.findall(r"`make ([a-z][a-z-]+)", text):
+        run(["make", "-n", target], dict(os.environ))
+    for module in re.findall(r"`((?:toprope|tools|server|tests|benchmarks|configs|environments)/[\w/.-]+\.\w+)`", text):
+        assert (ROOT / module).exists(), f"{page.name} names {module}"
+
+
+def test_the_page_of_the_tools_is_what_clients_see() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_tools.py"))
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    tools, examples = anyio.run(generator["_tools"]), generator["examples_of"](page)
+    assert page == generator["render"](tools, examples), "renew it: python -P docs/generate_tools.py --schemas"
+    names = {tool.name for tool in tools}
+    assert set(examples) <= names and len(examples) >= 12
+    for name, (call, answer) in examples.items():
+        assert call.startswith(f"{name}(") and answer.strip()
+        assert "/tmp/" not in answer and "failed unexpectedly" not in answer
+
+
+def test_readme_names_every_tool_and_every_page() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_tools.py"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for tool in anyio.run(generator["_tools"]):
+        assert f"`{tool.name}`" in readme
+    linked = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name})" in readme or f"({page.name}" in linked, f"nothing links to {page.name}"
+    assert "CONTRIBUTING.md" in readme

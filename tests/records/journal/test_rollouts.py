@@ -1,0 +1,171 @@
+"""Browsing a journal: orders, filters, pages, and an index that grows with it and survives damage."""
+
+import random
+
+import msgspec
+import pytest
+
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.rollouts import Query, browse
+from toprope.records.run.folder import RunFolder
+
+
+def group(number, rewards, task="t", answers=None, error=None, parsed=None):
+    outcomes = [
+        Outcome(reward, {"exact": reward, "style": 1 - reward} | ({} if parsed is None else {"parsed": parsed}))
+        for reward in rewards
+    ]
+    outcomes[0].error = error
+    rows = [[1, 2, 3]] * len(rewards)
+    return Group(
+        tokens=rows, masks=rows, scores=list(rewards), group_id=f"g{number}", task_id=task, outcomes=outcomes,
+        versions=[[(number, 3)]] * len(rewards), prompt=f"prompt {number}", answers=answers or ["a"] * len(rewards),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path, "run-a")
+
+
+def write(folder, groups, **options):
+    journal = FileJournal(folder.journal, **options)
+    for one in groups:
+        journal.append(msgspec.json.encode(one), GroupNote(rows=len(one.tokens)))
+    journal.close()
+
+
+def numbers(page):
+    return [found.entry.seq for found in page.groups]
+
+
+def pages(folder, query):
+    """Every group's number, page by page."""
+    found, after = [], None
+    while True:
+        page = browse(folder, at(query, after))
+        found += numbers(page)
+        if not page.more:
+            return found
+        after = page.groups[-1].key
+
+
+def at(query, after):
+    return Query(query.order, query.task, query.part, query.failed, after, query.limit)
+
+
+def test_an_empty_journal_has_no_rollouts(folder):
+    page = browse(folder, Query())
+    assert (page.groups, page.scanned, page.complete, page.more) == ([], 0, True, False)
+
+
+@pytest.mark.parametrize("order", ["best", "worst", "newest"])
+def test_pages_hold_every_group_once_in_order(folder, order):
+    rng = random.Random(3)
+    made = [group(number, [rng.choice([0.0, 0.5, 1.0]) for _ in range(3)]) for number in range(1, 41)]
+    write(folder, made, segment_bytes=2000)
+    assert len(list(folder.journal.glob("*.journal"))) > 5
+    found = pages(folder, Query(order, limit=7))
+    assert sorted(found) == list(range(1, 41))
+    worth = {"best": lambda n: max(made[n - 1].scores), "worst": lambda n: -min(made[n - 1].scores), "newest": int}
+    values = [worth[order](number) for number in found]
+    assert values == sorted(values, reverse=True)
+
+
+def test_filters_by_task_part_and_failure(folder):
+    write(
+        folder,
+        [
+            group(1, [0.0, 1.0], "abc"),
+            group(2, [0.2, 0.2], "abd"),
+            group(3, [0.9, 0.9], "xyz", error="it raised"),
+            group(4, [0.5, 0.5], "xyz", answers=["fine", "  "]),
+            group(5, [0.4, 0.4], "xyz", parsed=0.0),
+        ],
+    )
+    assert numbers(browse(folder, Query(task="ab"))) == [2, 1]
+    assert numbers(browse(folder, Query(failed=True))) == [5, 4, 3]
+    assert numbers(browse(folder, Query("best", part="style"))) == [2, 5, 4, 1, 3]
+    page = browse(folder, Query("worst", part="exact", task="xyz"))
+    assert numbers(page) == [5, 4, 3] and page.matching == 3 and page.scanned == 5
+    assert page.parts == ["exact", "parsed", "style"]
+    with pytest.raises(InvalidValue, match="exact, parsed, style"):
+        browse(folder, Query("best", part="grace"))
+    assert browse(folder, Query(task="xyz")).groups[2].group.outcomes[0].error == "it raised"
+
+
+def test_most_changed_holds_the_first_time_a_task_was_played_against_the_last(folder):
+    write(
+        folder,
+        [
+            group(1, [0.1, 0.1], "rose"), group(2, [0.9, 0.9], "fell"), group(3, [0.5, 0.5], "once"),
+            group(4, [0.3, 0.3], "rose"), group(5, [0.4, 0.4], "fell"), group(6, [1.0, 1.0], "rose"),
+        ],
+    )  # fmt: skip
+    page = browse(folder, Query("most_changed", limit=1))
+    assert [(found.entry.task, found.change) for found in page.groups] == [("rose", 0.9)]
+    assert (page.more, page.repeated) == (True, 2)
+    assert page.groups[0].before.prompt == "prompt 1" and page.groups[0].group.prompt == "prompt 6"
+    rest = browse(folder, Query("most_changed", limit=1, after=page.groups[0].key))
+    assert [(found.entry.task, found.change) for found in rest.groups] == [("fell", -0.5)]
+
+
+def test_the_index_grows_with_the_journal_and_is_read_from_where_it_ended(folder):
+    write(folder, [group(number, [0.5]) for number in range(1, 4)])
+    assert browse(folder, Query()).scanned == 3
+    index = folder.journal / "rollouts.idx"
+    before = index.read_bytes()
+    write(folder, [group(number, [0.5]) for number in range(4, 6)])
+    assert numbers(browse(folder, Query())) == [5, 4, 3, 2, 1]
+    assert index.read_bytes().startswith(before)
+    size = index.stat().st_size
+    browse(folder, Query())
+    assert index.stat().st_size == size
+
+
+def test_a_torn_frame_is_taken_in_once_it_is_whole(folder):
+    write(folder, [group(1, [0.5]), group(2, [0.5])])
+    path = next(folder.journal.glob("*.journal"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert numbers(browse(folder, Query())) == [1]
+    path.write_bytes(whole)
+    assert numbers(browse(folder, Query())) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"no index of ours\n", b'{"toprope_rollouts":99}\n', b'{"toprope_rollouts":1}\n[1,2']
+)
+def test_an_index_that_is_damaged_or_of_another_version_is_made_anew(folder, damage):
+    write(folder, [group(1, [0.5]), group(2, [0.5])])
+    browse(folder, Query())
+    (folder.journal / "rollouts.idx").write_bytes(damage)
+    assert numbers(browse(folder, Query())) == [2, 1]
+
+
+def test_reading_stops_when_the_time_is_over_and_goes_on_at_the_next_call(folder):
+    write(folder, [group(number, [0.5]) for number in range(1, 30)])
+    first = browse(folder, Query(), seconds=-1.0)
+    assert not first.complete and first.scanned < 29
+    for _ in range(40):
+        if (page := browse(folder, Query(), seconds=-1.0)).complete:
+            break
+    assert page.complete and page.scanned == 29
+
+
+def test_where_the_index_cannot_be_written_the_journal_is_read_all_the_same(folder):
+    write(folder, [group(1, [0.5]), group(2, [0.5])])
+    (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, for whoever runs this
+    page = browse(folder, Query())
+    assert numbers(page) == [2, 1] and page.complete
+
+
+def test_a_group_whose_segment_was_removed_is_known_without_its_text(folder):
+    write(folder, [group(number, [0.5]) for number in range(1, 9)], segment_bytes=600)
+    browse(folder, Query())
+    sorted(folder.journal.glob("*.journal"))[0].unlink()
+    page = browse(folder, Query("newest", limit=8))
+    assert len(page.groups) == 8
+    assert page.groups[-1].group is None and page.groups[0].group is not None

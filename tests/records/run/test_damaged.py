@@ -1,0 +1,124 @@
+"""Files and rows that are not what we wrote: the trouble of one is not the trouble of all, and the answer says what to
+do."""
+
+import json
+import sqlite3
+import time
+
+import pytest
+
+from toprope.analysis.reports.report import gather
+from toprope.errors import Corrupt, NotPossibleNow, shown
+from toprope.records.index.index import Index
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.status import Status
+from toprope.settings.schema import Config
+from toprope.workbench.drafts import Drafts
+
+
+@pytest.fixture
+def index(tmp_path):
+    return Index(tmp_path / "index.db")
+
+
+def make(index):
+    config = Config().model_dump(mode="json")
+    return index.create_draft("cpu-embedded", {"name": "e"}, [{"name": "size", "default": 1}], config).id
+
+
+def spoil(index, column, value, draft_id):
+    db = sqlite3.connect(index.path)
+    with db:
+        db.execute(f"UPDATE drafts SET {column} = ? WHERE id = ?", (value, draft_id))
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("config", "{"), ("config", "[]"), ("config", '{"a": 1}'), ("knobs", '"x"'), ("knobs", '[{"y": 1}]'),
+     ("knobs", "[3]"), ("environment", "null")],
+)  # fmt: skip
+def test_one_draft_that_cannot_be_read_is_that_draft_alone(index, column, value):
+    bad, good = make(index), make(index)
+    spoil(index, column, value, bad)
+    drafts = Drafts(index)
+    with pytest.raises(Corrupt) as raised:
+        drafts.get(bad)
+    assert bad in raised.value.message and "select_environment" in raised.value.hint
+    assert "doctor --repair" not in str(raised.value)
+    assert drafts.get(good).id == good
+    assert [draft.id for draft in drafts.list()] == [good]
+
+
+@pytest.mark.parametrize("value", ["{", '{"a": 1}', '[{"b": 2}]'])
+def test_a_history_that_cannot_be_read_names_its_draft(index, value):
+    draft_id = make(index)
+    index.edit_draft(draft_id, lambda row: (row.config, [{"field": "x", "before": 1, "after": 2}]))
+    db = sqlite3.connect(index.path)
+    with db:
+        db.execute("UPDATE edits SET changes = ?", (value,))
+    db.close()
+    with pytest.raises(Corrupt, match=draft_id):
+        Drafts(index).history(draft_id)
+
+
+def test_an_index_that_cannot_be_made_is_an_answer(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotPossibleNow, match="cannot be used") as raised:
+        make(Index(tmp_path / "file" / "index.db"))
+    assert "room on the disk" in raised.value.hint
+
+
+def ended(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "a-run")
+    now = time.time()
+    specification = Specification(
+        run_id="a-run",
+        kind="train",
+        created_at=now,
+        toprope_version="0",
+        environment=EnvironmentSource(name="e"),
+        config=Config(),
+        policy_cache="/nowhere",
+    )
+    times = {"created_at": now, "since": now, "updated_at": now, "ended_at": now}
+    status = Status(run_id="a-run", kind="train", environment="e", state="completed", **times)
+    specification.write(folder)
+    status.write(folder)
+    return folder, specification, status
+
+
+def test_records_of_other_types_are_corrupt_and_no_fault_of_the_reader(tmp_path):
+    folder, specification, status = ended(tmp_path)
+    folder.metrics.write_text('{"step": 1e999}\n{"step": 1, "rollouts": {}}\n')
+    with pytest.raises(Corrupt, match="not what the crew writes") as raised:
+        gather(folder, specification, status)
+    assert "left as it is" in raised.value.hint and "list_runs" in raised.value.hint
+    folder.metrics.write_text('{"step": 1e999}\n{"step": 2}\n')
+    odd = status.model_copy(update={"checkpoint": {"at": 1.0}})
+    assert gather(folder, specification, odd).steps == 2
+
+
+def test_a_status_of_other_types_is_told_in_words(tmp_path):
+    folder, _, _ = ended(tmp_path)
+    folder.status.write_text(json.dumps(json.loads(folder.status.read_text()) | {"attempt": "first"}))
+    with pytest.raises(Corrupt, match="attempt") as raised:
+        Status.read(folder)
+    assert "pydantic" not in str(raised.value) and "list_runs" in raised.value.hint
+    folder.results.mkdir()
+    with pytest.raises(Corrupt, match="cannot be read"):
+        read_json(folder.results)
+
+
+def test_a_file_in_the_place_of_the_runs_is_no_run_of_that_id(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(NotPossibleNow, match="cannot be made") as raised:
+        RunFolder.create(tmp_path / "runs", "a-run")
+    assert "TOPROPE_HOME" in raised.value.hint
+
+
+def test_a_name_from_outside_is_quoted_short_and_visible():
+    assert shown("spell") == "'spell'"
+    assert shown("a\u202eb\x1b") == "'a\\u202eb\\x1b'"
+    assert len(shown("x" * 10**6)) == 80

@@ -1,0 +1,109 @@
+"""The ledger: a file that is the truth, and a table that follows it."""
+
+import json
+import os
+import sqlite3
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from toprope.errors import NotFound, NotPossibleNow
+from toprope.records.experiments import Experiment, Figures, Ledger
+from toprope.records.index.index import Index
+from toprope.records.index.migrations import MIGRATIONS
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Ledger(Index(tmp_path / "index.db"), tmp_path / "ledger.jsonl")
+
+
+def entry(ledger, at=1.0, **fields):
+    given = {"environment": "words", "hypothesis": "h", **fields}
+    return Experiment(id=ledger.new_id(), at=at, updated_at=at, **given)
+
+
+def test_reading_makes_nothing(ledger, tmp_path):
+    assert ledger.entries() == [] and ledger.goals() == {}
+    with pytest.raises(NotFound, match="none yet"):
+        ledger.get("exp-none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_entries_come_newest_first_and_the_newest_version_of_each_counts(ledger):
+    first, second = ledger.put(entry(ledger, 1.0)), ledger.put(entry(ledger, 2.0, environment="sums"))
+    ledger.put(first.model_copy(update={"outcome": "better", "decision": "keep"}))
+    assert [one.id for one in ledger.entries()] == [second.id, first.id]
+    assert ledger.get(first.id).outcome == "better"
+    assert [one.id for one in ledger.entries("words")] == [first.id]
+    assert len(ledger.path.read_text().splitlines()) == 3
+    assert stat.S_IMODE(ledger.path.stat().st_mode) == 0o600
+    with pytest.raises(NotFound, match=second.id):
+        ledger.get("exp-none")
+
+
+def test_an_index_that_is_lost_reads_the_file_again(ledger):
+    kept = ledger.put(entry(ledger, figures={"r": Figures(state="completed", accuracy=0.5, tasks=9)}))
+    ledger.set_goal("words", "half of them")
+    ledger.set_goal("words", "all of them")
+    for suffix in ("", "-wal", "-shm"):
+        ledger.path.with_name(f"index.db{suffix}").unlink(missing_ok=True)
+    assert ledger.entries() == [kept]
+    assert ledger.goals() == {"words": "all of them"}
+
+
+def test_another_file_in_its_place_replaces_the_view(ledger, tmp_path):
+    ledger.put(entry(ledger))
+    other = Ledger(Index(tmp_path / "other.db"), tmp_path / "other.jsonl")
+    moved = [other.put(entry(other, number)) for number in (1.0, 2.0)]
+    other.path.replace(ledger.path)
+    assert [one.id for one in ledger.entries()] == [one.id for one in reversed(moved)]
+    ledger.path.unlink()
+    assert ledger.entries() == []
+
+
+def test_torn_and_foreign_lines_are_passed_over_and_the_next_one_is_whole(ledger):
+    first = ledger.put(entry(ledger, 1.0))
+    with ledger.path.open("a") as file:
+        file.write("no json\n" + json.dumps({"v": 9, "op": "newer"}) + '\n{"v":1,"op":"experiment","id":"exp-to')
+    assert [one.id for one in ledger.entries()] == [first.id]
+    second = ledger.put(entry(ledger, 2.0))
+    assert [one.id for one in ledger.entries()] == [second.id, first.id]
+
+
+def _add(path, count):
+    ledger = Ledger(Index(path / "index.db"), path / "ledger.jsonl")
+    for number in range(count):
+        ledger.put(entry(ledger, float(number)))
+
+
+def test_several_servers_write_at_once_and_nothing_is_lost(ledger, tmp_path):
+    # Nothing is shared between two ledgers but the files, in threads as in processes.
+    with ThreadPoolExecutor(3) as writers:
+        for done in [writers.submit(_add, tmp_path, 10) for _ in range(3)]:
+            done.result(60)
+    assert len(ledger.path.read_text().splitlines()) == 30
+    assert len(ledger.entries()) == len({one.id for one in ledger.entries()}) == 30
+
+
+def test_an_index_of_the_first_version_takes_the_new_tables(tmp_path):
+    path = tmp_path / "index.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(MIGRATIONS[0])
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    ledger = Ledger(Index(path), tmp_path / "ledger.jsonl")
+    kept = ledger.put(entry(ledger))
+    assert ledger.get(kept.id) == kept
+
+
+def test_a_line_that_the_disk_took_in_part_is_no_line(ledger, monkeypatch):
+    kept, write = ledger.put(entry(ledger)), os.write
+    lost = entry(ledger, 2.0)
+    monkeypatch.setattr("toprope.records.experiments.os.write", lambda descriptor, data: write(descriptor, data[:40]))
+    with pytest.raises(NotPossibleNow, match="cannot be written: No space left"):
+        ledger.put(lost)
+    monkeypatch.undo()
+    later = ledger.put(entry(ledger, 3.0))
+    assert [one.id for one in ledger.entries()] == [later.id, kept.id]

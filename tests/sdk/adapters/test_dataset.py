@@ -1,0 +1,236 @@
+"""The data set environment: files of every kind, columns, folders, and scorers that cannot be fooled cheaply."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from toprope.sdk.adapters._shared import scorers as _scorers
+from toprope.sdk.adapters.dataset import make
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.worker.splits import SPLITS, Splits
+
+ROWS = [{"q": f"{a} plus {b}", "sum": a + b, "note": None} for a in range(12) for b in range(12)]
+
+
+def target(folder: Path, **more) -> str:
+    return json.dumps({"folders": [str(folder)], **more})
+
+
+def opened(folder: Path, **knobs):
+    return configure(make(target(folder)), knobs=knobs)
+
+
+def scored(environment, task, answer):
+    rollout = Rollout(environment, task, "")
+    rollout.begin()
+    return rollout.advance(answer).outcome
+
+
+def write(folder: Path, kind: str) -> str:
+    file = folder / f"sums.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n")
+    elif kind in ("csv", "tsv"):
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, ["q", "sum", "note"], delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(ROWS)
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
+    return file.name
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
+def test_files_of_every_kind_give_the_same_tasks(tmp_path: Path, kind: str) -> None:
+    name = write(tmp_path, kind)
+    environment = opened(tmp_path, path=name, prompt="What is {q}?", reference="sum", scorer="numeric", system="Add.")
+    tasks = list(environment.tasks())
+    assert len(tasks) == len(ROWS)
+    assert tasks[13].messages == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "What is 1 plus 1?"},
+    ]
+    outcome = scored(environment, tasks[13], "1 and 1 make 2, so the answer is 2.0")
+    assert (outcome.reward, outcome.success, outcome.parts) == (1.0, True, {"correct": 1.0, "parsed": 1.0})
+    assert scored(environment, tasks[13], "3").parts == {"correct": 0.0, "parsed": 1.0}
+    assert scored(environment, tasks[13], "no idea").parts == {"correct": 0.0, "parsed": 0.0}
+
+
+def test_splits_share_no_content_however_often_a_row_is_repeated(tmp_path: Path) -> None:
+    texts = [f"  Word {n % 150} ".upper() if n % 2 else f"word {n % 150}" for n in range(600)]
+    lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in texts]
+    (tmp_path / "twice.jsonl").write_text("".join(lines))
+    splits = Splits(opened(tmp_path, path="twice.jsonl"))
+    found = {split: {task.content for task in splits.some(split, 0, 1000)} for split in SPLITS}
+    assert sum(map(len, found.values())) == 150 == len(set.union(*found.values()))
+    assert all(found.values())
+
+
+def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl")
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "notes.txt").write_text("x")
+    for knobs, said in [
+        ({"path": "sums.jsonl", "prompt": "qq", "reference": "sum"}, "'qq'. Did you mean 'q'? Columns: q, sum, note"),
+        ({"path": "sums.jsonl", "prompt": "{q} {z}", "reference": "sum"}, "no column 'z'"),
+        ({"path": "sums.jsonl", "prompt": "q", "reference": "total"}, "Knob 'reference'"),
+        ({"path": "torn.jsonl"}, "torn.jsonl, line 2: no JSON"),
+        ({"path": "empty.jsonl"}, "holds no rows"),
+        ({"path": "notes.txt"}, "of no kind that can be read: .jsonl"),
+        ({"path": "missing.csv"}, "There are: empty.jsonl, sums.jsonl, torn.jsonl"),
+        ({"path": "hf:../etc"}, "no id of a data set"),
+        ({"extract": "pattern"}, "needs extract_pattern"),
+        ({"extract_pattern": "("}, "no regular expression"),
+        ({"scorer": "exakt"}, "must be"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidRequest) as wrong:
+            opened(tmp_path, **knobs)
+        assert said in str(wrong.value), (knobs, str(wrong.value))
+    with pytest.raises(InvalidRequest, match="set its knob path. Files there are: empty.jsonl"):
+        next(iter(opened(tmp_path).tasks()))
+
+
+def test_only_files_that_the_owner_allows_are_read(tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    allowed.mkdir()
+    other.mkdir()
+    secret = other / "secret.jsonl"
+    secret.write_text('{"prompt": "p", "answer": "a"}\n')
+    (allowed / "link.jsonl").symlink_to(secret)
+    for path in (str(secret), "../other/secret.jsonl", "link.jsonl"):
+        with pytest.raises(InvalidRequest, match="no file below the folders that the owner allows"):
+            opened(allowed, path=path)
+    named = configure(make(target(allowed, files=[str(secret)], knobs={"path": str(secret)})))
+    assert [task.reference for task in named.tasks()] == ["a"]
+
+
+def test_an_owners_values_are_the_knobs_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "csv")
+    environment = make(target(tmp_path, name="sums", knobs={"path": "sums.csv", "prompt": "q", "reference": "sum"}))
+    assert environment.name == "sums" and len(list(configure(environment).tasks())) == len(ROWS)
+    with pytest.raises(LoadError, match="sums: There is no knob 'promt'"):
+        make(target(tmp_path, name="sums", knobs={"promt": "q"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("The answer is 4", True), ("Result: 4.0", True), ("4", True), ("Therefore, the answer is approximately 4", True),
+     ("**Answer:** 4", True), ("2 + 2\n#### 4", True), ("<think>5</think><answer>4</answer> 9", True),
+     ("so \\boxed{\\frac{8}{2}}, that is \\boxed{4}", True), ("4,000e-3", True), ("8/2", True),
+     ("The answer is 5, not 4.", False), ("four", False), ("", False), ("1/0", False)],
+)  # fmt: skip
+def test_numbers_are_found_where_models_put_them(text: str, right: bool) -> None:
+    found = _scorers.extract(text, "auto") or text
+    if text.startswith("The answer is 5"):
+        assert _scorers.numeric("5", 4, 1e-6) == (True, False)
+    else:
+        assert _scorers.numeric(found, "4", 1e-6)[1] is right
+
+
+def test_tolerance_choices_patterns_and_mathematics() -> None:
+    assert _scorers.numeric("3.1416", 3.14159265, 1e-3) == (True, True)
+    assert _scorers.numeric("3.2", 3.14159265, 1e-3) == (True, False)
+    options = ["Paris", "London", "Rome"]
+    for text, said, wanted, right in [
+        ("The answer is (B).", "(B).", "B", True), ("B", None, "b", True), ("london", None, 1, True),
+        ("I think it is C", None, "Rome", True), ("A or B? The answer is B", "B", "A", False),
+    ]:  # fmt: skip
+        assert _scorers.choice(text, said, wanted, options) == (True, right), text
+    assert _scorers.choice("I do not know", None, "A", options) == (False, False)
+    with pytest.raises(InvalidRequest, match="no letter"):
+        _scorers.choice("A", None, "Berlin", options)
+    assert _scorers.matches("2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, True)
+    assert _scorers.matches("on 2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, False)
+    assert _scorers.mathematical("0.5", "\\frac{1}{2}") == (True, True)
+    assert _scorers.mathematical("x + 1", "1 + x") == (True, True)
+    assert _scorers.mathematical("x + 2", "1 + x")[1] is False
+    assert _scorers.exact("Paris.", ["paris", "Lutetia"], True) == (True, True)
+    assert _scorers.exact("Paris", "paris", False) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "passes"),
+    [("```python\ndef f(x):\n    return x + 1\n```", True), ("def f(x): return x", False), ("f = 1/0", False),
+     ("import os; os._exit(0)", False), ("import sys; sys.exit(0)", False), ("while True: pass", False),
+     ("f = 'a' * (1 << 33)", False), ("print('x' * 99); f = lambda x: x + 1", True)],
+)  # fmt: skip
+def test_code_passes_its_tests_or_not(code: str, passes: bool) -> None:
+    began = time.monotonic()
+    assert _scorers.unit_tests(code, "assert f(1) == 2", 0.6, 256) == (True, passes)
+    assert time.monotonic() - began < 4
+
+
+def test_code_leaves_no_process_no_file_and_sees_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    code = (
+        "import os, time\nopen('left', 'w').write('x')\nkeys = [k for k in os.environ if 'KEY' in k]\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(77)\n    os._exit(0)\n"
+    )
+    before = {process.pid for process in psutil.process_iter()}
+    assert _scorers.unit_tests(code, "assert keys == []", 5.0, 256) == (True, True)
+    assert not list(tmp_path.iterdir())
+    left = [p for p in psutil.process_iter() if p.pid not in before and "_guard" in " ".join(_words(p))]
+    assert not left
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_the_guard_says_whether_the_network_was_there(tmp_path: Path) -> None:
+    guard = Path(_scorers.__file__).with_name("test_program.py")
+    code = "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)"
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        request = {
+            "code": code.replace("PORT", str(listener.getsockname()[1])),
+            "tests": "",
+            "seconds": 3,
+            "memory_mb": 256,
+        }
+        done = subprocess.run(
+            [sys.executable, "-I", str(guard)], input=json.dumps(request).encode(), stdout=subprocess.PIPE, cwd=tmp_path
+        )
+    said = json.loads(done.stdout)
+    assert said["passed"] is said["network"], os.uname()
+
+
+def test_options_are_put_below_the_question_and_solutions_are_tried(tmp_path: Path) -> None:
+    (tmp_path / "quiz.jsonl").write_text(
+        '{"q": "Capital of France?", "options": ["Rome", "Paris"], "answer": 1}\n'
+        '{"q": "?", "options": [1], "answer": 0}\n'
+    )
+    quiz = opened(tmp_path, path="quiz.jsonl", prompt="q", choices="options", scorer="multiple_choice")
+    tasks = quiz.tasks()
+    task = next(iter(tasks))
+    assert task.messages[0]["content"] == "Capital of France?\nA. Rome\nB. Paris"
+    assert scored(quiz, task, "B").success and scored(quiz, task, "Paris").success
+    assert not scored(quiz, task, "A").success
+    with pytest.raises(InvalidRequest, match="Row 2: the options"):
+        next(tasks)
+    (tmp_path / "code.jsonl").write_text(
+        json.dumps({"prompt": "inc", "tests": ["assert inc(1) == 2"], "solution": "inc = lambda x: x + 1"}) + "\n"
+    )
+    code = opened(tmp_path, path="code.jsonl", reference="tests", solution="solution", scorer="unit_tests")
+    task = next(iter(code.tasks()))
+    assert scored(code, task, task.reference).success and not scored(code, task, "inc = 3").success

@@ -1,0 +1,201 @@
+"""Adapters of verifiers, OpenEnv, inspect-ai and Atropos: with the real packages, and what runs without them.
+
+The packages lie in interpreters of their own (docs/ecosystems.md says how they are made); where one is missing its
+tests are skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
+from toprope.sdk.adapters import atropos, inspect_ai, openenv, verifiers
+from toprope.sdk.adapters._servers.atropos import Group
+from toprope.sdk.authoring.env_managed import Session
+from toprope.sdk.authoring.policy_client import PolicyRefused, ask
+from toprope.sdk.errors import LoadError
+from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.scripted_policy import scripted
+
+SLOW_S = 300.0
+OURS = ("verifiers", "openenv", "inspect_ai", "atropos")
+BY_NAME = {sample.ecosystem: sample for sample in SAMPLES if sample.ecosystem in OURS}
+
+
+async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[Link, dict[str, Any]]:
+    python = interpreter(sample.ecosystem)
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    link = await Link.start(python, env=worker_environment(dict(os.environ)) | offline, timeout=SLOW_S)
+    try:
+        return link, await link.call("open", timeout=SLOW_S, source=write(sample, folder), knobs=knobs)
+    except BaseException:
+        await link.close(grace=0)
+        raise
+
+
+def with_worker(
+    ecosystem: str, folder: Path, body: Callable[[Link, dict[str, Any]], Awaitable[None]], **knobs: Any
+) -> None:
+    sample = BY_NAME[ecosystem]
+    if interpreter(ecosystem) is None:
+        pytest.skip(f"{ecosystem} has no interpreter of its own here: docs/ecosystems.md says how one is made")
+
+    async def work() -> None:
+        link, card = await opened(sample, folder, **knobs)
+        async with link:
+            await body(link, card)
+
+    asyncio.run(work())
+
+
+async def scores(link: Link, *answers: str) -> list[dict[str, Any]]:
+    return [await link.call("score", timeout=SLOW_S, split="train", index=0, answer=answer) for answer in answers]
+
+
+async def run(link: Link, answer: str, size: int) -> dict[str, Any]:
+    with scripted(answer) as one:
+        sessions = [vars(one) | {"stop": list(one.stop), "timeout_s": SLOW_S} for _ in range(size)]
+        return await link.call("run", beside=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
+
+
+async def reference(link: Link) -> str:
+    found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
+    return str(found["tasks"][0]["reference"])
+
+
+def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Path) -> None:
+    async def body(link: Link, card: dict[str, Any]) -> None:
+        weights = {name: part["weight"] for name, part in card["parts"].items()}
+        assert (
+            weights == {"exact": 0.75, "letters": 0.25, "length": 0.0} and card["own_loop"] and card["max_turns"] == 1
+        )
+        assert card["description"] == "Copy a word of four letters." and card["versions"]["verifiers"].startswith("0.4")
+        assert {knob["name"]: knob["value"] for knob in card["knobs"]}["words"] == 50
+        right = await reference(link)
+        good, bad = await scores(link, right, "zz")
+        assert good["reward"] == 1.0 and good["success"] and good["parts"]["length"] == 4.0
+        assert bad["reward"] == 0.0 and not bad["success"] and bad["error"] is None
+        played = await run(link, right, 3)
+        assert [outcome["reward"] for outcome in played["outcomes"]] == [1.0] * 3
+        assert played["talks"][0][-1] == {"role": "assistant", "content": right}
+
+    with_worker("verifiers", tmp_path, body, words=50)
+
+
+def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_path: Path) -> None:
+    async def body(link: Link, card: dict[str, Any]) -> None:
+        assert card["parts"].keys() == {"reward"} and card["max_turns"] == 16
+        found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
+        word = found["tasks"][0]["messages"][0]["content"].removeprefix("Copy: ")
+        good, bad = await scores(link, word, "zz")
+        assert good["reward"] == 1.0 and good["success"] and good["turns"] == 1
+        assert bad["reward"] == 0.0 and bad["turns"] == 2, "a second step is a second turn"
+        played = await run(link, word, 8)  # the server allows three at a time
+        assert [(outcome["error"], outcome["reward"]) for outcome in played["outcomes"]] == [(None, 1.0)] * 8
+
+    with_worker("openenv", tmp_path, body)
+
+
+def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
+    async def body(link: Link, card: dict[str, Any]) -> None:
+        assert {name: part["weight"] for name, part in card["parts"].items()} == {"exact": 0.5, "includes": 0.5}
+        right = await reference(link)
+        one, other = await asyncio.gather(run(link, f"{right}!?x", 2), run(link, right, 2))
+        assert [outcome["parts"] for outcome in one["outcomes"]] == [{"exact": 0.0, "includes": 1.0}] * 2
+        assert [outcome["success"] for outcome in other["outcomes"]] == [True, True]
+        assert one["talks"][0][-1]["content"] == f"{right}!?x"
+
+    with_worker("inspect_ai", tmp_path, body, args={"words": 60})
+
+
+def test_an_atropos_environment_is_played_without_an_api(tmp_path: Path, tiny_policy: Path) -> None:
+    async def body(link: Link, card: dict[str, Any]) -> None:
+        right = await reference(link)
+        good, bad = await scores(link, right, "zz")
+        assert good["reward"] == 1.0 and good["success"] and good["error"] is None
+        assert bad["reward"] == 0.0 and bad["error"] is None
+        played = await run(link, right, 4)
+        assert [outcome["reward"] for outcome in played["outcomes"]] == [1.0] * 4
+
+    with_worker("atropos", tmp_path, body, tokenizer=str(tiny_policy), items=60)
+
+
+@pytest.mark.parametrize("adapter", [verifiers, openenv, inspect_ai, atropos])
+def test_each_declares_what_pip_is_given_and_finds_its_sample_by_reading(adapter: Any, tmp_path: Path) -> None:
+    name = adapter.__name__.rpartition(".")[2]
+    sample = BY_NAME[name]
+    target = write(sample, tmp_path)["target"]
+    [listed] = adapter.declared(tmp_path / sample.file, ast.parse(sample.text))
+    assert listed.target.startswith(target) and listed.description and not listed.problem
+    assert adapter.declared(Path("x.py"), ast.parse("class Taskset: pass\nclass Copy(Taskset): pass\n")) == []
+    assert adapter.REQUIREMENTS and adapter.PACKAGE
+    with pytest.raises(LoadError, match=r"(?s)interpreter of its own|no OpenEnv server"):
+        adapter.make("/nowhere/at/all.py:X")
+
+
+def test_installed_packages_are_listed_by_their_files(tmp_path: Path) -> None:
+    def package(name: str, requires: str, text: str) -> None:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nSummary: About {name}\n{requires}\n\nVery long\n")
+        (info / "RECORD").write_text(f"{name}/__init__.py,,\n{name}/deeper/x.py,,\n")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+
+    package("new_env", "Requires-Dist: verifiers>=0.4", "from .t import MyTaskset\n__all__ = ['MyTaskset']")
+    package("old_env", "Requires-Dist: verifiers", "def load_environment(): ...")
+    package("other", "Requires-Dist: verifiers", "raise SystemExit")
+    package("stranger", "Requires-Dist: numpy", "__all__ = ['MyTaskset']")
+    new, old = verifiers.installed(tmp_path)
+    assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
+    assert old.name == "old_env" and "before 0.4" in old.problem
+    (tmp_path / "echo_env").mkdir()
+    (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: toprope_server.mcp.app:app\n')
+    [echo] = openenv.installed(tmp_path)
+    assert echo.name == "echo" and "echo_env.server.app:app" in json.loads(echo.target)["command"]
+    evals = tmp_path / "evals-1.0.dist-info"
+    evals.mkdir()
+    (evals / "entry_points.txt").write_text("[inspect_ai]\nevals = evals._registry\n")
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals" / "_registry.py").write_text("from .sums import sums, products\n")
+    assert [one.target for one in inspect_ai.installed(tmp_path)] == ["evals/sums", "evals/products"]
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with scripted("so be it") as one:
+        yield one
+
+
+def test_the_policy_is_asked_from_within_a_rollout(session: Session) -> None:
+    said = asyncio.run(ask(session, [{"role": "user", "content": "x"}]))
+    assert said == {"role": "assistant", "content": "so be it", "finish_reason": "stop"}
+    nowhere = Session("http://127.0.0.1:9/v1", "k", "m")
+    with pytest.raises(PolicyRefused, match="cannot be reached"):
+        asyncio.run(ask(nowhere, []))
+    lost = Session(session.base_url.replace("/v1", "/nowhere/v2x"), "k", "m")
+    wrong = Session(lost.base_url + "/chat", "k", "m")
+    assert asyncio.run(ask(wrong, []))["content"] == "so be it"
+
+
+def test_what_an_atropos_environment_asks_belongs_to_the_rollout_that_it_goes_on_from(session: Session) -> None:
+    group = Group([session] * 3)
+    first = group.take(3, "prompt")
+    assert first == group.rollouts
+    for number, one in enumerate(first):
+        one.said.append(f"answer {number}")
+        one.busy = False
+    [again] = group.take(1, "prompt answer 1 go on")
+    assert again is group.rollouts[1]
+    again.said.append("second 1")
+    assert group.whose(["x answer 2", "x answer 1 go on second 1", "nothing known"]) == [2, 1, 0]
+    assert group.whose(["a", "b"]) == [0, 1], "what cannot be told goes by its place"
+    assert len(group.take(5, "")) == 5

@@ -1,0 +1,247 @@
+"""NeMo Gym's resources servers by address, against a small one that speaks their protocol."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.sdk.errors import LoadError
+from toprope.sdk.worker.service import Service
+
+RESPONSE = {"id", "created_at", "object", "model", "output", "parallel_tool_calls", "tool_choice", "tools"}
+"""Fields that a response of OpenAI's must have."""
+
+
+class Gym(ThreadingHTTPServer):
+    """A counter with a session each: the reward is 1 when it stands at the row's `target`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.counts: dict[str, int] = {}
+        self.verified: list[dict[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """What to answer to a path instead."""
+        self.slow = 0.0
+        self.busy = self.most = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Gym
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        sent = SimpleCookie(self.headers.get("Cookie", ""))
+        session = sent["session"].value if "session" in sent else ""
+        with self.server.lock:
+            self.server.busy += 1
+            self.server.most = max(self.server.most, self.server.busy)
+        try:
+            status, value, cookie = self.answer(self.path, body, session)
+        finally:
+            with self.server.lock:
+                self.server.busy -= 1
+        data = json.dumps(value).encode() if not isinstance(value, str) else value.encode()
+        self.send_response(status)
+        if cookie:
+            self.send_header("Set-Cookie", f"session={cookie}; path=/; Max-Age=1209600; httponly; samesite=lax")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def answer(self, path: str, body: dict[str, Any], session: str) -> tuple[int, Any, str]:
+        if path in self.server.answers:
+            return *self.server.answers[path], ""
+        if path == "/seed_session":
+            with self.server.lock:
+                session = f"s{len(self.server.counts)}"
+                self.server.counts[session] = body["start"]
+            return 200, {}, session
+        if path == "/increment":
+            if not isinstance(body.get("by"), int):
+                return 422, {"detail": "by must be a number"}, ""
+            self.server.counts[session] += body["by"]
+            return 200, {"count": self.server.counts[session]}, ""
+        if path == "/verify":
+            time.sleep(self.server.slow)
+            missing = RESPONSE - body["response"].keys()
+            if missing or body["response"]["object"] != "response":
+                return 422, {"detail": f"missing {missing}"}, ""
+            self.server.verified.append(body)
+            count = self.server.counts[session]
+            return 200, {**body, "reward": float(count == body["target"]), "score": count}, ""
+        return 404, {"detail": "Not Found"}, ""
+
+
+@pytest.fixture
+def gym() -> Iterator[Gym]:
+    server = Gym()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+TOOL = {"type": "function", "name": "increment", "description": "Adds to the counter.", "strict": True,
+        "parameters": {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}}  # fmt: skip
+
+
+def row(number: int, **more: Any) -> dict[str, Any]:
+    asked = [{"type": "input_text", "text": f"From {number} to {number + 3}"}]
+    given = [{"role": "developer", "content": "Count."}, {"role": "user", "content": asked}]
+    return {"responses_create_params": {"input": given, "tools": [TOOL], "parallel_tool_calls": False},
+            "start": number, "target": number + 3, "expected_answer": str(number + 3), **more}  # fmt: skip
+
+
+def opened(gym: Gym, tmp_path: Path, made: list[dict[str, Any]] | None = None, **target: Any) -> Service:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in made or [row(number) for number in range(20)]))
+    service = Service()
+    told = {"url": gym.url, "rows": str(file), "timeout_s": 10, **target}
+    service.answer("open", {"source": {"adapter": "nemo_gym", "target": json.dumps(told)}})
+    return service
+
+
+def begun(service: Service, count: int) -> tuple[list[int], list[dict[str, Any]]]:
+    answer = service.answer("begin", {"split": "train", "index": 0, "count": count})
+    return answer["rollouts"], answer["messages"]
+
+
+def say(service: Service, *moves: list[Any]) -> list[dict[str, Any]]:
+    return service.answer("advance", {"moves": [list(move) for move in moves]})
+
+
+CALL = '<tool_call>{"name": "increment", "arguments": {"by": %s}}</tool_call>'
+
+
+def test_each_rollout_has_its_session_its_tools_and_its_verdict(gym: Gym, tmp_path: Path) -> None:
+    service = opened(gym, tmp_path, shown=["score", "nothing"])
+    (a, b), first = begun(service, 2)
+    assert first[0]["content"].startswith("Count.\n\n# Tools") and '"increment"' in first[0]["content"]
+    assert first[1]["content"].startswith("From ") and first[1]["role"] == "user"
+    start = int(first[1]["content"].split()[1])
+    one, two = say(service, [a, "Adding. " + CALL % 3], [b, CALL % '"x"'])
+    assert json.loads(one["messages"][0]["content"]) == {"count": start + 3}
+    assert "by must be a number" in two["messages"][0]["content"]  # what a server refuses is for the policy to see
+    say(service, [b, "I give up"])
+    [last] = say(service, [a, "Done"])
+    [early] = service.answer("settle", {"rollouts": [b]})
+    assert (last["outcome"]["reward"], early["reward"]) == (1.0, 0.0)
+    assert last["outcome"]["success"] and last["outcome"]["parts"]["score"] == start + 3
+    assert last["outcome"]["parts"]["tool_calls"] == 1 and last["outcome"]["parts"]["nothing"] == 0.0
+    [body] = [one for one in gym.verified if len(one["response"]["output"]) == 4]
+    message, called, answered, said = body["response"]["output"]
+    assert message["content"][0]["text"] == "Adding." and called["call_id"] == answered["call_id"]
+    assert json.loads(called["arguments"]) == {"by": 3} and said["content"][0]["text"] == "Done"
+    assert body["target"] == start + 3 and body["response"]["tools"] == [TOOL]
+
+
+def test_a_group_is_verified_beside_each_other(gym: Gym, tmp_path: Path) -> None:
+    gym.slow = 0.2
+    service = opened(gym, tmp_path)
+    handles, _ = begun(service, 6)
+    turns = say(service, *([handle, "3"] for handle in handles))
+    assert all(turn["outcome"]["error"] is None for turn in turns) and gym.most > 1
+
+
+def test_an_answer_that_was_cut_off_is_incomplete(gym: Gym, tmp_path: Path) -> None:
+    service = opened(gym, tmp_path)
+    (a,), _ = begun(service, 1)
+    service.answer("advance", {"moves": [[a, "half a", True]]})
+    [body] = gym.verified
+    assert body["response"]["status"] == "incomplete"
+    assert body["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/verify", (500, "boom"), "/verify answered 500: boom"),
+        ("/verify", (200, "<html>"), "/verify answered no JSON"),
+        ("/verify", (200, {"score": 1}), "/verify answered no reward"),
+        ("/verify", (200, {"reward": 3}), "/verify gave 3, beyond 0 to 1"),
+        ("/verify", (200, {"reward": 0, "mask_sample": True, "failure_reason": "judge is out"}), "judge is out"),
+    ],
+)
+def test_a_rollout_that_cannot_be_verified_says_why(
+    gym: Gym, tmp_path: Path, path: str, answer: tuple[int, Any], said: str
+) -> None:
+    service = opened(gym, tmp_path)
+    gym.answers[path] = answer
+    (a,), _ = begun(service, 1)
+    [turn] = say(service, [a, "x"])
+    assert said in turn["outcome"]["error"] and turn["outcome"]["reward"] == 0.0
+
+
+def test_a_server_that_is_not_there_or_too_slow_is_named(gym: Gym, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="Nothing answers at http://127.0.0.1:9: .* Start the resources server first"):
+        opened(gym, tmp_path, url="http://127.0.0.1:9")
+    service = opened(gym, tmp_path, timeout_s=0.2)
+    (a,), _ = begun(service, 1)
+    gym.slow = 2.0
+    [turn] = say(service, [a, "x"])
+    assert "/verify did not answer within 0.2 s" in turn["outcome"]["error"]
+    gym.answers["/seed_session"] = (422, {"detail": "no start"})
+    with pytest.raises(Exception, match="/seed_session answered 422"):
+        begun(service, 1)
+    gym.answers["/seed_session"] = (404, {})
+    assert begun(service, 1)  # a server without state
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"url": "ftp://x"}, "no address of a server"),
+        ({"url": "http://x:y"}, "no address of a server"),
+        ({"rows": "absent.jsonl"}, "there is no file 'absent.jsonl'"),
+        ({"timeout_s": 0}, "timeout_s must be"),
+        ({"colour": 1}, "The target of nemo_gym has no 'colour'"),
+    ],
+)
+def test_wrong_targets_say_what_is_right(gym: Gym, tmp_path: Path, target: dict[str, Any], said: str) -> None:
+    with pytest.raises(LoadError, match=said):
+        opened(gym, tmp_path, **target)
+
+
+def test_inputs_of_every_kind_become_messages_or_an_error(gym: Gym, tmp_path: Path) -> None:
+    given = [
+        {"role": "user", "content": "Go on"}, {"type": "reasoning", "summary": []},
+        {"type": "function_call", "name": "increment", "arguments": '{"by": 1}', "call_id": "c"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"}, {"role": "user", "content": "More"},
+    ]  # fmt: skip
+    rows = [
+        row(
+            n,
+            responses_create_params={"instructions": "Quick.", "input": [*given, {"role": "user", "content": str(n)}]},
+        )
+        for n in range(9)
+    ]
+    service = opened(gym, tmp_path, rows)
+    (a,), first = begun(service, 1)
+    assert [one["role"] for one in first] == ["system", "user", "assistant", "tool", "user", "user"]
+    assert '"name": "increment", "arguments": {"by": 1}' in first[2]["content"]
+    assert say(service, [a, "x"])[0]["outcome"]["error"] is None
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
+    for bad, said in (({"input": image}, "no text"), ({}, "has no responses_create_params with an input")):
+        with pytest.raises(Exception, match=said):
+            begun(opened(gym, tmp_path, [row(1, responses_create_params=bad)]), 1)

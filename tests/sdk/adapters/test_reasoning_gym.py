@@ -1,0 +1,203 @@
+"""reasoning-gym's tasks as environments: the list without an import, knobs, scoring, splits, and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toprope
+from toprope.sdk.adapters.reasoning_gym import Listing
+from toprope.sdk.errors import WorkerError
+from toprope.sdk.worker.client import Link
+
+SOME = ["spell_backward", "chain_sum", "boxnet", "prime_factorization", "game_of_life_halting", "word_sorting", "acre",
+        "word_ladder", "time_intervals", "intermediate_integration"]  # fmt: skip
+"""Oddities: no reference, scorers that raise or reward junk, enumerations, dates, sets, a tuple that is none."""
+
+
+def opened(target: str, **settings: Any) -> dict[str, Any]:
+    return {"source": {"adapter": "reasoning_gym", "target": target}, **settings}
+
+
+async def outcomes(link: Link, target: str, answers: list[str], **settings: Any) -> list[dict[str, Any]]:
+    """The first training task's outcome for each answer; `{}` in one stands for the reference."""
+    await link.call("open", **opened(target, **settings))
+    begun = await link.call("begin", split="train", index=0, count=len(answers))
+    reference = (await link.call("tasks", split="train", start=0, count=1))["tasks"][0]["reference"]
+    said = [answer.replace("{}", str(reference)) for answer in answers]
+    moves = [[handle, text, False] for handle, text in zip(begun["rollouts"], said, strict=True)]
+    return [turn["outcome"] for turn in await link.call("advance", moves=moves)]
+
+
+def test_the_list_is_what_the_package_registers_and_nothing_is_imported() -> None:
+    code = (
+        "import sys; from toprope.sdk.adapters.reasoning_gym import Listing; tasks = Listing().tasks();"
+        "assert 'reasoning_gym' not in sys.modules; from reasoning_gym.factory import DATASETS;"
+        "names = [task.name for task in tasks]; assert len(names) == len(set(names)) >= 100;"
+        "assert set(names) == set(DATASETS), set(names) ^ set(DATASETS);"
+        "assert all(task.description and task.category for task in tasks)"
+    )
+    root = str(Path(toprope.__file__).parent.parent)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root})
+
+
+def test_the_list_follows_the_files(tmp_path: Path) -> None:
+    (tmp_path / "games" / "deep").mkdir(parents=True)
+    file = tmp_path / "games" / "deep" / "new.py"
+    file.write_text('"""Play."""\nDATASET_NAME = "new"\nregister_dataset(DATASET_NAME, NewDataset, NewConfig)\n')
+    (tmp_path / "games" / "broken.py").write_text("register_dataset(\n")
+    listing = Listing()
+    mixture, task = listing.tasks(tmp_path)
+    assert (task.name, task.description, task.category) == ("new", "Play.", "games") and mixture.name == "composite"
+    file.write_text('class C:\n  """Other."""\nregister_dataset("newer", C, D)\nregister_dataset("composite", C, D)\n')
+    _, task = listing.tasks(tmp_path)
+    assert (task.name, task.description) == ("newer", "Other.")
+
+
+def test_odd_tasks_open_with_their_own_values_begin_and_take_junk() -> None:
+    async def body() -> None:
+        async with await Link.start() as link:
+            for target in SOME:
+                card = await link.call("open", **opened(target))
+                values = {knob["name"]: knob["value"] for knob in card["knobs"]}
+                assert not {"seed", "size"} & values.keys()
+                found = await outcomes(link, target, ["junk", "", "{}"], knobs=values)
+                assert all(0.0 <= outcome["reward"] <= 1.0 for outcome in found)
+                assert card["max_reward"] == 1.0 and card["versions"]["reasoning-gym"]
+            [junk] = await outcomes(link, "prime_factorization", ["junk"])
+            assert "ValueError" in junk["error"] and junk["reward"] == 0.0
+
+    asyncio.run(body())
+
+
+def test_scoring_says_what_is_rewarded_and_never_what_succeeds() -> None:
+    async def body() -> None:
+        expected = {"exact": [1.0, 0.0], "partial": [1.0, 0.6], "both": [1.0, 0.3]}
+        async with await Link.start() as link:
+            for scoring, (right, near) in expected.items():
+                knobs = {"scoring": scoring, "min_word_len": 5, "max_word_len": 5}
+                exact, padded, most = await outcomes(link, "spell_backward", ["{}", "  {}\n", "{}"], knobs=knobs)
+                assert exact == padded == most and exact["success"] and exact["reward"] == right
+                reference = (await link.call("tasks", split="train", start=0, count=1))["tasks"][0]["reference"]
+                [close] = await outcomes(link, "spell_backward", [reference[:3]], knobs=knobs)
+                assert not close["success"] and close["reward"] == pytest.approx(near)
+                assert close["parts"] == {"exact": 0.0, "partial": pytest.approx(0.6)}
+
+    asyncio.run(body())
+
+
+def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
+    async def body() -> None:
+        async with await Link.start() as link:
+            card = await link.call("open", **opened("spell_backward", knobs={"min_word_len": 4}))
+            knobs = {knob["name"]: knob for knob in card["knobs"]}
+            assert list(knobs) == ["scoring", "difficulty", "min_word_len", "max_word_len"]  # no file, no seed, no size
+            assert knobs["min_word_len"]["value"] == 4 and "length" in knobs["min_word_len"]["description"]
+            for wrong, said in [
+                ({"min_word_len": 9, "max_word_len": 3}, "max_word_len must be >= min_word_len"),
+                ({"min_wordlen": 3}, "Did you mean 'min_word_len'?"),
+                ({"scoring": "all"}, "exact"),
+            ]:
+                with pytest.raises(WorkerError) as refusal:
+                    await link.call("open", **opened("spell_backward", knobs=wrong))
+                assert refusal.value.kind == "invalid" and said in refusal.value.message
+            with pytest.raises(WorkerError, match="Did you mean 'spell_backward'") as refusal:
+                await link.call("open", **opened("spell_backwards"))
+            assert refusal.value.kind == "load"
+
+    asyncio.run(body())
+
+
+def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> None:
+    async def read(seed: int) -> dict[str, list[str]]:
+        async with await Link.start() as link:
+            knobs = {"min_word_len": 3, "max_word_len": 3}
+            await link.call("open", **opened("spell_backward", knobs=knobs, seed=seed))
+            return {
+                split: [
+                    task["messages"][0]["content"]
+                    for task in (await link.call("tasks", split=split, start=0, count=5000))["tasks"]
+                ]
+                for split in ("heldout", "validation", "train")
+            }
+
+    async def both() -> list[dict[str, list[str]]]:
+        return list(await asyncio.gather(read(0), read(1)))
+
+    one, other = asyncio.run(both())
+    assert one == other
+    everything = [text for texts in one.values() for text in texts]
+    assert len(everything) == len(set(everything)) > 500
+    assert len(one["train"]) > 6 * len(one["heldout"]) > 200
+
+
+async def levels(link: Link) -> None:
+    async def knobs_of(target: str, **knobs: Any) -> dict[str, Any]:
+        card = await link.call("open", **opened(target, knobs=knobs))
+        return {knob["name"]: knob for knob in card["knobs"]}
+
+    async def longest(**knobs: Any) -> int:
+        await link.call("open", **opened("spell_backward", knobs=knobs))
+        tasks = (await link.call("tasks", split="train", start=0, count=60))["tasks"]
+        return max(len(task["reference"]) for task in tasks)
+
+    knob = (await knobs_of("spell_backward"))["difficulty"]
+    assert (knob["type"], knob["default"], knob["ge"], knob["le"]) == ("int", 0, 0, 5)
+    assert "word_len" in knob["description"]
+    assert await longest(max_word_len=4) == 4 and await longest() <= 10
+    lengths = [await longest(difficulty=level, max_word_len=4) for level in range(1, 6)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # it governs what was configured
+    cipher, knight = await knobs_of("caesar_cipher"), await knobs_of("knight_swap")
+    assert cipher["difficulty"]["le"] == 2 and "is refused" in cipher["difficulty"]["description"]
+    assert "difficulty" not in knight  # none of its levels is accepted by its own configuration
+    own = await knobs_of("bitwise_arithmetic", level=1)
+    assert own["difficulty"]["default"] == 2 and own["level"]["ge"] == 0
+    with pytest.raises(WorkerError, match="must be between 0 and 5"):
+        await knobs_of("spell_backward", difficulty=6)
+
+
+async def mixture(link: Link) -> None:
+    tasks = [{"name": "spell_backward", "weight": 3, "knobs": {"min_word_len": 3, "max_word_len": 3}},
+             {"name": "gcd", "knobs": {"difficulty": 1}}]  # fmt: skip
+    card = await link.call("open", **opened("composite", knobs={"tasks": tasks, "scoring": "exact"}))
+    assert {knob["name"] for knob in card["knobs"]} == {"tasks", "scoring", "difficulty"}
+    found = (await link.call("tasks", split="train", start=0, count=80))["tasks"]
+    words = [task for task in found if "backward" in task["messages"][0]["content"]]
+    assert 40 < len(words) < 75 and all(len(task["reference"]) == 3 for task in words)
+    for index in (found.index(words[0]), next(n for n, task in enumerate(found) if task not in words)):
+        reference = found[index]["reference"]
+        right = await link.call("score", split="train", index=index, answer=str(reference))
+        assert right["success"] and right["reward"] == 1.0
+    named = '{"tasks": [{"name": "gcd"}], "name": "mine", "description": "Mine."}'
+    card = await link.call("open", **opened(named, knobs={"difficulty": 2}))
+    assert (card["name"], card["description"]) == ("mine", "Mine.")
+    for wrong, said in [
+        ([], "needs a task at least"),
+        ([{"name": "gdc"}], "Did you mean 'gcd'?"),
+        ([{"name": "gcd", "weight": 0}], "must be a number above 0"),
+        (
+            [{"name": "gcd", "knobs": {"max_valu": 3}}],
+            "gcd: There is no knob 'max_valu'. Did you mean 'max_value'?",
+        ),
+        ([{"name": "gcd", "wait": 1}], "Did you mean 'weight'?"),
+        ([{"name": "gcd"}, {"name": "gcd"}], "refuses these tasks"),
+    ]:
+        with pytest.raises(WorkerError) as refusal:
+            await link.call("open", **opened("composite", knobs={"tasks": wrong}))
+        assert refusal.value.kind == "invalid" and said in refusal.value.message, refusal.value
+    with pytest.raises(WorkerError, match="needs `tasks`"):
+        await link.call("open", **opened("{}"))
+
+
+def test_difficulty_is_the_level_that_a_task_accepts_and_a_composite_mixes_tasks() -> None:
+    async def body() -> None:
+        async with await Link.start() as link:
+            await levels(link)
+            await mixture(link)
+
+    asyncio.run(body())

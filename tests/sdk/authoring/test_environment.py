@@ -1,0 +1,275 @@
+"""What authors write against: tasks, knobs, parts, and how a rollout ends, whatever their code does."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import hashlib
+import math
+from dataclasses import asdict, fields
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from toprope.records.journal import groups
+from toprope.sdk import Environment, Outcome, Part, Task, knob, play
+from toprope.sdk.authoring.environment import Scoring, copy_for
+from toprope.sdk.authoring.knobs import describe_knobs, make_knobs
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.rollouts import Rollout, configure
+
+
+class Echo(Environment):
+    """Say the word back.
+
+    The rest is not the description.
+    """
+
+    parts = {"right": Part(), "short": Part(weight=0.5, low=-1.0, high=1.0)}
+
+    class Knobs:
+        word: str = knob("a", help="what to say")
+        times: int = knob(1, ge=1, le=3)
+        style: Literal["plain", "loud"] = knob("plain")
+
+    def tasks(self):
+        for number in range(5):
+            yield Task(f"Say {self.knobs.word * self.knobs.times} {number}", reference=self.knobs.word)
+
+    def score(self):
+        return {"right": self.answer == self.task.reference, "short": 1.0 if len(self.answer) < 9 else -1.0}
+
+
+class Broken(Environment):
+    """Answers what the test asks for."""
+
+    def tasks(self):
+        yield Task("x")
+
+    def score(self):
+        value = {"nan": math.nan, "inf": math.inf, "none": None, "text": "1.0", "high": 1.5}.get(self.answer)
+        if self.answer == "raise":
+            return 1 / 0
+        if self.answer == "exit":
+            raise SystemExit(3)
+        return {"score": value}
+
+
+class Dialogue(Environment):
+    """Ends after the third answer, or when told."""
+
+    max_turns = 3
+
+    def tasks(self):
+        yield Task([{"role": "system", "content": "Rules"}, {"role": "user", "content": "Begin"}])
+
+    def reset(self, task):
+        self.heard = []
+        return task.prompt
+
+    def step(self, text):
+        self.heard.append(text)
+        if text == "odd":
+            return "not a pair"
+        return ("" if text == "silent" else None if text == "mute" else f"heard {text}"), text == "end"
+
+    def score(self):
+        return len(self.heard) / 3
+
+
+def ready(environment: type[Environment], **settings: Any) -> Environment:
+    return configure(environment(), **settings)
+
+
+def rollout_of(environment: Environment) -> Rollout:
+    rollout = Rollout(environment, next(iter(environment.tasks())))
+    rollout.begin()
+    return rollout
+
+
+def test_an_outcome_has_the_fields_that_the_records_have() -> None:
+    outcome = play(Echo, ["a"])
+    assert [field.name for field in fields(Outcome)] == [field.name for field in msgspec.structs.fields(groups.Outcome)]
+    assert groups.Outcome(**asdict(outcome)) == groups.Outcome(
+        reward=1.5, parts={"right": 1.0, "short": 1.0}, success=True
+    )
+
+
+def test_the_reward_is_the_weighted_sum_and_weights_can_be_set() -> None:
+    environment = ready(Echo, reward_weights={"short": 2.0})
+    turn = rollout_of(environment).advance("wrong but short"[:5])
+    assert turn.outcome is not None
+    assert turn.outcome.reward == 2.0 and not turn.outcome.success
+    assert Scoring.of(environment).max_reward == 3.0 and Scoring.of(environment).min_reward == -2.0
+    assert Echo.parts["short"].weight == 0.5  # the class is as it was
+
+
+@pytest.mark.parametrize("weights", [{"rihgt": 1.0}, {"right": math.nan}, {"right": "1"}, {"right": 0, "short": 0}])
+def test_wrong_weights_are_refused(weights: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        ready(Echo, reward_weights=weights)
+    assert "right" in str(refusal.value) or "always 0" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("nan", "not finite"),
+        ("inf", "not finite"),
+        ("none", "not a number"),
+        ("text", "not a number"),
+        ("high", "outside its range"),
+        ("raise", "ZeroDivisionError"),
+        ("exit", "sys.exit(3)"),
+    ],
+)
+def test_a_bad_score_is_an_outcome_and_no_crash(answer: str, said: str) -> None:
+    outcome = play(Broken, [answer])
+    assert outcome.reward == 0.0 and not outcome.success
+    assert outcome.error is not None and said in outcome.error
+
+
+def test_an_exception_in_score_names_its_line() -> None:
+    outcome = play(Broken, ["raise"])
+    assert outcome.error is not None and "test_sdk_environment.py:" in outcome.error and "in score" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "two\nlines", "a" * 101, 5])
+def test_names_of_parts_can_be_shown(name: Any) -> None:
+    with pytest.raises(EnvironmentMistake, match="printable text of at most 100 characters"):
+        Scoring.weighted({name: Part()}, {})
+
+
+def test_missing_and_unknown_parts_are_an_error() -> None:
+    class Sloppy(Echo):
+        def score(self):
+            return {"right": 1.0} if self.answer == "few" else {"right": 1.0, "short": 1.0, "more": 1.0}
+
+    for answer in ("few", "many"):
+        error = play(Sloppy, [answer]).error
+        assert error is not None and "declares right, short" in error
+
+
+def test_a_rollout_of_several_turns_ends_by_itself_or_by_its_limit() -> None:
+    assert play(Dialogue, ["one", "end"]).turns == 2
+    limited = play(Dialogue, ["one", "two", "three", "four"])
+    assert limited.turns == 3 and limited.success and not limited.truncated
+
+
+def test_a_cut_off_answer_is_scored_and_ends_the_rollout() -> None:
+    turn = rollout_of(ready(Dialogue)).advance("one", truncated=True)
+    assert turn.done and turn.outcome is not None
+    assert turn.outcome.truncated and turn.outcome.reward == pytest.approx(1 / 3) and turn.outcome.error is None
+
+
+def test_the_limit_of_turns_can_be_lowered_and_not_raised() -> None:
+    assert ready(Dialogue, max_turns=2).max_turns == 2
+    assert ready(Dialogue, max_turns=9).max_turns == 3
+    with pytest.raises(InvalidRequest):
+        ready(Dialogue, max_turns=0)
+
+
+@pytest.mark.parametrize(("answer", "said"), [("odd", "(messages, done)"), ("mute", "no message")])
+def test_a_step_of_the_wrong_shape_is_an_outcome(answer: str, said: str) -> None:
+    outcome = play(Dialogue, [answer])
+    assert outcome.error is not None and said in outcome.error
+
+
+def test_rollouts_do_not_share_what_reset_sets() -> None:
+    environment = ready(Dialogue)
+    first, second = rollout_of(environment), rollout_of(environment)
+    first.advance("one")
+    ended = second.advance("end").outcome
+    assert ended is not None and ended.reward == pytest.approx(1 / 3)
+
+
+def test_the_random_numbers_of_a_rollout_follow_task_and_seed() -> None:
+    task, other = Task("a"), Task("b")
+    draws = {
+        (seed, each.prompt): copy_for(ready(Echo, seed=seed), each).random.random()
+        for seed in (0, 1)
+        for each in (task, other)
+    }
+    assert len(set(draws.values())) == 4
+    assert copy_for(ready(Echo, seed=1), other).random.random() == draws[1, "b"]
+
+
+def test_the_id_of_a_task_is_its_content() -> None:
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "Add  1\nand 2"}]
+    assert Task("add 1 AND 2").id == Task(messages).id == Task("other", key="Add 1 and 2").id
+    assert Task("add 1 and 3").id != Task("add 1 and 2").id
+    assert Task("Add 1 and 2", reference="3").id == hashlib.sha256(b"add 1 and 2").hexdigest()[:16]
+
+
+@pytest.mark.parametrize("prompt", [[], [{"role": "robot", "content": "x"}], [{"role": "user"}], 3, None])
+def test_a_prompt_of_the_wrong_shape_is_refused(prompt: Any) -> None:
+    with pytest.raises(EnvironmentMistake):
+        Task(prompt).messages  # noqa: B018 - the property checks
+
+
+def test_knobs_are_checked_and_described() -> None:
+    cards = {card["name"]: card for card in describe_knobs(Echo.Knobs, make_knobs(Echo.Knobs, {"times": 2}))}
+    assert cards["times"] == {
+        "name": "times", "type": "int", "default": 1, "description": "", "ge": 1, "le": 3, "choices": None, "value": 2
+    }  # fmt: skip
+    assert cards["style"]["choices"] == ["plain", "loud"] and cards["word"]["description"] == "what to say"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tmies": 2}, "Did you mean 'times'?"),
+        ({"times": 0}, "between 1 and 3"),
+        ({"times": "2"}, "must be int"),
+        ({"times": True}, "must be int"),
+        ({"times": 1.5}, "must be int"),
+        ({"style": "quiet"}, "['plain', 'loud']"),
+        ({"word": None}, "must be str"),
+    ],
+)
+def test_a_wrong_knob_is_refused_with_the_right_ones(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        make_knobs(Echo.Knobs, values)
+    assert said in str(refusal.value)
+
+
+def test_knobs_of_richer_types_are_read_from_json() -> None:
+    class Colour(enum.Enum):
+        RED = "red"
+
+    class Rich(Environment):
+        class Knobs:
+            colour: Any = knob(None)
+            day: Any = knob(datetime.date(2000, 1, 1))
+            pairs: list = knob([])
+
+    annotations = {"colour": Colour | None, "day": datetime.date, "pairs": list[tuple[float, float]]}
+    Rich.Knobs.__annotations__.update(annotations)
+    read = make_knobs(Rich.Knobs, {"colour": "red", "day": "2001-02-03", "pairs": [[0, 1]]})
+    assert read.colour is Colour.RED and read.day == datetime.date(2001, 2, 3) and read.pairs == [(0.0, 1.0)]
+    with pytest.raises(InvalidRequest):
+        make_knobs(Rich.Knobs, {"pairs": [[0, 1, 2]]})
+    assert make_knobs(Rich.Knobs, {}).pairs is not make_knobs(Rich.Knobs, {}).pairs
+
+
+def test_knobs_that_do_not_fit_together_are_refused() -> None:
+    class Range(Environment):
+        class Knobs:
+            low: int = knob(0)
+            high: int = knob(9)
+
+            def __post_init__(self) -> None:
+                if self.low > self.high:
+                    raise ValueError("low exceeds high")
+
+    with pytest.raises(InvalidRequest, match="low exceeds high"):
+        make_knobs(Range.Knobs, {"low": 10})
+
+
+def test_play_says_what_is_missing() -> None:
+    with pytest.raises(InvalidRequest, match="no task 5"):
+        play(Echo, ["a"], index=5)
+    with pytest.raises(InvalidRequest, match="answers ended"):
+        play(Dialogue, ["one"])
+    assert play(Echo, ["b"], word="b").success

@@ -1,0 +1,87 @@
+"""Programs of a policy can compute and do nothing else. `make bench-orchestrator` tries many more ways out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from benchmarks.orchestrator.hostile_programs import PROGRAMS
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.sandbox import Unconfined, run_python
+from toprope.sdk.orchestration.tools import Toolbox, code_interpreter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def confined():
+    try:
+        run_python("1")
+    except Unconfined as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("1 + 1", "2\n"),
+        ("x = 3\nprint(x)\nx * 2", "3\n6\n"),
+        ("import math, decimal, statistics, heapq\nmath.sqrt(16)", "4.0\n"),
+        (
+            "names = 'collec-tions date-time deci-mal fract-ions iter-tools js-on ma-th rand-om r-e stat-istics'\n"
+            "all(__import__(name.replace('-', '')) for name in names.split())",
+            "True\n",
+        ),
+        ("import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()\nr", "[1]\n"),
+        ("import datetime\ndatetime.date(2026, 1, 1).isoformat()", "'2026-01-01'\n"),
+    ],
+)
+def test_a_program_computes(program, output):
+    ran = run_python(program, seconds=20)
+    assert (ran.output, ran.code, ran.why) == (output, 0, "")
+
+
+def test_what_a_program_raises_is_told_with_its_line():
+    ran = run_python("x = 1\nraise ValueError('no')", seconds=20)
+    assert ran.output == "ValueError: no (line 2)\n" and ran.code == 1
+    assert "SyntaxError" in run_python("x =", seconds=20).output
+
+
+QUICK = ("fork bomb", "another program", "all memory at once", "endless output", "endless loop", "write a file outside",
+         "remove a file", "the parent's memory", "a connection", "kill the parent", "signal by a pipe's owner",
+         "lie about being confined")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_hostile_program_stays_within(name, tmp_path):
+    canary = tmp_path / "canary"
+    canary.write_text("alive")
+    canary.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        ran = run_python(
+            PROGRAMS[name].format(parent=os.getpid(), canary=canary, port=server.getsockname()[1]), seconds=2
+        )
+        assert ran.code != 0 or ran.why
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert canary.read_text() == "alive" and list(tmp_path.iterdir()) == [canary]
+    assert "alive" not in ran.output and len(ran.output) <= 4000 and ran.seconds < 20
+
+
+def test_the_interpreter_is_a_tool():
+    box = Toolbox([code_interpreter(seconds=20)])
+    assert box.call("code_interpreter", "```python\nprint(6 * 7)\n```").content == "42"
+    failed = box.call("code_interpreter", "open('/etc/passwd')")
+    assert failed.failed and "PermissionError" in failed.content
+    assert "time limit" in Toolbox([code_interpreter(seconds=0.5)]).call("code_interpreter", "while True: pass").content
+
+
+def test_where_nothing_confines_nothing_is_run(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(Unconfined, match="none is run"):
+        run_python("1")
+    monkeypatch.undo()
+    with pytest.raises(InvalidRequest, match="100,000"):
+        run_python("x" * 200_000)

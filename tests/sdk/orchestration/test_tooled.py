@@ -1,0 +1,279 @@
+"""Tools that an environment gives to the policy: functions, methods, MCP servers; limits, costs, what goes wrong."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from toprope.sdk import Part, Task, play
+from toprope.sdk.authoring.environment import copy_for
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.tool_schema import signature_of
+from toprope.sdk.orchestration.tools import Tool, Toolbox
+from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.tooled import Server, ToolEnvironment, calls_in, tool
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def convert(amount: float, to: Literal["EUR", "USD"] = "EUR", *, tags: list[str] | None = None) -> float:
+    """Converts
+    money.
+
+    Args:
+        amount: How much,
+            in pounds.
+        to (str): Which currency.
+
+    Returns:
+        The amount.
+    """
+    return amount * 2
+
+
+async def slow(seconds: float) -> str:
+    """Waits."""
+    import asyncio
+
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+class Shop(ToolEnvironment):
+    """Find the price."""
+
+    tools = (convert, slow)
+    tool_timeout_s = 0.5
+    most_calls = 3
+    parts = {"right": Part()}
+
+    def tasks(self):
+        yield Task([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Apple?"}], reference="4")
+
+    def reset(self, task):
+        self.prices = {"apple": 2}
+        return super().reset(task)
+
+    @tool(usd=0.25, seconds=2.0)
+    def look_up(self, name: str) -> dict[str, int]:
+        """Looks up a price.
+
+        Args:
+            name: What it is called.
+        """
+        if name == "sleep":
+            time.sleep(5)
+        if name == "exit":
+            sys.exit(3)
+        return {"price": self.prices[name]}
+
+    def score(self):
+        return self.said == self.task.reference
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def started(cls: type[ToolEnvironment]) -> tuple[Rollout, list[dict[str, Any]]]:
+    environment = configure(cls())
+    rollout = Rollout(environment, next(iter(environment.tasks())))
+    return rollout, rollout.begin()
+
+
+def test_a_function_is_described_as_its_hints_and_docstring_say() -> None:
+    found = signature_of(convert)
+    assert (found.name, found.description) == ("convert", "Converts money.")
+    assert found.parameters == {
+        "type": "object",
+        "properties": {
+            "amount": {"type": "number", "description": "How much, in pounds."},
+            "to": {"enum": ["EUR", "USD"], "type": "string", "description": "Which currency."},
+            "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
+        },
+        "required": ["amount"],
+    }
+
+    def other(a, b: dict[str, int], c: Colour, d: int | str, e: tuple[int, ...], f: tuple[int, str], **rest): ...
+
+    properties = signature_of(other).parameters["properties"]
+    assert properties["a"] == {} and properties["b"]["additionalProperties"] == {"type": "integer"}
+    assert properties["c"] == {"enum": ["red"], "type": "string"}
+    assert properties["d"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    assert properties["e"]["items"] == {"type": "integer"} and len(properties["f"]["prefixItems"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "needs the argument 'amount'"),
+        ({"amount": 1, "into": "EUR"}, "no argument 'into'"),
+        ({"amount": [1]}, "must be of type number, not list"),
+        ({"amount": "much"}, "must be a number, not 'much'"),
+        ({"amount": 1, "to": "GBP"}, "must be one of ['EUR', 'USD']"),
+        (3, "must be a JSON object with amount, to, tags"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said.replace("[", r"\[").replace("]", r"\]")):
+        signature_of(convert).check(arguments)
+
+
+def test_numbers_written_as_texts_are_numbers() -> None:
+    assert signature_of(convert).check({"amount": "2.5", "tags": None}) == {"amount": 2.5, "tags": None}
+
+
+def test_calls_are_found_as_templates_write_them() -> None:
+    text = (
+        "<think><tool_call>{}</tool_call></think>Let me see. " + call("a", "{}") + call("b", '"{\\"x\\": 1}"')
+        + '<tool_call>{"name": 3}</tool_call><tool_call>{"name": "c", "arguments": {"y": 2}}'
+    )  # fmt: skip
+    found = calls_in(text)
+    assert [(one.name, one.arguments) for one in found if not one.problem] == [
+        ("a", {}),
+        ("b", {"x": 1}),
+        ("c", {"y": 2}),
+    ]
+    assert [bool(one.problem) for one in found] == [False, False, True, False]
+    assert calls_in("no call") == []
+
+
+def test_the_policy_is_told_of_its_tools_and_plays_with_them() -> None:
+    rollout, first = started(Shop)
+    assert first[0]["role"] == "system" and first[0]["content"].startswith("Be brief.\n\n# Tools")
+    assert all(f'"name": "{name}"' in first[0]["content"] for name in ("convert", "slow", "look_up"))
+    turn = rollout.advance(call("look_up", '{"name": "apple"}') + call("convert", '{"amount": 2}'))
+    assert [(one["role"], one["name"], one["content"]) for one in turn.messages] == [
+        ("tool", "look_up", '{"price": 2}'), ("tool", "convert", "4")
+    ]  # fmt: skip
+    outcome = rollout.advance("<think>hm</think>4").outcome
+    assert outcome is not None and outcome.success
+    assert outcome.parts == pytest.approx(
+        {"right": 1.0, "tool_calls": 2.0, "tool_errors": 0.0, "tool_usd": 0.25, "tool_seconds": 2.0}, abs=0.4
+    )
+
+
+def test_what_goes_wrong_in_a_tool_is_an_observation() -> None:
+    rollout, _ = started(Shop)
+    began = time.monotonic()
+    asked = (
+        ["look_up", '{"name": "pear"}'],
+        ["slow", '{"seconds": 60}'],
+        ["look_up", '{"name": "exit"}'],
+        ["slow", "{}"],
+    )
+    messages = rollout.advance("".join(call(*one) for one in asked)).messages
+    more = rollout.advance(call("look_up", '{"name": "sleep"}') + call("nothing", "{}") + "<tool_call>{</tool_call>")
+    told = [one["content"] for one in [*messages, *more.messages]]
+    assert told[0] == "Error: 'pear'"
+    assert "did not answer within 0.5 s" in told[1] or "TimeoutError" in told[1]
+    assert told[2] == "Error: look_up ended itself" and told[3] == "Error: at most 3 calls in one answer"
+    assert told[4] == "Error: look_up did not answer within 0.5 s."
+    assert told[5].startswith("Error: There is no tool 'nothing'. Tools: convert, slow, look_up")
+    assert "no {" in told[6] and time.monotonic() - began < 5
+    outcome = rollout.advance("5").outcome
+    assert outcome is not None and outcome.parts["tool_errors"] == 7 and not outcome.success
+
+
+def test_an_answer_that_was_cut_off_calls_nothing() -> None:
+    rollout, _ = started(Shop)
+    turn = rollout.advance(call("look_up", '{"name": "apple"}'), truncated=True)
+    assert turn.done and turn.outcome is not None and turn.outcome.parts["tool_calls"] == 0
+
+
+def test_a_tool_that_hangs_takes_no_place_from_others() -> None:
+    toolbox = Toolbox([Tool("hang", "x", lambda text: time.sleep(20) or "", timeout_s=0.02),
+                       Tool("quick", "x", lambda text: text, timeout_s=10.0)])  # fmt: skip
+    for _ in range(12):
+        assert toolbox.call("hang", "").failed
+    assert toolbox.call("quick", "yes").content == "yes"
+
+
+SERVER = textwrap.dedent("""
+    import os
+    from mcp.server import MCPServer
+
+    server = MCPServer("prices")
+
+    @server.tool()
+    def price(name: str) -> str:
+        "The price of something."
+        if name == "die":
+            os._exit(3)
+        if name == "slow":
+            import time; time.sleep(30)
+        return f"{name}: {len(name)} by {os.environ.get('SHOP', 'nobody')}"
+
+    @server.tool()
+    def other() -> str:
+        "Not wanted."
+        return "x"
+
+    server.run("stdio")
+""")
+
+
+def test_an_mcp_server_serves_all_rollouts_and_comes_back_when_it_has_gone(tmp_path: Path) -> None:
+    file = tmp_path / "prices.py"
+    file.write_text(SERVER)
+
+    class Market(ToolEnvironment):
+        servers = (
+            Server(command=(sys.executable, "-P", str(file)), only=("price",), prefix="shop_", variables={"SHOP": "me"},
+                   timeout_s=8.0, usd=0.5),
+        )  # fmt: skip
+
+        def setup(self):
+            self.prefix = "mine"  # and forgets the other setup
+
+        def tasks(self):
+            yield Task("Pear?")
+
+        def score(self):
+            return "pear: 4 by me" in self.messages[-2]["content"]
+
+    environment = configure(Market())
+    task = next(iter(environment.tasks()))
+    first, second = Rollout(environment, task), Rollout(environment, task)
+    assert '"shop_price"' in first.begin()[0]["content"] and "other" not in first.begin()[0]["content"]
+    second.begin()
+    assert "Error:" in first.advance(call("shop_price", '{"name": "die"}')).messages[0]["content"]
+    deadline = time.monotonic() + 30
+    while (
+        "pear: 4 by me" not in (said := second.advance(call("shop_price", '{"name": "pear"}')).messages)[0]["content"]
+    ):
+        assert time.monotonic() < deadline, said
+    outcome = second.advance("4").outcome
+    assert outcome is not None and outcome.success and outcome.parts["tool_usd"] >= 0.5
+    assert len(environment._shared["tools"]) == 1
+
+
+def test_a_server_that_does_not_come_up_is_known_at_once(tmp_path: Path) -> None:
+
+    class Nowhere(ToolEnvironment):
+        servers = (Server(command=(sys.executable, "-c", "raise SystemExit(3)")),)
+
+        def tasks(self):
+            yield Task("x")
+
+    with pytest.raises(InvalidRequest, match="did not come up"):
+        configure(Nowhere())
+
+
+def test_costs_can_be_given_a_weight() -> None:
+    environment = configure(Shop(), reward_weights={"tool_usd": -2.0})
+    rollout = Rollout(environment, next(iter(environment.tasks())))
+    rollout.begin()
+    rollout.advance(call("look_up", '{"name": "apple"}'))
+    outcome = rollout.advance("4").outcome
+    assert outcome is not None and outcome.reward == pytest.approx(0.5)
+    assert play(Shop, ["4"]).reward == 1.0
+    assert copy_for(environment, rollout._environment.task)._shared is environment._shared

@@ -1,0 +1,104 @@
+"""What an environment leaves behind when it is only described: nothing, and nobody waits for it."""
+
+import asyncio
+import os
+import sys
+import time
+
+import psutil
+
+from toprope.sdk.worker.client import Link
+from toprope.workbench.catalog.catalog import Catalog
+
+ODD = """
+import subprocess, sys
+from toprope.sdk import Environment, Task
+
+subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)", "{token}"], start_new_session=True)
+
+
+class Odd(Environment):
+    '''Leaves a daemon that holds our pipes.'''
+
+    def tasks(self):
+        for i in range(300):
+            yield Task(f"Say {{i}}", reference=str(i))
+
+    def score(self):
+        return 1.0
+"""
+
+
+def found(token):
+    processes = []
+    for process in psutil.process_iter():
+        try:
+            if token in process.cmdline():
+                processes.append(process)
+        except psutil.Error:
+            continue
+    return processes
+
+
+def test_a_description_leaves_no_process_and_no_file(tmp_path):
+    token = f"odd-{os.getpid()}-{time.monotonic_ns()}"
+    (tmp_path / "odd.py").write_text(ODD.format(token=token))
+    catalog = Catalog([tmp_path])
+    began = time.monotonic()
+    try:
+        described = asyncio.run(catalog.describe(catalog.find("odd")))
+        assert described.card.name == "odd"
+        assert time.monotonic() - began < 15
+        assert not found(token)
+    finally:
+        for process in found(token):
+            process.kill()
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.py"]
+
+
+def test_the_end_of_a_worker_is_seen_though_a_daemon_holds_its_pipes(tmp_path):
+    token = f"odd-{os.getpid()}-{time.monotonic_ns()}"
+    file = tmp_path / "odd.py"
+    file.write_text(ODD.format(token=token) + "\nimport os\nos._exit(3)\n")
+
+    async def work():
+        link = await Link.start()
+        began = time.monotonic()
+        try:
+            await link.call("open", timeout=60, source={"file": str(file), "attribute": "Odd"})
+        except Exception as error:
+            return str(error), time.monotonic() - began
+        finally:
+            await link.close()
+        raise AssertionError("a worker that ended has answered")
+
+    try:
+        said, seconds = asyncio.run(work())
+    finally:
+        for process in found(token):
+            process.kill()
+    assert "exit code 3" in said and seconds < 15
+
+
+def test_a_name_of_a_million_letters_is_looked_up_at_once(tmp_path):
+    catalog = Catalog([tmp_path])
+    began = time.monotonic()
+    try:
+        catalog.find("x" * 1_000_000)
+    except Exception as error:
+        assert len(str(error)) < 1000
+    assert time.monotonic() - began < 5
+
+
+def test_a_worker_that_cannot_be_started_is_no_fault_of_the_environment(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text(ODD.format(token="never"))
+    catalog = Catalog([tmp_path])
+    entry = catalog.find("plain")
+    source = entry.environment.model_copy(update={"interpreter": str(tmp_path / "no-python")})
+    try:
+        asyncio.run(catalog.describe(type(entry)(**{**vars(entry), "environment": source})))
+    except Exception as error:
+        assert "was not loaded" in str(error) and "ulimit" in str(error)
+    else:
+        raise AssertionError(f"described by an interpreter that is not there ({sys.executable})")

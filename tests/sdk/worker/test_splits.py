@@ -1,0 +1,153 @@
+"""Splits that share no content, whatever the stream of tasks repeats."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import count
+from typing import Any
+
+import pytest
+
+from toprope.sdk import Environment, Task
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.rollouts import configure
+from toprope.sdk.worker.splits import PATIENCE, SPLITS, Splits, split_of
+
+
+class Numbers(Environment):
+    """Endless, with repetitions that differ in case and spaces."""
+
+    def tasks(self):
+        for number in count():
+            yield Task(f"What is {number}?")
+            yield Task(f"what  IS {number}?")
+
+
+class Few(Environment):
+    """Forty tasks over and over."""
+
+    def tasks(self):
+        for number in count():
+            yield Task(f"Number {number % 40}")
+
+
+def splits_of(environment: type[Environment], seed: int = 0) -> Splits:
+    return Splits(configure(environment()), seed)
+
+
+def contents(splits: Splits, count: int) -> dict[str, set[str]]:
+    return {split: {task.content for task in splits.some(split, 0, count)} for split in SPLITS}
+
+
+def test_a_task_belongs_where_the_hash_of_its_content_says() -> None:
+    for content in ("what is 1?", "what is 2?", "ünïcode", ""):
+        h = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
+        assert split_of(content) == ("train" if h < 80 else "validation" if h < 90 else "heldout")
+
+
+def test_splits_share_no_content_and_have_no_repetitions() -> None:
+    splits = splits_of(Numbers)
+    found = contents(splits, 50)
+    assert all(len(tasks) == 50 for tasks in found.values())
+    assert not found["train"] & found["validation"] | found["train"] & found["heldout"]
+    assert not found["validation"] & found["heldout"]
+    assert all(split_of(content) == split for split, tasks in found.items() for content in tasks)
+
+
+def test_a_task_is_found_again_under_its_number() -> None:
+    one, other = splits_of(Numbers), splits_of(Numbers, seed=7)
+    late = one.get("train", 120)[0]
+    assert one.get("heldout", 3)[0].id == other.get("heldout", 3)[0].id
+    assert other.get("train", 120)[0].id == late.id == one.get("train", 120)[0].id
+
+
+def test_finite_content_is_noticed_and_training_begins_again_in_another_order() -> None:
+    splits = splits_of(Few)
+    size = len(splits.some("train", 0, 10_000))
+    assert splits.exhausted("train") and 20 < size <= 40
+    passes = [[splits.get("train", epoch * size + number) for number in range(size)] for epoch in range(3)]
+    assert [{epoch for _, epoch in one} for one in passes] == [{0}, {1}, {2}]
+    orders = [[task.id for task, _ in one] for one in passes]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2]
+    other = splits_of(Few, seed=1)
+    assert [other.get("train", number)[0].id for number in range(size)] == orders[0]
+    assert [other.get("train", size + number)[0].id for number in range(size)] != orders[1]
+
+
+def test_evaluation_splits_end() -> None:
+    splits = splits_of(Few)
+    size = len(splits.some("heldout", 0, 100))
+    with pytest.raises(InvalidRequest, match=f"has {size} tasks"):
+        splits.get("heldout", size)
+
+
+def test_an_empty_split_says_so() -> None:
+    class One(Environment):
+        def tasks(self):
+            yield Task("What is 1?")
+
+    splits = splits_of(One)
+    empty = next(split for split in SPLITS if split != split_of("what is 1?"))
+    with pytest.raises(InvalidRequest, match="no tasks"):
+        splits.get(empty, 0)
+
+
+@pytest.mark.parametrize(("split", "index"), [("tarin", 0), ("train", -1), ("train", True), ("train", "0")])
+def test_wrong_questions_are_refused(split: str, index: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        splits_of(Few).get(split, index)
+
+
+def test_own_splits_give_way_to_heldout() -> None:
+    class Own(Environment):
+        def tasks(self, split):
+            start = {"train": 0, "validation": 8, "heldout": 10}[split]
+            for number in range(start, start + 5):
+                yield Task(f"{number}")
+
+    found = contents(splits_of(Own), 100)
+    assert found["heldout"] == {"10", "11", "12", "13", "14"}
+    assert found["validation"] == {"8", "9"}
+    assert found["train"] == {"0", "1", "2", "3", "4"}
+
+
+def test_own_endless_training_tasks_never_hold_heldout_ones() -> None:
+    class Own(Environment):
+        def tasks(self, split):
+            return (Task(f"{n % 700}") for n in count()) if split == "train" else [Task(f"{n}") for n in range(9)]
+
+    splits = splits_of(Own)
+    assert splits.get("train", 0)[0].content == "9"
+    assert splits.get("train", 691)[1] == 1 and splits.known("train") == 691 > PATIENCE
+
+
+def test_a_stream_that_raises_does_not_look_like_one_that_ends() -> None:
+    class Raises(Environment):
+        def tasks(self):
+            yield Task("a")
+            raise OSError("the file is gone")
+
+    splits = splits_of(Raises)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the file is gone"):
+            splits.some("train", 0, 10)
+    assert not splits.exhausted("train")
+
+
+def test_a_stream_of_something_else_is_refused() -> None:
+    class Wrong(Environment):
+        def tasks(self):
+            yield {"prompt": "x"}
+
+    with pytest.raises(EnvironmentMistake, match="not dict"):
+        splits_of(Wrong).get("train", 0)
+
+
+def test_a_survey_stops_at_its_limit_or_in_time() -> None:
+    splits = splits_of(Numbers)
+    splits.survey(5, 60.0)
+    assert min(splits.known(split) for split in SPLITS) >= 5 and splits.known("train") < 1000
+    late = splits_of(Numbers)
+    late.survey(10**9, 0.0)
+    assert late.known("train") == 0

@@ -1,0 +1,296 @@
+"""The command line for people, over real processes: following runs, logs, deleting old ones."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from toprope_server.cli.runs.follow import LogTail
+from toprope_server.cli.runs.prune import age_seconds, bytes_text
+
+from tests.support.tools_house import become, step
+from toprope.errors import InvalidValue
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.status import CrewMember, EventLog, Failure, Status
+from toprope.settings.schema import Config
+from toprope.supervisor.lock import RunLock
+
+COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
+DAY = 86_400.0
+
+
+def variables(home):
+    kept = {name: os.environ[name] for name in ("PATH",)}
+    places = {"HOME": str(home), "TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
+    return kept | places | {"COLUMNS": "100", "TERM": "xterm-256color"}
+
+
+def toprope(home, *arguments):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=variables(home))
+
+
+def make_run(home, run_id, state="queued", *, ended=0.0, created=0.0, **fields):
+    """A run in a state, which ended so many seconds ago if it ended."""
+    folder = RunFolder.create(home / "home" / "runs", run_id)
+    now = time.time()
+    times = {"created_at": now - (created or ended), "since": now, "updated_at": now}
+    over = {"ended_at": now - ended} if state in ("completed", "stopped", "failed", "lost") else {}
+    Status(run_id=run_id, kind="train", environment="words", state=state, **times, **over, **fields).write(folder)
+    return folder
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A live run: the test holds its lock as its keeper would."""
+    folder = make_run(tmp_path, "a-run")
+    lock = RunLock.acquire(folder.lock)
+    yield tmp_path, folder
+    lock.release()
+
+
+def read_until(stream, text, limit=30.0):
+    """What a stream gives until `text` has come."""
+    found, deadline = "", time.monotonic() + limit
+    while text not in found:
+        assert time.monotonic() < deadline, found
+        if select.select([stream], [], [], 0.2)[0]:
+            chunk = os.read(stream if isinstance(stream, int) else stream.fileno(), 65_536).decode(errors="replace")
+            assert chunk, found
+            found += chunk
+    return found
+
+
+def finish(folder, state="completed", **fields):
+    become(folder, state, ended_at=time.time(), **fields)
+    EventLog(folder).append("end", state=state)
+
+
+def test_watch_in_a_pipe_tells_each_change_and_ends_with_the_run(live):
+    home, folder = live
+    watching = subprocess.Popen(
+        [*COMMAND, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables(home)
+    )
+    try:
+        seen = read_until(watching.stdout, "queued")
+        step(folder, 3, total=20, rollouts_per_second=1450.0)
+        seen += read_until(watching.stdout, "step 3/20")
+        finish(folder, evaluations={"before": {"accuracy": 0.1}, "after": {"accuracy": 0.9}})
+        seen += watching.stdout.read().decode()
+        assert watching.wait(timeout=10) == 0
+        assert watching.stderr.read() == b""
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
+        watching.stderr.close()
+    for part in ("queued -> training", "1450 rollouts/s", "training -> completed", "held-out accuracy 10.0% -> 90.0%"):
+        assert part in seen
+    assert "\x1b" not in seen
+    assert re.match(r"\d\d:\d\d:\d\d a-run: ", seen)
+
+
+def test_watch_on_a_terminal_draws_a_picture_with_bar_crew_and_events(live):
+    home, folder = live
+    step(folder, 5, total=20, success=0.25)
+    become(folder, "training", crew={"trainer": CrewMember(state="ready", since=time.time())})
+    outer, inner = pty.openpty()
+    watching = subprocess.Popen([*COMMAND, "watch", "a-run"], stdout=inner, stderr=inner, env=variables(home))
+    os.close(inner)
+    try:
+        seen = read_until(outer, "25 %")
+        finish(folder, "failed", failure=Failure(component="trainer", reason="out of memory", hint="Lower it."))
+        seen += read_until(outer, "Lower it.")
+        assert watching.wait(timeout=10) == 1
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(outer)
+    for part in ("a-run", "training", "step 5/20", "reward 0.25", "success 25.0%", "trainer", "ready", "ETA", "failed"):
+        assert part in seen, part
+    assert "━" in seen
+
+
+def test_watch_leaves_at_once_on_ctrl_c_and_says_when_there_is_nothing(live):
+    home, folder = live
+    watching = subprocess.Popen(
+        [*COMMAND, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables(home)
+    )
+    try:
+        read_until(watching.stdout, "queued")
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=5) == 130
+        assert b"Traceback" not in watching.stderr.read()
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
+        watching.stderr.close()
+    finish(folder)
+    assert "No run is live" in toprope(home, "watch").stdout
+    wrong = toprope(home, "watch", "b-run")
+    assert wrong.returncode == 1
+    assert "no run 'b-run'" in wrong.stderr
+
+
+def test_logs_are_followed_through_rotation_until_the_run_ends(live):
+    home, folder = live
+    folder.log("trainer").write_text("one\n")
+    following = subprocess.Popen(
+        [*COMMAND, "logs", "a-run", "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables(home)
+    )
+    try:
+        seen = read_until(following.stdout, "one")
+        with folder.log("trainer").open("a") as log:
+            log.write("two\n\x1b[31mred\x1b[0m\n")
+        seen += read_until(following.stdout, "red")
+        os.rename(folder.log("trainer"), folder.logs / "trainer.log.1")
+        folder.log("trainer").write_text("after the rotation\n")
+        folder.log("keeper").write_text("kept\n")
+        seen += read_until(following.stdout, "kept")
+        with folder.log("trainer").open("a") as log:
+            log.write("no end of line")
+        finish(folder)
+        seen += following.stdout.read().decode()
+        assert following.wait(timeout=10) == 0
+    finally:
+        following.kill()
+        following.wait()
+        following.stdout.close()
+        following.stderr.close()
+    assert sorted(line.split("|")[1].strip() for line in seen.splitlines()) == sorted(
+        ["one", "two", "red", "after the rotation", "kept", "no end of line"]
+    )
+    assert "\x1b" not in seen
+    assert "trainer     | one" in seen
+    wrong = toprope(home, "logs", "a-run", "trainr", "-f")
+    assert (wrong.returncode, "There are: keeper" in wrong.stderr) == (1, True)
+    assert "Name a component" in toprope(home, "logs", "a-run").stderr
+
+
+def test_a_tail_keeps_half_lines_until_they_are_whole(tmp_path):
+    path = tmp_path / "x.log"
+    tail = LogTail(path)
+    assert tail.lines() == []
+    path.write_text("who")
+    assert tail.lines() == []
+    with path.open("a") as log:
+        log.write("le\nrest")
+    assert tail.lines() == ["whole"]
+    assert tail.lines(last=True) == ["rest"]
+    tail.close()
+
+
+def test_prune_shows_first_and_deletes_only_what_is_old_ended_and_not_spared(tmp_path):
+    old = make_run(tmp_path, "old", "completed", ended=40 * DAY)
+    (old.checkpoints / "weights").write_bytes(os.urandom(200_000))
+    make_run(tmp_path, "middle", "failed", ended=10 * DAY)
+    make_run(tmp_path, "new", "completed", ended=60.0)
+    living = make_run(tmp_path, "live", "training", created=90 * DAY)
+    lock = RunLock.acquire(living.lock)
+    # Its status says that it ended, and still somebody works on it.
+    used = make_run(tmp_path, "used", "stopped", ended=50 * DAY)
+    other = RunLock.acquire(used.lock)
+    try:
+        shown = toprope(tmp_path, "prune")
+        assert shown.returncode == 0
+        assert "old: completed 40 d 0 h ago, train words" in shown.stdout
+        assert re.search(r"\n1 run, 2\d\d KB would go. Nothing was deleted: add --yes.", shown.stdout)
+        assert old.path.is_dir()
+        assert "nothing to delete" in toprope(tmp_path, "prune", "--keep", "3", "--older-than", "5d").stdout
+        fewer = toprope(tmp_path, "prune", "--keep", "2").stdout
+        assert ("old: " in fewer, "middle: " in fewer) == (True, False)
+        done = toprope(tmp_path, "prune", "--older-than", "5d", "--yes")
+        assert done.returncode == 0, done.stderr
+        assert "Deleted: 2 runs" in done.stdout
+        assert sorted(path.name for path in (tmp_path / "home" / "runs").iterdir()) == ["live", "new", "used"]
+        assert "nothing to delete" in toprope(tmp_path, "prune", "--older-than", "5d").stdout
+    finally:
+        lock.release()
+        other.release()
+
+
+def specify(folder, config):
+    Specification(
+        run_id=folder.run_id,
+        kind="train",
+        created_at=0.0,
+        toprope_version="0",
+        environment=EnvironmentSource(name="words", file="x", attribute="X"),
+        config=config,
+        policy_cache="",
+    ).write(folder)
+
+
+def test_prune_spares_a_checkpoint_that_a_live_run_starts_from(tmp_path):
+    old = make_run(tmp_path, "old", "completed", ended=40 * DAY)
+    living = make_run(tmp_path, "live", "training")
+    config = Config()
+    config.policy.model = str(old.checkpoints / "step-1")
+    specify(living, config)
+    lock = RunLock.acquire(living.lock)
+    try:
+        assert "nothing to delete" in toprope(tmp_path, "prune").stdout
+    finally:
+        lock.release()
+
+
+def test_prune_finishes_what_was_interrupted_and_removes_what_crashes_left(tmp_path):
+    make_run(tmp_path, "new", "completed", ended=60.0)
+    home = tmp_path / "home"
+    (home / "runs" / ".pruned-gone").mkdir()
+    policies = home / "policies"
+    from toprope.training.policy.loading import embedded_folder
+
+    for name in (".making-abc", "embedded-0000", embedded_folder(policies).name):
+        (policies / name).mkdir(parents=True)
+    (home / ".index.xyz").write_text("")
+    fresh = policies / ".making-now"
+    fresh.mkdir()
+    for path in (policies / ".making-abc", home / ".index.xyz"):
+        os.utime(path, (time.time() - 2 * DAY, time.time() - 2 * DAY))
+    done = toprope(tmp_path, "prune", "--yes")
+    assert "4 leftovers" in done.stdout, done.stdout + done.stderr
+    assert sorted(path.name for path in policies.iterdir()) == [".making-now", embedded_folder(policies).name]
+    assert sorted(path.name for path in home.iterdir()) == ["policies", "runs"]
+    assert [path.name for path in (home / "runs").iterdir()] == ["new"]
+
+
+def test_ages_and_sizes():
+    assert age_seconds("12h") == 43_200
+    assert age_seconds(" 1.5d ") == 1.5 * DAY
+    for wrong in ("", "30", "d", "30 years", "-1d"):
+        with pytest.raises(InvalidValue, match="12h, 30d, 8w"):
+            age_seconds(wrong)
+    assert [bytes_text(count) for count in (0, 999, 12_000, 1_200_000, 34_000_000, 5_600_000_000)] == [
+        "0 B", "999 B", "12 KB", "1.2 MB", "34 MB", "5.6 GB",
+    ]  # fmt: skip
+
+
+def test_prune_refuses_what_makes_no_sense(tmp_path):
+    assert toprope(tmp_path, "prune", "--yes", "--dry-run").returncode == 2
+    wrong = toprope(tmp_path, "prune", "--older-than", "soon")
+    assert (wrong.returncode, "12h, 30d, 8w" in wrong.stderr) == (1, True)
+
+
+def test_resume_and_stop_of_a_run_that_cannot_say_why(tmp_path):
+    specify(make_run(tmp_path, "a-run", "completed", ended=60.0), Config())
+    resumed = toprope(tmp_path, "resume", "a-run")
+    assert resumed.returncode == 1
+    assert "completed" in resumed.stderr
+    assert "Traceback" not in resumed.stderr
+    stopped = toprope(tmp_path, "stop", "a-run")
+    assert (stopped.returncode, "completed already" in stopped.stdout) == (0, True)
+    assert toprope(tmp_path, "resume", "b-run").stderr.startswith("toprope: There is no run 'b-run'.")
+
+
+def test_every_command_explains_itself(tmp_path):
+    shown = toprope(tmp_path, "--help").stdout
+    for name in ("serve", "token", "runs", "status", "watch", "logs", "stop", "resume", "doctor", "prune", "install"):
+        assert re.search(rf"\b{name}\b +\w", shown), name
+    assert list(tmp_path.iterdir()) == []

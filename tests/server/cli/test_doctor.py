@@ -1,0 +1,218 @@
+"""What the doctor finds: on a sound machine nothing broken, and each illness with its place and its remedy."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from toprope_server.cli.doctor import checks, doctor
+from toprope_server.cli.doctor.checks import Finding, every
+from toprope_server.http.token import TokenFile
+
+from toprope.records.index.index import Index
+from toprope.records.run.folder import RunFolder
+from toprope.settings.owner import Home
+
+COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli", "doctor"]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    for name in checks._KEYS:
+        monkeypatch.delenv(name, raising=False)
+    made = Home(tmp_path / "home", tmp_path / "config")
+    made.ensure()
+    made.configuration.mkdir()
+    return made
+
+
+def found(home, check):
+    return list(every(home, [check]))
+
+
+def broken(findings):
+    return [finding for finding in findings if finding.level == "broken"]
+
+
+def test_a_sound_machine_is_said_to_be_sound(tmp_path):
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "COLUMNS": "120"}
+    done = subprocess.run([*COMMAND, "--json"], capture_output=True, text=True, timeout=100, env=environment)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["broken"]) == (0, 0), done.stdout
+    subjects = {finding["subject"] for finding in report["findings"]}
+    assert subjects >= {
+        "Python", "packages", "torch", "GPU", "home", "disk", "owner's files", "environments", "index", "runs",
+        "containment", "sandbox", "WANDB_API_KEY", "HF_TOKEN", "OPENROUTER_API_KEY", "TINKER_API_KEY",
+        "claude-desktop", "claude-code", "inspector", "limits of environments",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_machine_is_exit_status_one_with_the_line_and_the_remedy(tmp_path):
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "locks.yaml").write_text(
+        "# mine\nlocks:\n  - field: optimizer.lerning_rate\n    value: 1\n    reason: x\n"
+    )
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "COLUMNS": "150", "TOPROPE_CONFIG": str(config)}
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 1
+    assert "BROKEN" in done.stdout
+    assert "line 3" in done.stdout
+    assert "1 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("settings.yaml", "preset: x\nstatus:\n  min_s: soon\n", 3),
+        ("settings.yaml", "preset: x\n\nvariabels: {}\n", 3),
+        ("settings.yaml", "preset: [\n", 2),
+        ("settings.yaml", "# a\nhttp:\n  port: 70000\n", 3),
+        ("locks.yaml", "locks:\n - {field: budget.steps, max: 5, reason: a}\n - {field: budget.steps, max: 6}\n", 3),
+        ("locks.yaml", "locks:\n - field: budget.steps\n   maximum: 5\n", 3),
+        ("presets/mine.yaml", "description: x\nconfig:\n  rollout:\n    grup_size: 4\n", 4),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_owners_files_is_told_with_its_line(home, name, text, line):
+    path = home.configuration / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    (finding,) = broken(found(home, checks.owners_files))
+    assert finding.text.startswith(f"line {line}: ") or f"at line {line}" in finding.text, finding
+    assert str(path) in finding.text
+
+
+def test_what_the_settings_name_must_be_there(home):
+    home.settings_file.write_text("preset: hermess\nenvironments: [mine]\n")
+    findings = {finding.level: finding for finding in found(home, checks.owners_files)}
+    assert "no preset 'hermess'" in findings["broken"].text
+    assert "cpu-embedded" in findings["broken"].remedy
+    assert str(home.configuration / "mine") in findings["warning"].text
+
+
+def test_keys_are_told_by_name_and_never_by_value(home, monkeypatch):
+    home.settings_file.write_text("variables: {trainer: {WANDB_API_KEY: w-secret}, api: {HF_TOKEN: h-secret}}\n")
+    monkeypatch.setenv("OPENROUTER_API_KEY", "o-secret")
+    findings = {finding.subject: finding for finding in found(home, checks.keys)}
+    assert findings["WANDB_API_KEY"].level == "ok"
+    assert findings["HF_TOKEN"].level == "warning"
+    assert "policy needs it" in findings["HF_TOKEN"].text
+    assert "--variable OPENROUTER_API_KEY" in findings["OPENROUTER_API_KEY"].remedy
+    assert "missing" in findings["TINKER_API_KEY"].text
+    assert "secret" not in repr(findings)
+
+
+def test_files_that_others_can_read_are_told(home):
+    home.settings_file.write_text("variables: {policy: {HF_TOKEN: x}}\n")
+    os.chmod(home.settings_file, 0o644)
+    token = TokenFile(home.configuration)
+    token.ensure()
+    assert not broken(found(home, checks.owners_files))
+    os.chmod(token.path, 0o644)
+    findings = {finding.subject: finding for finding in found(home, checks.owners_files)}
+    assert (findings["settings.yaml"].level, findings["http-token"].level) == ("warning", "broken")
+    assert f"chmod 600 {token.path}" in findings["http-token"].remedy
+
+
+def test_an_index_that_is_damaged_is_told_and_left(home):
+    assert [finding.level for finding in found(home, checks.index)] == ["note"]
+    Index(home.index).create_draft("p", {}, [], {})
+    assert "sound, 1 drafts" in found(home, checks.index)[0].text
+    home.index.write_bytes(b"nothing of the kind" * 100)
+    (finding,) = broken(found(home, checks.index))
+    assert "doctor --repair" in finding.remedy
+    assert home.index.read_bytes().startswith(b"nothing")
+
+
+def test_environments_that_are_broken_are_told_with_the_cause(home):
+    folder = home.configuration / "environments"
+    folder.mkdir()
+    (folder / "mine.py").write_text("from toprope.sdk import Environment\nclass Mine(Environment:\n")
+    (finding,) = broken(found(home, checks.environments))
+    assert "mine" in finding.text
+    assert "mine.py:2" in finding.text
+
+
+def test_runs_that_cannot_be_read_or_lost_their_keeper_are_told(home):
+    folder = RunFolder.create(home.runs, "odd")
+    folder.status.write_text("{}")
+    status = {"run_id": "left", "kind": "train", "environment": "e", "state": "training"}
+    other = RunFolder.create(home.runs, "left")
+    other.status.write_text(json.dumps(status | {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}))
+    findings = found(home, doctor.runs)
+    assert [finding.level for finding in findings] == ["warning", "broken", "ok"]
+    assert "toprope status left" in findings[0].remedy
+
+
+def test_packages_that_miss_or_do_not_fit_are_told(home, monkeypatch):
+    real = checks.metadata.version
+    versions = {"rich": "1.0", "typer": None, "anyio": "4.9.1"}
+
+    def version(name):
+        if name in versions:
+            if versions[name] is None:
+                raise checks.metadata.PackageNotFoundError(name)
+            return versions[name]
+        return real(name)
+
+    monkeypatch.setattr(checks.metadata, "version", version)
+    wrong, other = found(home, checks.packages)
+    assert wrong.level == "broken"
+    assert "rich 1.0 is not >=13" in wrong.text
+    assert "typer is missing" in wrong.text
+    assert "anyio 4.9.1 (tested: " in other.text
+
+
+def test_a_torch_that_does_not_load_is_told(home, monkeypatch):
+    monkeypatch.setattr(checks, "_TORCH", "import no_such_torch")
+    (finding,) = found(home, checks.torch)
+    assert (finding.level, "no_such_torch" in finding.text) == ("broken", True)
+
+
+def test_a_home_that_cannot_be_written_and_a_full_disk_are_told(home, monkeypatch):
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: checks.shutil._ntuple_diskusage(10, 9, 1))
+    (finding,) = broken(found(home, checks.folders))
+    assert (finding.subject, "prune" in finding.remedy) == ("disk", True)
+    blocked = home.path / "file"
+    blocked.write_text("")
+    other = Home(blocked / "home", home.configuration)
+    assert "home" in {finding.subject for finding in broken(found(other, checks.folders))}
+
+
+def test_clients_are_told_whether_they_know_this_installation(home):
+    path = doctor.configuration_file("claude-code")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"mcpServers": {}}))
+    assert {f.subject: f.remedy for f in found(home, doctor.clients)}["claude-code"] == "toprope install claude-code"
+    command, *arguments = doctor.server_command()
+    path.write_text(json.dumps({"mcpServers": {"toprope": {"command": command, "args": arguments}}}))
+    assert {f.subject: f.level for f in found(home, doctor.clients)}["claude-code"] == "ok"
+    path.write_text(json.dumps({"mcpServers": {"toprope": {"command": "/gone/python", "args": []}}}))
+    assert {f.subject: f.level for f in found(home, doctor.clients)}["claude-code"] == "warning"
+
+
+def test_a_check_that_fails_itself_is_a_finding(home):
+    def fails(_):
+        yield Finding("a", "ok", "b")
+        raise RuntimeError("inside")
+
+    assert [finding.level for finding in found(home, fails)] == ["ok", "broken"]
+
+
+def test_how_runs_are_held_is_told_with_what_could_escape(home, monkeypatch):
+    from toprope.supervisor.keeper import confinement as containment
+
+    monkeypatch.setattr(containment, "probe", lambda: "")
+    held = found(home, doctor.containment)[0]
+    assert held.level == "ok" and held.text.startswith("bubblewrap") and "could escape" in held.text
+    monkeypatch.setattr(containment, "probe", lambda: "bwrap is not installed")
+    held = found(home, doctor.containment)[0]
+    assert held.level in ("note", "warning") and "bwrap is not installed" in held.text
+    home.settings_file.write_text("containment: bubblewrap\n")
+    (finding,) = broken(found(home, doctor.containment))
+    assert "containment: auto" in finding.remedy
+    home.settings_file.write_text("containment: guard\n")
+    assert "owner's settings" in found(home, doctor.containment)[0].text

@@ -1,0 +1,281 @@
+"""`toprope env`: a template that works, playing in the terminal, adding and removing; and the tool that installs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import yaml
+from mcp.client import Client
+from toprope_server.cli.commands import build
+from toprope_server.mcp.app import create_server
+from toprope_server.mcp.roles import Role, owners_role
+from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.planning.environment_check import check_environment
+from toprope_tools.planning.environments import describe_environment
+from typer.testing import CliRunner
+
+from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.tiny_policy import make_tiny_policy
+from tests.support.tools_house import make_workshop
+from toprope.errors import EnvironmentFailed
+from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
+from toprope.workbench.interpreters.registry import Added
+
+TALK = """
+from toprope.sdk import Environment, OwnLoop, Part, Played, Task
+class Talk(Environment):
+    '''Say what was said.'''
+    max_turns = 2
+    def tasks(self):
+        for n in range(3): yield Task(f"Say {n}")
+    def step(self, text):
+        print("heard", text)
+        return "again \\x1b[31m", False
+    def score(self):
+        if self.answer == "raise": raise ValueError("odd answer\\x1b[2J")
+        return 0.25
+"""
+
+
+class Shell:
+    """Commands in a home of their own."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home, self.config = path / "home", path / "config"
+        monkeypatch.setenv("TOPROPE_HOME", str(self.home))
+        monkeypatch.setenv("TOPROPE_CONFIG", str(self.config))
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(build(), ["env", *words])
+        assert done.exit_code == code, f"{done.output}\n{done.exception!r}"
+        return done.output
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return Shell(tmp_path, monkeypatch)
+
+
+def test_the_template_is_listed_plays_and_passes_its_own_test(shell: Shell) -> None:
+    said = shell("new", "back-words")
+    file, test = shell.config / "environments" / "back_words.py", shell.config / "environments" / "test_back_words.py"
+    assert str(file) in said and str(test) in said
+    words = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=file.parent)
+    assert done.returncode == 0 and re.search(r"\b9 passed", done.stdout), done.stdout
+    played = shell("try", "back-words", "--model", "solver", "--tasks", "2", "--knob", "length=4")
+    assert played.count("reward 1 of 1 (letters 1, exact 1); success yes") == 2
+    assert re.search(r"user: Write this backwards: [a-j]{4}\n", played)
+    assert "toprope: 5 ready" in shell("list")
+    text = file.read_text()
+    assert "is there already" in shell("new", "back-words", code=1) and file.read_text() == text
+    for wrong in ("Upper", "../up", "json", "yaml", "class", "2nd"):
+        shell("new", wrong, code=1)
+    assert len(list(file.parent.iterdir())) == 2
+
+
+def test_turns_errors_and_prints_are_shown_with_a_model_at_an_endpoint(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "talk.py"
+    file.write_text(TALK)
+    stand_in = OpenAiStandIn(lambda question: "raise" if "again" in question else "fine")
+    shell.config.mkdir()
+    (shell.config / "settings.yaml").write_text(
+        yaml.safe_dump({"models": {"mine": {"base_url": stand_in.url, "model": "right"}}})
+    )
+    try:
+        said = shell("try", str(file), "--model", "mine", "--tasks", "1", code=1)
+    finally:
+        stand_in.close()
+    assert "user: Say " in said and "assistant: fine\nuser: again" in said and "\x1b" not in said
+    assert "error: ValueError: odd answer\ufffd[2J" in said and "talk.py:" in said and "heard fine" in said
+    unsolved = shell("try", str(file), "--model", "solver", "--tasks", "9", code=1)
+    assert "nobody knows the answer" in unsolved and re.search(r"There (is|are) no more than [1-3] in", unsolved)
+    assert "There is no file" in shell("try", str(tmp_path / "none.py"), code=1)
+    file.write_text("import nothing_of_that_name\n" + TALK)
+    assert "nothing_of_that_name" in shell("try", str(file), "--model", "solver", code=1)
+
+
+def test_a_policy_in_a_folder_plays(shell: Shell, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    make_tiny_policy(policy)
+    said = shell("try", "number_guess", "--model", str(policy), "--tasks", "1", "--max-tokens", "4")
+    assert "user: Guess my number" in said and re.search(r"reward [\d.]+ of 1\.2 \(solved", said)
+    assert not list(tmp_path.glob("home/runs/*"))
+
+
+def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "talk.py").write_text(TALK)
+    assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from.\n"
+    assert "mine: folder" in shell("list") and "toprope: 5 ready" in shell("list")
+    assert "talk: Say what was said." in shell("try", "talk", "--model", "solver", "--tasks", "1", code=1)
+    assert "already; nothing was installed" in shell("add", "reasoning_gym")
+    assert "Did you mean" in shell("add", "reasoning gim", code=1)
+    assert shell("remove", "mine") == "Removed mine.\n" and "mine" not in shell("list").split("Added")[-1]
+    assert (tmp_path / "mine" / "talk.py").is_file()
+    assert "was added" in shell("remove", "mine", code=1)
+
+
+LOUD = """
+from toprope.sdk import Environment, Part, Task, knob
+class Loud(Environment):
+    '''Says much.'''
+    tags = ("t" * 100_000,)
+    parts = {f"part{n}": Part(description="d\\x1b[2J" + "d" * 10_000) for n in range(200)}
+    class Knobs:
+        size: str = knob("k" * 100_000, choices=["k" * 100_000, "other"], help="h\\x1b[2J")
+        raises: bool = knob(False)
+    def setup(self):
+        if self.knobs.raises: raise ValueError("no\\x1b[2J" + "!" * 100_000)
+    def tasks(self):
+        for n in range(300): yield Task(f"Say\\x1b[2J {n}")
+    def score(self):
+        return dict.fromkeys(self.parts, 0.0)
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Any:
+    shop, launcher = make_workshop(tmp_path)
+    yield shop
+    launcher.close()
+
+
+def test_an_environment_that_says_much_leaves_room_in_an_answer_and_hides_nothing(house: Any) -> None:
+    folder = house.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "loud.py").write_text(LOUD)
+
+    async def ask() -> Any:
+        with pytest.raises(EnvironmentFailed) as refusal:
+            await describe_environment(house, name="loud", knobs={"raises": True})
+        return await describe_environment(house, name="loud"), str(refusal.value)
+
+    answer, refused = anyio.run(ask)
+    assert tokens(answer) < TOKEN_BUDGET and len(answer.data.reward_parts) == 40
+    assert "no\ufffd[2J!!" in refused and len(refused) < 5000
+    assert "\x1b" not in answer.text + refused
+
+
+CALLS_HOME = """
+import socket
+from toprope.sdk import Environment, Part, Task
+class Caller(Environment):
+    '''Calls home.'''
+    def setup(self):
+        try:
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM).close()
+            self.parts = {"reached": Part()}
+        except OSError:
+            self.parts = {"alone": Part()}
+    def tasks(self):
+        for n in range(300): yield Task(f"Say {n}", reference=str(n))
+    def score(self):
+        return float(self.answer == self.task.reference)
+"""
+
+
+@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
+def test_where_the_owner_locks_the_network_nobody_has_one_before_a_run_either(house: Any) -> None:
+    folder = house.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "caller.py").write_text(CALLS_HOME)
+
+    async def ask() -> list[str]:
+        described = await describe_environment(house, name="caller")
+        checked = await check_environment(house, name="caller")
+        assert checked.data.verdict != "critical"
+        return list(described.data.reward_parts)
+
+    assert anyio.run(ask) == ["reached"]
+    (house.home.configuration / "locks.yaml").write_text(
+        "locks: [{field: environment.network, value: deny, reason: Not from here.}]\n"
+    )
+    assert anyio.run(ask) == ["alone"]
+
+
+def test_agents_install_only_where_the_owner_lets_them(
+    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered: list[str] = []
+
+    def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:
+        assert order.plain_only
+        ordered.append(order.given)
+        for word in ("resolving", "installing"):
+            progress(word)
+        return Outcome(Added(name=order.given, kind="packages", given=order.given, adapter="textarena"), own=True)
+
+    monkeypatch.setattr(Interpreters, "add", add)
+    monkeypatch.setenv("TOPROPE_CONFIG", str(house.home.configuration))
+    news: list[str | None] = []
+
+    async def heard(progress: float, total: float | None, message: str | None) -> None:
+        news.append(message)
+
+    async def ask(role: Role, *given: str) -> tuple[list[str], list[Any]]:
+        with anyio.fail_after(60):
+            async with Client(create_server(lambda: house, role)) as client:
+                names = [tool.name for tool in (await client.list_tools()).tools]
+                asked = [
+                    await client.call_tool("add_environment", {"what": one}, progress_callback=heard) for one in given
+                ]
+                return names, asked
+
+    assert not owners_role().installs
+    names, [refused] = anyio.run(ask, Role(), "textarena")
+    assert "add_environment" not in names and refused.is_error and "not offered here" in refused.content[0].text
+    house.home.configuration.mkdir(parents=True, exist_ok=True)
+    house.home.settings_file.write_text("installs: allow\n")
+    role = Role().within(owners_role())
+    assert role.installs
+    names, [installed, path, url] = anyio.run(ask, role, "textarena", "./mine", "x @ https://example.org/x.whl")
+    assert names.index("add_environment") < names.index("select_environment")
+    assert not installed.is_error and "nothing was installed" in installed.content[0].text
+    assert installed.structured_content["done"] and ordered == ["textarena"]
+    for one in (path, url):
+        assert one.is_error and "toprope env add" in one.content[0].text
+    house.home.settings_file.write_text("installs: ask\n")  # a server that was started before is held to it as well
+    _, [late] = anyio.run(ask, role, "textarena")
+    assert late.is_error and "Ask the owner to run: toprope env add textarena" in late.content[0].text
+
+
+def test_a_long_installation_goes_on_and_is_asked_for_again(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from toprope_tools.planning.installation import add_environment
+
+    go, calls = threading.Event(), []
+
+    def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:
+        calls.append(order)
+        progress("installing 3 packages")
+        assert go.wait(60)
+        return Outcome(Added(name="tiny", kind="packages", given="tiny"))
+
+    monkeypatch.setattr(Interpreters, "add", add)
+    monkeypatch.setattr("toprope_tools.planning.installation._LOOK_S", 0.02)
+    house.home.configuration.mkdir(parents=True, exist_ok=True)
+    house.home.settings_file.write_text("installs: allow\nstatus: {waits: {'': 0.1}}\n")
+    news: list[str | None] = []
+
+    async def heard(progress: float, total: float | None, message: str | None) -> None:
+        news.append(message)
+
+    async def twice() -> tuple[Any, Any]:
+        first = await add_environment(house, what="tiny", progress=heard)
+        go.set()
+        return first, await add_environment(house, what="tiny")
+
+    first, second = anyio.run(twice)
+    assert not first.data.done and "still being installed (installing 3 packages)" in first.text
+    assert 'add_environment(what="tiny")' in first.text and news == ["installing 3 packages"]
+    assert second.data.done and len(calls) == 1

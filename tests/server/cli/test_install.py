@@ -1,0 +1,202 @@
+"""Entering this installation into clients' files, and variables into the owner's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from toprope_server.cli.commands import build
+from toprope_server.cli.install import configuration_file, server_command
+from typer.testing import CliRunner
+
+from toprope.errors import InvalidValue
+from toprope.settings.edit import set_variable
+from toprope.settings.owner import OwnerSettings
+
+COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
+
+
+def toprope(home, *arguments, **variables):
+    kept = {name: os.environ[name] for name in ("PATH",)}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=kept | {"HOME": str(home), "TOPROPE_CONFIG": str(home / "config"), "COLUMNS": "200"} | variables,
+    )
+
+
+@pytest.mark.parametrize(
+    ("client", "platform", "environ", "expected"),
+    [
+        ("claude-desktop", "darwin", {}, "Library/Application Support/Claude/claude_desktop_config.json"),
+        ("claude-desktop", "linux", {}, ".config/Claude/claude_desktop_config.json"),
+        ("claude-desktop", "win32", {"APPDATA": "/h/Roaming"}, "Roaming/Claude/claude_desktop_config.json"),
+        ("claude-code", "linux", {}, ".claude.json"),
+        ("claude-code", "linux", {"CLAUDE_CONFIG_DIR": "/h/c"}, "c/.claude.json"),
+        ("inspector", "linux", {}, ".mcp-inspector/mcp.json"),
+        ("inspector", "linux", {"MCP_CATALOG_PATH": "/h/x.json"}, "x.json"),
+    ],
+)
+def test_each_client_has_its_file_on_each_platform(client, platform, environ, expected):
+    environ = {"HOME": "/h", "USERPROFILE": "/h", **environ}
+    assert configuration_file(client, platform=platform, environ=environ).as_posix() == f"/h/{expected}"
+
+
+def test_what_a_client_has_stays_and_is_backed_up(tmp_path):
+    path = configuration_file("claude-desktop", environ={"HOME": str(tmp_path)})
+    path.parent.mkdir(parents=True)
+    before = {"theme": "dark", "mcpServers": {"other": {"command": "x", "env": {"KEY": "geheim-ü"}}}}
+    path.write_text(json.dumps(before))
+    os.chmod(path, 0o640)
+    done = toprope(tmp_path, "install", "claude-desktop")
+    assert done.returncode == 0, done.stderr
+    now = json.loads(path.read_text())
+    ours = now["mcpServers"].pop("toprope")
+    assert now == before
+    assert [ours["command"], *ours["args"]] == server_command()
+    assert ours["env"] == {"TOPROPE_CONFIG": str(tmp_path / "config")}
+    assert path.stat().st_mode & 0o777 == 0o640
+    (backup,) = path.parent.glob("*.bak")
+    assert json.loads(backup.read_text()) == before
+    assert backup.stat().st_mode & 0o777 == 0o600
+    again = toprope(tmp_path, "install", "claude-desktop")
+    assert "nothing was written" in again.stdout
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_the_entry_that_is_written_starts_a_server(tmp_path):
+    assert toprope(tmp_path, "install", "inspector").returncode == 0
+    entry = json.loads((tmp_path / ".mcp-inspector" / "mcp.json").read_text())["mcpServers"]["toprope"]
+    opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
+    done = subprocess.run(
+        [entry["command"], *entry["args"]],
+        input=json.dumps(message) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | entry["env"],
+    )
+    assert json.loads(done.stdout)["result"]["serverInfo"]["name"] == "toprope"
+
+
+def test_printing_writes_nothing(tmp_path):
+    shown = toprope(tmp_path, "install", "claude-code", "--print")
+    head, _, text = shown.stdout.partition("\n")
+    assert head == f"# {tmp_path / '.claude.json'}"
+    assert json.loads(text)["mcpServers"]["toprope"]["type"] == "stdio"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_over_http_the_token_is_in_no_clients_file(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "settings.yaml").write_text("http: {port: 4711}")
+    done = toprope(tmp_path, "install", "claude-code", "--http", "--project", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    entry = json.loads((tmp_path / ".mcp.json").read_text())["mcpServers"]["toprope"]
+    assert entry == {
+        "type": "http",
+        "url": "http://127.0.0.1:4711/mcp",
+        "headers": {"Authorization": "Bearer ${TOPROPE_TOKEN}"},
+    }
+    other = toprope(tmp_path, "install", "claude-desktop", "--http")
+    assert (other.returncode, "token itself" in other.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["claude"], ["Did you mean claude-"]),
+        (["vim"], ["There are: claude-desktop, claude-code, inspector"]),
+        (["inspector", "--project", "."], ["--project is for claude-code"]),
+        (["inspector", "--variable", "HF_TOKEN"], ["HF_TOKEN is not set", "export HF_TOKEN"]),
+        (["inspector", "--variable", "HF_TOKEN=hf_secret"], ["export it first"]),
+        (["inspector", "--variable", "nobody:HOME"], ["no component 'nobody'", "trainer"]),
+    ],
+)
+def test_wrong_requests_are_answered_and_write_nothing(tmp_path, arguments, parts, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TOPROPE_CONFIG", str(tmp_path / "config"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    done = CliRunner().invoke(build(), ["install", *arguments])
+    assert done.exit_code == 1
+    for part in parts:
+        assert part in done.stderr
+    assert "hf_secret" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["{not json", "[]", '{"mcpServers": []}'])
+def test_a_file_that_is_not_understood_is_left_alone(tmp_path, text):
+    path = tmp_path / ".claude.json"
+    path.write_text(text)
+    done = toprope(tmp_path, "install", "claude-code")
+    assert done.returncode == 1
+    assert "left as it is" in done.stderr
+    assert path.read_text() == text
+    assert [found.name for found in tmp_path.iterdir()] == [".claude.json"]
+
+
+def test_variables_go_to_the_component_that_needs_them(tmp_path):
+    keys = {"WANDB_API_KEY": "w-123", "HF_TOKEN": "h-123", "OPENROUTER_API_KEY": "o-123", "PROXY": "p"}
+    options = [part for name in (*list(keys)[:3], "inference:PROXY") for part in ("--variable", name)]
+    done = toprope(tmp_path, "install", "inspector", *options, **keys)
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "config" / "settings.yaml"
+    assert OwnerSettings.read(file).variables == {
+        "trainer": {"WANDB_API_KEY": "w-123"},
+        "policy": {"HF_TOKEN": "h-123"},
+        "models": {"OPENROUTER_API_KEY": "o-123"},
+        "inference": {"PROXY": "p"},
+    }
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(value in done.stdout for value in list(keys.values())[:3])
+    assert "w-123" not in (tmp_path / ".mcp-inspector" / "mcp.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "# only a comment\n",
+        "preset: single-gpu   # mine\n",
+        "preset: single-gpu",
+        "variables:\n",
+        "variables: {}\n",
+        "variables: {policy: {}}\n",
+        "variables: {policy: {A: b}, trainer: {C: d}}  # all of them\n",
+        "# mine\nvariables:\n  trainer:\n    X: '1'  # one\npreset: single-gpu\n",
+        "variables:\n  policy:\n    # the old one\n    HF_TOKEN: old  # revoked\n    OTHER: 'x'\nstatus: {min_s: 5}\n",
+        "variables:\n    policy:\n        OTHER: |\n            text\n",
+        "{preset: single-gpu}\n",
+    ],
+)
+def test_a_variable_is_entered_and_all_else_stays(tmp_path, before):
+    path = tmp_path / "settings.yaml"
+    path.write_text(before)
+    value = "hf_: 'quoted' \"twice\" # no comment {x}"
+    assert set_variable(path, "policy", "HF_TOKEN", value)
+    wanted = yaml.safe_load(before) or {}
+    wanted["variables"] = wanted.get("variables") or {}
+    wanted["variables"]["policy"] = (wanted["variables"].get("policy") or {}) | {"HF_TOKEN": value}
+    assert yaml.safe_load(path.read_text()) == wanted
+    for comment in [line[line.index("#") :] for line in before.splitlines() if "#" in line]:
+        assert comment in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    assert not set_variable(path, "policy", "HF_TOKEN", value)
+    assert path.read_text() == text
+    assert [found.name for found in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+@pytest.mark.parametrize("text", ["variables: [1]\n", "variables: {policy: x}\n", "a: [\n"])
+def test_a_settings_file_that_is_wrong_is_left_as_it_is(tmp_path, text):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidValue):
+        set_variable(path, "policy", "HF_TOKEN", "hf_secret")
+    assert path.read_text() == text

@@ -1,0 +1,75 @@
+"""What the owner's guide says to type and to write works as it stands there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toprope_server.cli.commands import build
+from typer.testing import CliRunner
+
+from tests.server.cli.test_commands import make_run
+from toprope.settings.limits import Limits
+from toprope.settings.locks import Locks
+from toprope.settings.owner import OwnerSettings
+
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "owner.md").read_text()
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+SERVER = [sys.executable, "-P", "-m", "toprope_server.cli"]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    home = tmp_path_factory.mktemp("owner")
+    folder = make_run(home, "a-run", "completed", ended=5.0)
+    folder.log("trainer").write_text("step 1\n")
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
+    return variables | {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_guide_works(house, line, monkeypatch):
+    program, *arguments = shlex.split(line)
+    assert program == "toprope"
+    if arguments[:2] == ["serve", "--http"]:
+        serving = subprocess.Popen([*SERVER, *arguments, "--port", "0"], stdout=subprocess.PIPE, env=house)
+        try:
+            assert b"http://127.0.0.1:" in serving.stdout.readline()
+        finally:
+            serving.terminate()
+            assert serving.wait(timeout=10) == 0
+            serving.stdout.close()
+        return
+    for name, value in house.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(build(), arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip()
+
+
+def test_the_commands_were_found():
+    assert len(COMMANDS) >= 16
+    assert {shlex.split(line)[1] for line in COMMANDS} >= {"clients", "doctor", "install", "serve", "token", "prune"}
+
+
+def test_the_files_of_the_guide_are_read_as_they_stand(tmp_path):
+    blocks = re.findall(r"```yaml\n# (\S+\.yaml)[^\n]*\n(.*?)```", GUIDE, re.S)
+    assert [name for name, _ in blocks].count("settings.yaml") >= 3
+    for number, (name, text) in enumerate(blocks):
+        path = tmp_path / f"{number}-{name}"
+        path.write_text(text)
+        if name == "locks.yaml":
+            assert len(list(Locks.read(path))) == text.count("- field:")
+        elif name == "limits.yaml":
+            limits = Limits.read(path)
+            assert len(list(limits)) == 9 and limits.above == {"cost_usd": 1.0}
+        else:
+            assert OwnerSettings.read(path) != OwnerSettings() or "share: 0.02" in text

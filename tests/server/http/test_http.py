@@ -1,0 +1,299 @@
+"""The HTTP door as clients meet it: a process of its own, a token, names that it goes by, both eras, a clean end."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+
+import anyio
+import httpx2
+import pytest
+from mcp.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPDeprecationWarning
+from toprope_server.http.token import TokenFile
+
+from tests.server.cli.test_commands import make_run
+from toprope.errors import InvalidValue, NotFound
+from toprope.records.run.status import EventLog
+
+COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
+PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+ACCEPT = {"accept": "application/json, text/event-stream"}
+
+
+def variables(home):
+    kept = {name: os.environ[name] for name in ("PATH", "HOME")}
+    return kept | {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
+
+
+@contextmanager
+def served(home, *options):
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--http", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables(home),
+    )
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+/mcp", line)
+        assert found, line + process.stderr.read()
+        yield process, found[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    home = tmp_path_factory.mktemp("door")
+    with served(home) as (process, url):
+        yield home, process, url
+
+
+def bearer(home):
+    return {"Authorization": f"Bearer {TokenFile(home / 'config').read()}"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_the_official_client_does_its_work_in_both_eras(house, mode):
+    home, _, url = house
+
+    async def work():
+        with anyio.fail_after(30):
+            async with httpx2.AsyncClient(headers=bearer(home), timeout=20) as http:
+                async with Client(streamable_http_client(url, http_client=http), mode=mode) as client:
+                    tools = (await client.list_tools()).tools
+                    made = await client.call_tool("select_environment", {"name": "sort_letters"})
+                    wrong = await client.call_tool("stop_training", {"run_id": "no-such-run"})
+                    return len(tools), made, wrong
+
+    count, made, wrong = anyio.run(work)
+    assert count >= 12
+    assert made.structured_content["draft_id"].startswith("draft-")
+    assert wrong.is_error
+    assert "no run 'no-such-run'" in wrong.content[0].text
+
+
+@pytest.mark.parametrize(
+    "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp5"}, {"Authorization": "Bearer"}]
+)
+def test_without_the_token_nothing_is_answered_but_how_to_get_it(house, header):
+    _, _, url = house
+    answer = httpx2.post(url, json=PING, headers=ACCEPT | header)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+    assert "toprope token" in answer.json()["error_description"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [({"Host": "evil.example:80"}, 421), ({"Origin": "https://evil.example"}, 403), ({"Host": "localhost.evil"}, 421)],
+)
+def test_names_that_it_does_not_go_by_are_refused_even_with_the_token(house, header, status):
+    home, _, url = house
+    assert httpx2.post(url, json=PING, headers=ACCEPT | bearer(home) | header).status_code == status
+
+
+def test_names_of_this_machine_are_let_in(house):
+    home, _, url = house
+    opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
+    for header in ({"Host": "localhost:9"}, {"Origin": "http://127.0.0.1:6274"}):
+        answer = httpx2.post(url, json=message, headers=ACCEPT | bearer(home) | header)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["mcp-session-id"]
+
+
+def test_the_token_is_the_owners_alone_and_in_no_argument_or_output(house):
+    home, process, _ = house
+    file = TokenFile(home / "config")
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert file.path.parent.stat().st_mode & 0o777 == 0o700
+    token = file.read()
+    assert len(token) >= 43
+    shown = subprocess.run([*COMMAND, "token"], capture_output=True, text=True, env=variables(home), timeout=30)
+    assert shown.stdout == f"{token}\n"
+    if os.path.exists(f"/proc/{process.pid}/cmdline"):
+        with open(f"/proc/{process.pid}/cmdline") as arguments:
+            assert token not in arguments.read()
+
+
+def test_a_new_token_holds_at_once(tmp_path):
+    with served(tmp_path) as (process, url):
+        old = bearer(tmp_path)
+        rotated = subprocess.run(
+            [*COMMAND, "token", "--rotate"], capture_output=True, text=True, env=variables(tmp_path), timeout=30
+        )
+        assert rotated.returncode == 0
+        assert httpx2.post(url, json=PING, headers=ACCEPT | old).status_code == 401
+        assert httpx2.post(url, json=PING, headers=ACCEPT | bearer(tmp_path)).status_code != 401
+        os.chmod(TokenFile(tmp_path / "config").path, 0o644)
+        given = {"Authorization": f"Bearer {rotated.stdout.strip()}"}
+        assert httpx2.post(url, json=PING, headers=ACCEPT | given).status_code == 401
+        process.terminate()
+        said = process.stdout.read() + process.stderr.read()
+        assert rotated.stdout.strip() not in said
+        assert old["Authorization"].split()[1] not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_it_ends_at_once_on_signals(tmp_path, number):
+    with served(tmp_path) as (process, url):
+        began = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 0
+        assert time.monotonic() - began < 1.0
+        assert process.stderr.read() == ""
+    host, _, port = url.split("/")[2].partition(":")
+    with socket.socket() as again:
+        assert again.connect_ex((host, int(port))) != 0
+
+
+def test_it_ends_soon_and_quietly_though_a_stream_is_open(tmp_path):
+    with served(tmp_path) as (process, url):
+        opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+        message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
+        headers = ACCEPT | bearer(tmp_path)
+        with httpx2.Client(timeout=20) as client:
+            session = client.post(url, json=message, headers=headers).headers["mcp-session-id"]
+            headers |= {"mcp-session-id": session, "mcp-protocol-version": "2025-11-25"}
+            with client.stream("GET", url, headers=headers) as stream:
+                assert stream.status_code == 200
+                began = time.monotonic()
+                process.terminate()
+                assert process.wait(timeout=10) == 0
+                assert time.monotonic() - began < 3.0
+        assert process.stderr.read() == ""
+
+
+def failed(home, *arguments):
+    done = subprocess.run(
+        [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=variables(home), timeout=30
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_other_machines_reach_it_only_if_the_owner_says_so(tmp_path):
+    said = failed(tmp_path, "--http", "--host", "0.0.0.0", "--port", "0")
+    assert "settings do not allow" in said
+    assert "http.hosts" in said
+    assert not (tmp_path / "config").exists()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "settings.yaml").write_text("http: {hosts: ['0.0.0.0'], names: [my.tunnel]}")
+    with served(tmp_path, "--host", "0.0.0.0") as (_, url):
+        port = url.split(":")[2].split("/")[0]
+        here = f"http://127.0.0.1:{port}/mcp"
+        named = {"Host": "my.tunnel"}
+        assert httpx2.post(here, json=PING, headers=ACCEPT | named).status_code == 401
+        assert httpx2.post(here, json=PING, headers=ACCEPT | bearer(tmp_path) | named).status_code not in (401, 421)
+        assert httpx2.post(here, json=PING, headers=ACCEPT | bearer(tmp_path) | {"Host": "other"}).status_code == 421
+
+
+def test_a_port_that_is_taken_and_options_without_http_are_told(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = failed(tmp_path, "--http", "--port", str(taken.getsockname()[1]))
+    assert "in use" in said
+    assert "--port 0" in said
+    assert "--http" in failed(tmp_path, "--port", "1234")
+
+
+def test_a_token_file_is_only_trusted_if_it_is_sound(tmp_path):
+    file = TokenFile(tmp_path / "config")
+    assert not file.admits("anything")
+    with pytest.raises(NotFound, match="toprope token"):
+        file.read()
+    token = file.ensure()
+    assert file.ensure() == token
+    assert file.admits(token)
+    assert not file.admits(None)
+    assert not file.admits("")
+    assert not file.admits(token[:-1])
+    assert not file.admits("é" * 20)
+    assert file.rotate() != token
+    os.chmod(file.path, 0o640)
+    with pytest.raises(InvalidValue, match="chmod 600"):
+        file.read()
+    os.chmod(file.path, 0o600)
+    file.path.write_text("short\n")
+    assert not file.admits("short")
+    with pytest.raises(InvalidValue, match="rotate"):
+        file.read()
+    assert [path.name for path in file.path.parent.iterdir()] == ["http-token"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_a_subscriber_over_http_is_told_of_a_run(house, mode):
+    home, _, url = house
+    run = make_run(home, f"watched-{mode}", "stopped", ended=5.0)
+    uri = f"toprope://runs/{run.run_id}"
+    told = anyio.Event()
+
+    async def heard(message):
+        if getattr(message, "method", "") == "notifications/resources/updated" and message.params.uri == uri:
+            told.set()
+
+    async def change():
+        EventLog(run).append("finding", rule="x", level="note", what="y")
+
+    async def work():
+        with anyio.fail_after(40), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MCPDeprecationWarning)
+            async with httpx2.AsyncClient(headers=bearer(home), timeout=30) as http:
+                transport = streamable_http_client(url, http_client=http)
+                async with Client(transport, mode=mode, message_handler=heard) as client:
+                    if mode == "legacy":
+                        await client.subscribe_resource(uri)
+                        while not told.is_set():  # what comes before the client's stream is open is lost
+                            await change()
+                            with anyio.move_on_after(2):
+                                await told.wait()
+                        return
+                    async with client.listen(resource_subscriptions=[uri]) as stream:
+                        await change()
+                        async for event in stream:
+                            assert event.uri == uri
+                            return
+
+    anyio.run(work)
+
+
+def test_a_prompt_is_offered_and_its_environment_completed(house):
+    home, _, url = house
+
+    async def work():
+        with anyio.fail_after(30):
+            async with httpx2.AsyncClient(headers=bearer(home), timeout=20) as http:
+                async with Client(streamable_http_client(url, http_client=http)) as client:
+                    from mcp.types import PromptReference
+
+                    name = "train_an_environment"
+                    prompts = (await client.list_prompts()).prompts
+                    text = (await client.get_prompt(name, {"environment": "sort_letters"})).messages[0].content.text
+                    known = await client.complete(
+                        PromptReference(type="ref/prompt", name=name), {"name": "environment", "value": "sort"}
+                    )
+                    other = await client.complete(
+                        PromptReference(type="ref/prompt", name="other"), {"name": "environment", "value": "sort"}
+                    )
+                    return prompts, text, known.completion, other.completion
+
+    prompts, text, known, other = anyio.run(work)
+    assert [prompt.name for prompt in prompts] == ["train_an_environment", "diagnose_run", "improve_a_run"]
+    assert "'sort_letters'" in text
+    assert "sort_letters" in known.values
+    assert known.total >= len(known.values)
+    assert known.values[0].startswith("sort")
+    assert other.values == []

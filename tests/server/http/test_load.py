@@ -1,0 +1,79 @@
+"""Calls leave a server's memory, descriptors and threads where they were. `make bench-load` does this for minutes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from mcp.client import Client
+from toprope_server.mcp.app import create_server
+from toprope_tools.runs.training import start_training
+from toprope_tools.workshop import Workshop
+
+from tests.support.tools_house import make_workshop, step
+
+ROUNDS = 30
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Workshop]:
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.ensure()
+    yield shop
+    launcher.close()
+
+
+async def mixed(client: Client, draft_id: str, run_id: str, rounds: int) -> int:
+    """Calls of every kind that stays within the process, wrong ones too; how many were refused."""
+    refused = 0
+    for number in range(rounds):
+        for name, arguments in (
+            ("get_config", {"draft_id": draft_id, "section": "optimizer"}),
+            ("edit_config", {"draft_id": draft_id, "changes": {"optimizer.learning_rate": 1e-5 * (1 + number % 7)}}),
+            ("check_status", {"run_ids": [run_id]}),
+            ("list_runs", {}),
+            ("get_results", {"run_id": run_id}),
+            ("get_results", {"run_id": "no-such-run"}),
+            ("edit_config", {"draft_id": draft_id, "changes": {"optimizer.learning_rat": 1}}),
+            ("make_coffee", {}),
+        ):
+            answer: Any = await client.call_tool(name, arguments)
+            refused += bool(answer.is_error)
+    return refused
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
+def test_calls_leave_memory_descriptors_and_threads_where_they_were(shop: Workshop) -> None:
+    async def main() -> tuple[int, int, int, int]:
+        async with Client(create_server(lambda: shop)) as client:
+            made = await client.call_tool("select_environment", {"name": "sort_letters"})
+            draft_id = (made.structured_content or {})["draft_id"]
+            run_id = (await start_training(shop, draft_id=draft_id)).data.run_id
+            step(shop.runs.folder(run_id), 3)
+            await mixed(client, draft_id, run_id, 5)
+            gc.collect()
+            before = descriptors(), threading.active_count()
+            tracemalloc.start(1)
+            base = tracemalloc.get_traced_memory()[0]
+            refused = await mixed(client, draft_id, run_id, ROUNDS)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - base
+            tracemalloc.stop()
+            return refused, descriptors() - before[0], threading.active_count() - before[1], grown
+
+    refused, more_descriptors, more_threads, grown = anyio.run(main)
+    assert refused == 3 * ROUNDS
+    assert more_descriptors == 0 and more_threads <= 0
+    # What SQLite, the draft's history and Python's own caches take; a leak of a kilobyte a call would be 240 KB.
+    assert grown < 150_000

@@ -1,0 +1,75 @@
+"""A server that stays looks after the runs: what lost its keeper is marked, and goes on without anybody asking."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import toprope_tools.workshop
+from toprope_server.mcp.auto_resume import look_after_runs
+from toprope_tools.planning.environments import select_environment
+from toprope_tools.runs.training import start_training
+from toprope_tools.workshop import Workshop
+
+from tests.support.tools_house import make_workshop
+from toprope.records.run.status import Status
+from toprope.settings.owner import Home
+from toprope.supervisor.runs.manager import Runs
+
+
+async def looked_until(home, condition, limit_s=30.0):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(look_after_runs, home, 0.0, 0.05)
+        with anyio.fail_after(limit_s):
+            while not condition():
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+
+
+def test_a_server_without_runs_opens_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Workshop, "open", lambda _: pytest.fail("there is nothing to open"))
+
+    async def work():
+        with anyio.move_on_after(0.3):
+            await look_after_runs(Home(tmp_path / "home", tmp_path / "config"), 0.0, 0.05)
+
+    anyio.run(work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_lost_its_keeper_goes_on_without_a_call(tmp_path, monkeypatch):
+    shop, launcher = make_workshop(tmp_path)
+
+    async def started():
+        draft = (await select_environment(shop, name="sort_letters")).data.draft_id
+        return (await start_training(shop, draft_id=draft)).data.run_id
+
+    run_id = anyio.run(started)
+    folder = shop.runs.folder(run_id)
+    launcher.leave(run_id)
+    variables = []
+
+    def revives(home):
+        runs = Runs(home.runs, launcher, variables=lambda one: variables.append(one.run_id) or {"*": {"A": "b"}})
+        return Workshop(home=home, catalog=shop.catalog, drafts=shop.drafts, runs=runs, index=shop.index)
+
+    monkeypatch.setattr(toprope_tools.workshop.Workshop, "open", revives)
+    anyio.run(looked_until, shop.home, lambda: launcher.variables.get(run_id) == {"*": {"A": "b"}})
+    assert Status.read(folder).attempt == 2 and Status.read(folder).state == "queued"
+    assert variables == [run_id]
+    launcher.close()
+
+
+def test_settings_that_cannot_be_read_are_logged_once_and_looked_at_again(tmp_path, caplog, monkeypatch):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    (home.runs / "a-run").mkdir(parents=True)
+    home.configuration.mkdir()
+    home.settings_file.write_text("nonsense: 1\n")
+    opened, real = [], Workshop.open
+
+    def opening(given):
+        opened.append(1)
+        return real(given)
+
+    monkeypatch.setattr(Workshop, "open", opening)
+    anyio.run(looked_until, home, lambda: len(opened) > 2)
+    assert sum("nonsense" in record.getMessage() for record in caplog.records) == 1

@@ -1,0 +1,100 @@
+"""A person's word before a start: asked through the client where it can, in both eras, else by a second call."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from mcp.client import Client
+from mcp.types import ElicitResult
+from toprope_server.mcp.app import create_server
+
+from tests.support.tools_house import make_workshop
+from toprope.records.run.specification import EnvironmentSource
+from toprope.settings.presets import load_preset
+
+ERAS = ["auto", "legacy"]
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.configuration.mkdir(parents=True)
+    (shop.home.configuration / "limits.yaml").write_text("confirm: always\n")
+    shop.home.ensure()
+    yield shop
+    launcher.close()
+
+
+def drafted(shop):
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere/dice.py", attribute="Dice")
+    return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
+
+
+def talk(shop, mode, work, **options):
+    async def run():
+        with anyio.fail_after(60):
+            async with Client(create_server(lambda: shop), mode=mode, **options) as client:
+                return await work(client)
+
+    return anyio.run(run)
+
+
+def answering(action, content=None, asked=None):
+    async def callback(context, params):
+        if asked is not None:
+            asked.append(params)
+        return ElicitResult(action=action, content=content)
+
+    return {"elicitation_callback": callback}
+
+
+@pytest.mark.parametrize("mode", ERAS)
+def test_a_person_who_agrees_starts_what_was_shown(house, mode):
+    asked = []
+
+    async def work(client):
+        return await client.call_tool("start_training", {"draft_id": drafted(house), "seeds": 2})
+
+    result = talk(house, mode, work, **answering("accept", {"start": True}, asked))
+    assert not result.is_error, result.content
+    assert len(result.structured_content["run_ids"]) == 2
+    [question] = asked
+    assert "2 runs" in question.message and "time unknown" in question.message and "(hash " in question.message
+
+
+@pytest.mark.parametrize("mode", ERAS)
+@pytest.mark.parametrize("answer", [("decline", None), ("accept", {"start": False})])
+def test_a_person_who_does_not_agree_starts_nothing(house, mode, answer):
+    async def work(client):
+        return await client.call_tool("start_training", {"draft_id": drafted(house)})
+
+    result = talk(house, mode, work, **answering(*answer))
+    assert result.is_error and "did not agree" in result.content[0].text
+    assert "Nothing was changed" in result.content[0].text and house.statuses() == []
+
+
+@pytest.mark.parametrize("mode", ERAS)
+def test_a_client_that_cannot_ask_is_told_the_call_that_an_agreement_allows(house, mode):
+    async def work(client):
+        draft_id = drafted(house)
+        refused = await client.call_tool("start_training", {"draft_id": draft_id})
+        assert refused.is_error
+        text = refused.content[0].text
+        assert "wants every start confirmed" in text and "Nothing was changed" in text
+        told = text.split('confirm="')[1].split('"')[0]
+        return await client.call_tool("start_training", {"draft_id": draft_id, "confirm": told})
+
+    result = talk(house, mode, work)
+    assert not result.is_error and result.structured_content["state"] == "queued"
+
+
+def test_nobody_is_asked_where_the_owner_does_not_want_it(house):
+    (house.home.configuration / "limits.yaml").write_text("confirm: never\n")
+    asked = []
+
+    async def work(client):
+        return await client.call_tool("start_training", {"draft_id": drafted(house)})
+
+    result = talk(house, "auto", work, **answering("decline", None, asked))
+    assert not result.is_error and asked == []

@@ -1,0 +1,109 @@
+"""What clients see: the list of tools, in both eras of the protocol, and what it may cost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from mcp.client import Client
+from toprope_server.mcp.app import create_server
+from toprope_server.mcp.tool_registry import INSTRUCTIONS
+
+SNAPSHOT = Path(__file__).parents[2] / "snapshots" / "tools.json"
+UPDATE = "TOPROPE_UPDATE_SNAPSHOTS"
+ORDER = [
+    "list_environments", "describe_environment", "check_environment",
+    "select_environment", "get_config", "edit_config", "undo_edit",
+    "diff_config", "fork_config", "test_inference", "start_training", "start_sweep",
+    "stop_training", "resume_training",
+    "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts",
+    "export_trajectories", "build_dataset", "ask_checkpoint",
+    "read_logs", "note_experiment", "get_handoff",
+]  # fmt: skip
+ERAS = ["auto", "legacy"]
+
+
+def listed(mode):
+    async def work():
+        with anyio.fail_after(20):
+            async with Client(create_server(), mode=mode) as client:
+                return (await client.list_tools()).tools
+
+    return anyio.run(work)
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return listed("auto")
+
+
+@pytest.mark.parametrize("mode", ERAS)
+def test_the_tools_come_in_a_fixed_order(mode):
+    assert [tool.name for tool in listed(mode)] == ORDER
+
+
+def test_the_surface_is_what_was_reviewed(tools):
+    now = [
+        {
+            "name": tool.name,
+            "title": tool.title,
+            "description": tool.description,
+            "annotations": tool.annotations.model_dump(mode="json", exclude_none=True, by_alias=True),
+            "inputSchema": tool.input_schema,
+            "outputSchema": tool.output_schema,
+        }
+        for tool in tools
+    ]
+    if os.environ.get(UPDATE):
+        SNAPSHOT.write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n")
+    known = json.loads(SNAPSHOT.read_text())
+    changed = [new["name"] for new, old in zip(now, known, strict=False) if new != old]
+    assert now == known, (
+        f"The tools' definitions changed ({', '.join(changed) or 'their number'}). If agents are to see that, run "
+        f"{UPDATE}=1 python -m pytest {Path(__file__).name} and commit {SNAPSHOT.name}."
+    )
+
+
+def test_every_tool_is_described_annotated_and_strict(tools):
+    for tool in tools:
+        assert tool.title, tool.name
+        assert 100 < len(tool.description.encode()) < 2048, tool.name
+        hints = tool.annotations
+        for hint in (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint):
+            assert isinstance(hint, bool), tool.name
+        assert tool.input_schema["type"] == "object"
+        assert tool.input_schema["additionalProperties"] is False, tool.name
+        assert not {"anyOf", "oneOf", "allOf", "$ref"} & set(tool.input_schema), tool.name
+        for name, schema in tool.input_schema["properties"].items():
+            assert len(schema.get("description", "")) > 20, f"{tool.name}.{name}"
+            assert "type" in schema, f"{tool.name}.{name}"
+        assert tool.output_schema["type"] == "object", tool.name
+    assert [tool.name for tool in tools if tool.annotations.destructive_hint] == ["stop_training"]
+
+
+def test_the_list_fits_into_an_agents_context(tools):
+    size = sum(len(f"{tool.name}{tool.description}{json.dumps(tool.input_schema)}".encode()) for tool in tools)
+    assert size / 4 <= 6000
+    assert len(INSTRUCTIONS.encode()) < 2048
+
+
+def test_listing_loads_nothing_heavy_and_calls_load_no_training():
+    program = """
+import sys
+from toprope_server.mcp.app import create_server
+create_server().surface.tools()
+lazy = [m for m in ("sqlite3", "yaml", "platformdirs", "typer", "toprope_tools.status.status",
+                    "toprope.settings.schema", "toprope.supervisor.runs.manager") if m in sys.modules]
+import toprope_tools.planning.config, toprope_tools.planning.environments, toprope_tools.runs.inference
+import toprope_tools.runs.logs, toprope_tools.results.results, toprope_tools.status.status
+import toprope_tools.runs.training
+import toprope_tools.workshop
+heavy = [m for m in ("torch", "transformers", "trl", "wandb", "numpy", "matplotlib", "datasets", "peft",
+                     "reasoning_gym") if m in sys.modules]
+print(lazy, heavy)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[] []", done.stderr

@@ -1,0 +1,118 @@
+import pytest
+
+from toprope.errors import InvalidValue, LockedField
+from toprope.settings.fields import all_fields, apply
+from toprope.settings.locks import Locks
+from toprope.settings.schema import Config
+from toprope.shipped import CONFIGS
+
+
+def locks_of(tmp_path, text):
+    path = tmp_path / "locks.yaml"
+    path.write_text(text)
+    return Locks.read(path)
+
+
+TWO = """
+locks:
+  - field: policy.model
+    value: embedded
+    reason: Nothing is downloaded here.
+  - field: optimizer.learning_rate
+    min: 1e-6
+    max: 0.01
+    reason: It collapses above.
+  - field: environment.knobs.length
+    max: 5
+    reason: Longer ones are slow.
+"""
+
+
+def test_a_fixed_and_a_bounded_field_are_refused_with_the_owners_reason(tmp_path):
+    locks = locks_of(tmp_path, TWO)
+    with pytest.raises(LockedField, match="Nothing is downloaded here") as refused:
+        apply(Config(), {"policy.model": "gpt2"}, locks=locks)
+    assert "fixed at 'embedded'" in str(refused.value)
+    with pytest.raises(LockedField, match="at least 1e-06 and at most 0.01.*It collapses above"):
+        apply(Config(), {"optimizer.learning_rate": "0.02"}, locks=locks)
+    config, changed = apply(Config(), {"policy.model": "embedded", "optimizer.learning_rate": 0.01}, locks=locks)
+    assert [one.field for one in changed] == ["optimizer.learning_rate"]
+
+
+def test_enforcing_judges_the_configuration_whatever_way_a_value_came_in(tmp_path):
+    locks, fields = locks_of(tmp_path, TWO), all_fields([{"name": "length", "type": "int", "default": 9}])
+    config = Config()
+    config.policy.model = "gpt2"
+    with pytest.raises(LockedField) as refused:
+        locks.enforce(config, fields)
+    # The knob was never set: its default counts.
+    assert "environment.knobs.length" in str(refused.value)
+    allowed, moved = locks.adjust(config, fields)
+    assert allowed == {"policy.model": "embedded", "environment.knobs.length": 5.0}
+    fixed, _ = apply(config, allowed, [{"name": "length", "type": "int", "default": 9}], locks)
+    locks.enforce(fixed, fields)
+    assert fixed.environment.knobs == {"length": 5}
+    assert {one.field for one in moved} == set(allowed)
+
+
+def test_a_lock_on_a_knob_that_an_environment_does_not_have_is_passed_over(tmp_path):
+    locks_of(tmp_path, TWO).enforce(Config(), all_fields())
+
+
+def test_null_is_not_within_bounds(tmp_path):
+    locks = locks_of(tmp_path, "locks: [{field: budget.max_train_seconds, max: 60, reason: short}]")
+    with pytest.raises(LockedField, match="short"):
+        locks.enforce(Config(), all_fields())
+    assert locks.adjust(Config(), all_fields())[0] == {"budget.max_train_seconds": 60.0}
+
+
+def test_true_is_not_one(tmp_path):
+    locks = locks_of(tmp_path, "locks: [{field: environment.knobs.n, value: 1, reason: one}]")
+    assert locks.refusal("environment.knobs.n", True)
+    assert locks.refusal("environment.knobs.n", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("locks: [{field: policy.modle, value: x, reason: r}]", "policy.model"),
+        ("lock: []", "Did you mean locks"),
+        ("locks: [{field: policy.model, valeu: x, reason: r}]", "Did you mean value"),
+        ("locks: [{field: policy.model, value: x}]", "reason is missing"),
+        ("locks: [{value: x, reason: r}]", "field is missing"),
+        ("locks: [{field: policy.model, reason: r}]", "either value, or min and max"),
+        ("locks: [{field: budget.steps, value: 1, max: 2, reason: r}]", "either value, or min and max"),
+        ("locks: [{field: policy.model, max: 2, reason: r}]", "no min or max"),
+        ("locks: [{field: rollout.group_size, value: 8.5, reason: r}]", "a whole number"),
+        ("locks: [{field: rollout.group_size, min: 9, max: 8, reason: r}]", "above max"),
+        ("locks: [{field: rollout.group_size, max: many, reason: r}]", "must be numbers"),
+        ("locks: [{field: budget.steps, max: 5, reason: r}, {field: budget.steps, min: 1, reason: r}]", "locked twice"),
+        ("locks: {a: 1}", "must be a list"),
+        ("locks: [1]", "must be a mapping"),
+        ("locks: [", "not valid YAML"),
+        ("- a", "must hold a mapping"),
+        ("locks: []\nlocks: []", "given twice"),
+        ("locks: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_place_and_remedy(tmp_path, text, says):
+    with pytest.raises(InvalidValue, match=says) as refused:
+        locks_of(tmp_path, text)
+    assert "locks.yaml" in str(refused.value)
+
+
+def test_the_shipped_locks_allow_the_shipped_presets_and_fix_and_bound_something():
+    from toprope.settings.presets import list_presets, load_preset
+
+    locks = Locks.read(CONFIGS / "locks.yaml")
+    assert any(lock.fixed for lock in locks)
+    assert any(not lock.fixed for lock in locks)
+    folder = CONFIGS / "presets"
+    assert {"cpu-embedded", "single-gpu"} <= set(list_presets([folder]))
+    own = Locks.read(CONFIGS / "locks-hermes.yaml")
+    for name in list_presets([folder]):
+        config = load_preset(name, [folder]).config("x")
+        if name == "hermes":  # it has locks of its own; under the others it starts with fewer workers
+            own.enforce(config, all_fields())
+            config.rollout.concurrency = locks.adjust(config, all_fields())[0].pop("rollout.concurrency")
+        locks.enforce(config, all_fields())

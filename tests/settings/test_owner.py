@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+
+from toprope.errors import InvalidValue, NotFound
+from toprope.settings.owner import Home, OwnerSettings, StatusLimit
+from toprope.settings.presets import load_preset
+
+
+def test_the_variables_name_the_folders():
+    home = Home.locate({"TOPROPE_HOME": "/a/home", "TOPROPE_CONFIG": "/b/config"})
+    assert (home.path, home.configuration) == (Path("/a/home"), Path("/b/config"))
+    assert home.runs == Path("/a/home/runs")
+
+
+def test_home_alone_is_enough(monkeypatch, tmp_path):
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "TOPROPE_HOME", "TOPROPE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = Home.locate()
+    assert home.path.is_relative_to(tmp_path)
+    assert home.configuration.is_relative_to(tmp_path)
+    assert home.path.name == home.configuration.name == "toprope"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_owners_locks_and_presets_come_before_the_shipped_ones(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    assert home.locks().source.is_relative_to(Path(__file__).resolve().parents[2])
+    (tmp_path / "config" / "presets").mkdir(parents=True)
+    (tmp_path / "config" / "locks.yaml").write_text("locks: []")
+    (tmp_path / "config" / "presets" / "cpu-embedded.yaml").write_text("config: {budget: {steps: 7}}")
+    assert home.locks().source == tmp_path / "config" / "locks.yaml"
+    assert list(home.locks()) == []
+    preset = load_preset("cpu-embedded", home.preset_folders)
+    assert preset.config("x").budget.steps == 7
+
+
+def test_settings_are_read_strictly_and_secrets_stay_out_of_errors(tmp_path):
+    path = tmp_path / "settings.yaml"
+    assert OwnerSettings.read(path).preset == "cpu-embedded"
+    path.write_text("variables: {'*': {CUDA_VISIBLE_DEVICES: 0}, policy: {HF_TOKEN: abc}}\nstatus: {min_s: 5}\n")
+    settings = OwnerSettings.read(path)
+    assert settings.variables == {"*": {"CUDA_VISIBLE_DEVICES": "0"}, "policy": {"HF_TOKEN": "abc"}}
+    assert settings.status.min_s == 5
+    for text, says in (
+        ("variabels: {}", "Did you mean variables"),
+        ("variables: {polisy: {}}", "Did you mean policy"),
+        ("variables: {policy: {HF_TOKEN: [s3cret]}}", "HF_TOKEN"),
+        ("variables: [s3cret]", "must be a mapping"),
+        ("status: {min_s: s3cret}", "min_s"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidValue, match=says) as refused:
+            OwnerSettings.read(path)
+        assert "s3cret" not in str(refused.value)
+
+
+def test_the_interval_is_a_share_of_the_length_within_bounds():
+    limit = StatusLimit()
+    assert limit.interval(None) == limit.interval(80) == 30
+    assert limit.interval(10_000) == 200
+    assert limit.interval(10**7) == 1800
+    assert StatusLimit(min_s=0, share=0).interval(100) == 0
+
+
+def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match="TOPROPE_HOME"):
+        Home(tmp_path / "file" / "home", tmp_path).ensure()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("confg: {}", "Did you mean config"),
+        ("config: {rolout: {}}", "Did you mean rollout"),
+        ("config: {rollout: {group_sise: 8}}", "Did you mean group_size"),
+        ("config: {rollout: {group_size: 1}}", ">= 2"),
+        ("config: {rollout: {max_new_tokens: 512}}", "leaves no room"),
+        ("config: {environment: {name: x}}", "select_environment"),
+        ("environments: {a: 3}", "must be a mapping"),
+        ("environments: [a]", "must be a mapping"),
+    ],
+)
+def test_a_wrong_preset_is_refused_with_file_and_remedy(tmp_path, text, says):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(InvalidValue, match=says) as refused:
+        load_preset("mine", [tmp_path])
+    assert "mine.yaml" in str(refused.value)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "large.yaml").write_text("")
+    with pytest.raises(NotFound, match="Did you mean large"):
+        load_preset("larg", [tmp_path, tmp_path / "nowhere"])

@@ -1,0 +1,330 @@
+"""Runs beside each other: what each gets of the machine, who waits, and that nothing is given twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.support.supervisor_house import House, ended, eventually, until
+from toprope.records.messages import ENV_COMPONENT, ENV_FOLDER
+from toprope.records.run.specification import ModelUnderTest
+from toprope.settings.endpoints import Endpoint
+from toprope.supervisor.capacity.reservations import Granted, Machine, Reservations, Waits
+from toprope.supervisor.lock import RunLock
+
+ENDLESS = {"trainer": {"endless": True}}
+
+
+@pytest.fixture
+def house(tmp_path):
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+class Claims:
+    """Runs that claim without a keeper: their locks are held here."""
+
+    def __init__(self, house, machine):
+        self.house, self.path, self.locks = house, house.path / "runs", {}
+        Reservations(self.path).announce(machine)
+        self.of = {}
+
+    def __call__(self, kind="train", **launcher):
+        specification = self.house.specification(kind, **launcher)
+        folder = self.path / specification.run_id
+        folder.mkdir(parents=True)
+        self.locks[specification.run_id] = RunLock.acquire(folder / "keeper.lock")
+        self.of[specification.run_id] = specification, Reservations(self.path)
+        return specification.run_id, self.of[specification.run_id][1].claim(specification, anew=True)
+
+    def again(self, run_id):
+        specification, reservations = self.of[run_id]
+        return reservations.claim(specification)
+
+    def dies(self, run_id):
+        self.locks.pop(run_id).release()
+
+
+@pytest.fixture
+def claims(house):
+    made = []
+
+    def make(**machine):
+        made.append(Claims(house, Machine(**machine)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for run_id in list(one.locks):
+            one.dies(run_id)
+
+
+def test_training_takes_two_threads_a_run_and_waits_for_them_in_turn(claims):
+    claim = claims(threads=4)
+    first, second = claim(), claim()
+    assert first[1] == second[1] == Granted(2, None)
+    third, fourth = claim(), claim()
+    assert isinstance(third[1], Waits) and isinstance(fourth[1], Waits)
+    assert third[1].reason == (
+        f"Waits for 2 CPU threads (this machine has 4 for training); in use by {first[0]}, {second[0]}."
+    )
+    assert fourth[1].reason.endswith(f"; {third[0]} waits before it.")
+    Reservations(claim.path).leave(second[0])
+    assert isinstance(claim.again(fourth[0]), Waits)
+    assert claim.again(third[0]) == Granted(2, None)
+    claim.dies(first[0])
+    assert claim.again(fourth[0]) == Granted(2, None)
+    # What nobody keeps any more is cleared away.
+    assert not (claim.path / ".reservations" / f"{first[0]}.json").exists()
+
+
+def test_nobody_is_passed_by_a_smaller_run(claims):
+    claim = claims(threads=4)
+    claim()
+    large = claim(threads=2)
+    small = claim()
+    assert isinstance(large[1], Waits) and isinstance(small[1], Waits)
+
+
+def test_a_run_that_needs_more_than_the_machine_has_gets_all_of_it(claims):
+    claim = claims(threads=1)
+    first = claim(threads=8)
+    assert first[1] == Granted(1, None)
+    assert isinstance(claim()[1], Waits)
+
+
+def test_tests_run_beside_training_and_take_turns_among_themselves(claims):
+    claim = claims(threads=1)
+    assert isinstance(claim()[1], Granted)
+    assert claim("test")[1] == Granted(1, None)
+    waiting = claim("test")[1]
+    assert waiting.reason.startswith("Waits for 1 CPU thread (this machine has 1 for tests)")
+
+
+def test_a_test_of_models_elsewhere_needs_nothing_here(claims, house):
+    claim = claims(threads=1, gpus=("0",))
+    claim("test", device="cpu"), claim("test", device="cpu")
+    specification = house.specification("test")
+    endpoint = Endpoint(base_url="http://127.0.0.1:1/v1", model="m")
+    specification.test.models.append(ModelUnderTest(name="m", endpoint=endpoint))
+    assert Reservations(claim.path).claim(specification, anew=True) == Granted(0, ())
+
+
+def test_each_run_on_a_gpu_has_one_to_itself(claims):
+    claim = claims(threads=2, gpus=("0", "3"))
+    first, second, third = claim(), claim("test", device="cuda"), claim()
+    assert (first[1], second[1]) == (Granted(0, ("0",)), Granted(0, ("3",)))
+    assert third[1].reason.startswith("Waits for a GPU (this machine has 2 for runs); in use by")
+    on_cpu = claim(device="cpu")
+    assert on_cpu[1] == Granted(2, ())
+    claim.dies(second[0])
+    assert claim.again(third[0]) == Granted(0, ("3",))
+
+
+def test_a_limit_that_the_owner_raises_lets_those_who_wait_go_on(claims):
+    claim = claims(threads=2)
+    claim()
+    waiting = claim()
+    assert claim.again(waiting[0]) is None
+    Reservations(claim.path).announce(Machine(threads=4))
+    assert claim.again(waiting[0]) == Granted(2, None)
+
+
+def test_an_earlier_attempts_place_is_not_inherited(claims):
+    claim = claims(threads=2)
+    first = claim()
+    second = claim()
+    specification, reservations = claim.of[first[0]]
+    assert isinstance(reservations.claim(specification, anew=True), Waits)
+    assert claim.again(second[0]) == Granted(2, None)
+
+
+def test_entries_that_are_damaged_or_half_written_are_passed_over(claims):
+    claim = claims(threads=2)
+    folder = claim.path / ".reservations"
+    first = claim()
+    (folder / f"{first[0]}.json").write_text("{")
+    (folder / ".run-1.json.abc").write_text("{")
+    (folder / ".machine.json").write_text("[]")
+    assert isinstance(claim()[1], Granted)
+    assert not (folder / ".run-1.json.abc").exists()
+
+
+def test_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(os, "listdir", lambda _: ["null", "nvidia4", "nvidia7", "nvidiactl", "nvidia-uvm"])
+    assert Machine.detect() == Machine(threads=3, gpus=("0", "1"))
+    assert Machine.detect(threads=8, visible="2, 3,2") == Machine(threads=8, gpus=("2", "3"))
+    assert Machine.detect(visible="").gpus == () and Machine.detect(visible="-1").gpus == ()
+    assert Machine.detect(gpus=["5"], visible="2").gpus == ("5",)
+
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from toprope.records.run.specification import Specification
+from toprope.supervisor.lock import RunLock
+from toprope.supervisor.capacity.reservations import Granted, Reservations
+runs = Path(sys.argv[1])
+spec = Specification.model_validate_json(Path(sys.argv[2]).read_text())
+kept = []
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(20):
+    one = spec.model_copy(update={"run_id": f"{spec.run_id}-{number}"})
+    (runs / one.run_id).mkdir()
+    kept.append(RunLock.acquire(runs / one.run_id / "keeper.lock"))
+    answer = None
+    while answer is None:
+        answer = Reservations(runs).claim(one, anew=True)
+    if isinstance(answer, Granted):
+        print(one.run_id, flush=True)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_that_claim_at_once_never_get_more_than_there_is(house):
+    path = house.path / "runs"
+    path.mkdir()
+    Reservations(path).announce(Machine(threads=10))
+    claimants = []
+    for _ in range(4):
+        spec = house.specification()
+        (house.path / f"{spec.run_id}.spec").write_text(spec.model_dump_json())
+        command = [sys.executable, "-P", "-c", CLAIMS, str(path), str(house.path / f"{spec.run_id}.spec")]
+        claimants.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    try:
+        for claimant in claimants:
+            assert claimant.stdout.readline() == "ready\n"
+        for claimant in claimants:
+            claimant.stdin.write("go\n")
+            claimant.stdin.flush()
+        granted = []
+        for claimant in claimants:
+            while (line := claimant.stdout.readline().strip()) != "done":
+                assert line
+                granted.append(line)
+    finally:
+        for claimant in claimants:
+            claimant.communicate("end\n", timeout=20)
+    assert len(granted) == 5
+
+
+# With keepers
+
+
+def test_the_next_run_waits_with_its_keeper_and_goes_on_as_soon_as_there_is_room(house):
+    house.machine = Machine(threads=2)
+    runs, first = house.start(ENDLESS)
+    until(runs, first, "training")
+    _, second = house.start()
+    status = eventually(lambda: (now := runs.status(second.run_id)).reason and now)
+    assert status.state == "queued" and first.run_id in status.reason and status.crew == {}
+    assert house.keeper(second).is_running()
+    runs.stop(first.run_id, 0)
+    ended(runs, first)
+    began = time.monotonic()
+    until(runs, second, "validating", "starting", "training", "evaluating", "completed")
+    assert time.monotonic() - began < 1.0
+    assert ended(runs, second).state == "completed"
+    assert not list((runs.path / ".reservations").glob("run-*"))
+
+
+def test_a_killed_keeper_frees_what_it_had_when_its_crew_is_gone(house):
+    house.machine = Machine(threads=2)
+    runs, first = house.start(ENDLESS, stop_grace_s=0.2)
+    until(runs, first, "training")
+    _, second = house.start()
+    eventually(lambda: runs.status(second.run_id).reason)
+    house.keeper(first).kill()
+    assert ended(runs, second).state == "completed"
+    assert runs.status(first.run_id).state == "lost"
+
+
+def test_a_stop_while_queued_works_at_once_and_lets_the_next_one_pass(house):
+    house.machine = Machine(threads=2)
+    runs, first = house.start(ENDLESS)
+    until(runs, first, "training")
+    _, second = house.start()
+    _, third = house.start()
+    eventually(lambda: second.run_id in runs.status(third.run_id).reason)
+    began = time.monotonic()
+    runs.stop(second.run_id)
+    status = ended(runs, second)
+    assert time.monotonic() - began < 0.5
+    assert status.state == "stopped" and status.crew == {} and not list(second.logs.glob("api*"))
+    eventually(lambda: second.run_id not in runs.status(third.run_id).reason)
+    assert not (runs.path / ".reservations" / f"{second.run_id}.json").exists()
+    runs.stop(first.run_id, 0)
+    assert ended(runs, third).state == "completed"
+
+
+def test_a_keeper_that_is_killed_in_the_queue_is_lost_and_resumes_at_its_end(house):
+    house.machine = Machine(threads=2)
+    runs, first = house.start(ENDLESS)
+    until(runs, first, "training")
+    others, second = house.start()
+    eventually(lambda: runs.status(second.run_id).reason)
+    house.keeper(second).kill()
+    assert ended(runs, second).state == "lost"
+    others.resume(second.run_id)
+    eventually(lambda: first.run_id in runs.status(second.run_id).reason)
+    runs.stop(first.run_id, 0)
+    status = ended(runs, second)
+    assert status.state == "completed" and status.attempt == 2
+
+
+def test_members_see_the_gpu_that_their_run_has_and_no_other(house):
+    house.machine = Machine(threads=2, gpus=("0", "7"))
+    runs, first = house.start(ENDLESS)
+    _, second = house.start(ENDLESS)
+    _, third = house.start(ENDLESS, device="cpu")
+    seen = {}
+    for folder in (first, second, third):
+        until(runs, folder, "training")
+        members = []
+        for process in house.processes(folder):
+            with contextlib.suppress(psutil.Error):  # the program that draws the plot comes and goes
+                members.append(process.environ())
+        seen[folder.run_id] = {
+            variables["CUDA_VISIBLE_DEVICES"]
+            for variables in members
+            if variables.get(ENV_FOLDER) == str(folder.path) and variables[ENV_COMPONENT] in ("trainer", "inference")
+        }
+    assert sorted(seen.values(), key=str) == [{""}, {"0"}, {"7"}] and seen[third.run_id] == {""}
+    for folder in (first, second, third):
+        runs.stop(folder.run_id, 0)
+        ended(runs, folder)
+
+
+def test_the_queue_is_not_polled_busily(house):
+    house.machine = Machine(threads=2)
+    runs, first = house.start(ENDLESS)
+    until(runs, first, "training")
+    _, second = house.start()
+    eventually(lambda: runs.status(second.run_id).reason)
+    keeper = house.keeper(second)
+    before = sum(keeper.cpu_times()[:2])
+    written = second.status.stat().st_mtime_ns
+    time.sleep(1.0)
+    assert sum(keeper.cpu_times()[:2]) - before < 0.1
+    assert second.status.stat().st_mtime_ns == written
+    for folder in (second, first):
+        runs.stop(folder.run_id, 0)
+        ended(runs, folder)
+
+
+def test_the_entry_says_what_a_person_wants_to_know(claims):
+    claim = claims(threads=2)
+    run_id, _ = claim()
+    entry = json.loads((claim.path / ".reservations" / f"{run_id}.json").read_text())
+    assert entry == {"version": 1, "turn": 1, "pool": "training", "threads": 2, "gpus": [], "granted": True}

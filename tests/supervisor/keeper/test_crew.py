@@ -1,0 +1,55 @@
+"""What a crew keeps for its members over their lives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+
+import pytest
+
+from tests.support.supervisor_house import House
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.keeper.crew import Crew
+from toprope.supervisor.lock import RunLock
+
+LISTENS = (
+    "import os, socket, time\n"
+    "listener = socket.socket(fileno=int(os.environ['TOPROPE_LISTENER_FD']))\n"
+    "caller, _ = listener.accept()\n"
+    "caller.sendall(os.environ['TOPROPE_LIFE'].encode())\n"
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the guard's end is waited for by its pidfd")
+def test_who_calls_the_api_while_it_is_started_again_waits_for_it(tmp_path):
+    house = House(tmp_path)
+    spec = house.specification()
+    folder = RunFolder.create(tmp_path / "runs", spec.run_id)
+    spec.write(folder)
+    lock = RunLock.acquire(folder.lock)
+
+    async def work() -> list[bytes]:
+        programs = {"api": [sys.executable, "-I", "-S", "-c", LISTENS]}
+        crew = Crew(folder, spec, lock, attempt=1, programs=programs, surroundings=os.environ)
+        said = []
+        first = crew.launch("api")
+        address = crew._listener.getsockname()
+        for component in (first, None):
+            caller = socket.create_connection(address, timeout=20)
+            if component is None:  # nobody is there when it calls
+                component = crew.launch("api")
+            said.append(await asyncio.to_thread(caller.recv, 10))
+            caller.close()
+            await asyncio.wait_for(component.gone.wait(), 20)
+        await crew.close(0.0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=20)
+        return said
+
+    try:
+        assert asyncio.run(work()) == [b"0", b"1"]
+    finally:
+        lock.release()
+        house.close()

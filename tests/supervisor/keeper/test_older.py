@@ -1,0 +1,59 @@
+"""Keepers of an older version go on under a newer front end, and what they leave can be gone on with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import older_keeper
+from tests.support.supervisor_house import House, ended, eventually
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.lock import held
+
+
+@pytest.fixture
+def house(tmp_path):
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def kept(house):
+    """A folder of an older version, and its keeper."""
+    folder = RunFolder(older_keeper.freeze(house.path / "runs", "run-of-old"))
+    keeper = subprocess.Popen([sys.executable, "-I", older_keeper.__file__, str(folder.path)], stdout=subprocess.PIPE)
+    assert keeper.stdout.readline() == b"locked\n"
+    yield folder, keeper
+    keeper.kill()
+    keeper.wait()
+    keeper.stdout.close()
+
+
+def test_an_older_keeper_is_seen_listed_followed_and_stopped(house, kept):
+    folder, keeper = kept
+    runs = house.runs()
+    eventually(lambda: runs.status(folder.run_id).progress["step"] > 3)
+    status = runs.status(folder.run_id)
+    assert status.state == "training" and not status.reason and [one.run_id for one in runs.list()] == [folder.run_id]
+    assert [event.seq for event in runs.events(folder.run_id)] == [1, 2, 3]
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+    assert [event.seq for event in runs.events(folder.run_id, 3)] == [4, 5, 6, 7]
+    keeper.wait(20)
+
+
+def test_an_older_keeper_that_is_killed_leaves_a_run_that_goes_on_under_this_version(house, kept):
+    folder, keeper = kept
+    keeper.kill()
+    keeper.wait()
+    eventually(lambda: not held(folder.lock))
+    runs = house.runs()
+    status = runs.status(folder.run_id)
+    assert status.state == "lost" and status.resume_at is not None
+    house.started.append(folder)
+    assert runs.resume(folder.run_id).attempt == 2
+    assert ended(runs, folder).state == "completed"
+    house.nothing_left(folder)

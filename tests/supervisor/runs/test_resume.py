@@ -1,0 +1,284 @@
+"""A run's next attempt, with stand-ins for the crew: what it goes on from, what it keeps, and when it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.support.supervisor_house import House, ended, eventually, until
+from toprope.analysis.reports.report import read_rows
+from toprope.errors import Corrupt, NotFound, NotPossibleNow
+from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
+from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.runs.cleanup import settle
+
+ENDLESS = {"trainer": {"endless": True}}
+SAVES = {"trainer": {"endless": True, "patient": True}}
+
+
+@pytest.fixture
+def house(tmp_path):
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def stopped_in_training(house, behaviours=SAVES):
+    """A run that was stopped after a few steps, and its last status."""
+    runs, folder = house.start(behaviours, stop_grace_s=3.0)
+    until(runs, folder, "training")
+    eventually(lambda: len(read_rows(folder.metrics)) >= 3)
+    runs.stop(folder.run_id)
+    status = ended(runs, folder)
+    assert status.state == "stopped" and status.checkpoint
+    return runs, folder, status
+
+
+def states(runs, folder) -> list[str]:
+    return [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
+
+
+def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(house):
+    _, folder, before = stopped_in_training(house)
+    step, first_rows = before.checkpoint["step"], len(read_rows(folder.metrics))
+    marked = json.loads(folder.evaluation("before").read_text()) | {"first attempt": True}
+    write_json(folder.evaluation("before"), marked)
+    runs = house.runs({"trainer": {"steps": step + 4}})
+    begun = runs.resume(folder.run_id)
+    assert (begun.state, begun.attempt, begun.checkpoint["step"]) == ("queued", 2, step)
+    assert begun.failure is None and begun.ended_at is None and begun.crew == {} and begun.progress == {}
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert steps[first_rows:] == list(range(step + 1, step + 5))
+    assert status.attempt == 2 and status.checkpoint["step"] == step + 4
+    passed = states(runs, folder)
+    assert passed[-6:] == ["queued", "validating", "starting", "training", "evaluating", "completed"]
+    pairs = [event.data for event in runs.events(folder.run_id) if event.kind == "state"]
+    assert all(pair["to"] in TRANSITIONS[pair["from"]] for pair in pairs)
+    labels = [event.data["label"] for event in runs.events(folder.run_id) if event.kind == "evaluation"]
+    assert labels == ["before", "after"] and set(status.evaluations) == {"before", "after"}
+    assert json.loads(folder.evaluation("before").read_text())["first attempt"]
+    report = json.loads(folder.results.read_text())
+    assert report["rose"] is True and report["steps"] == step + 4
+    house.nothing_left(folder)
+
+
+def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpoint(house):
+    """Else rollouts would begin with the starting policy. The driver evaluates as soon as it hears of inference."""
+    _, folder, _ = stopped_in_training(house)
+    runs = house.runs({"trainer": {"loading": 0.6, "endless": True}, "environment": {"at": "before", "do": "fail"}})
+    runs.resume(folder.run_id)
+    status = ended(runs, folder)
+    assert status.failure.component == "environment"
+    assert status.crew["trainer"].state == "stopped"
+    assert status.ended_at - status.started_at > 0.6
+
+
+def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_before(house):
+    runs, folder = house.start({"trainer": {"endless": True, "at": "step-3", "do": "kill"}})
+    assert ended(runs, folder).state == "failed"
+    runs = house.runs()
+    assert runs.resume(folder.run_id).checkpoint is None
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    assert [row["step"] for row in read_rows(folder.metrics)] == [1, 2, 3]
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert steps == [1, 2, 3, 1, 2, 3]
+    labels = [event.data["label"] for event in runs.events(folder.run_id) if event.kind == "evaluation"]
+    assert labels == ["before", "after"]
+
+
+def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(house):
+    runs, folder = house.start({"trainer": {"at": "unsaid", "do": "hang"}}, stop_grace_s=0.3)
+    eventually(lambda: folder.newest_checkpoint())
+    assert runs.status(folder.run_id).checkpoint is None
+    house.keeper(folder).kill()
+    eventually(lambda: not held(folder.lock))
+    runs = house.runs({"trainer": {"steps": 5}})
+    begun = runs.resume(folder.run_id)
+    assert begun.checkpoint == {
+        "step": 3,
+        "cursor": 6,
+        "path": "checkpoints/step-000003",
+        "at": begun.checkpoint["at"],
+    }
+    assert "lost" in states(runs, folder)
+    status = ended(runs, folder)
+    assert status.state == "completed" and status.checkpoint["step"] == 5
+    house.nothing_left(folder)
+
+
+def test_a_checkpoint_that_was_half_written_is_passed_over_and_cleared_away(house):
+    runs, folder = house.start({"trainer": {"at": "saving", "do": "kill"}})
+    assert ended(runs, folder).state == "failed"
+    house.nothing_left(folder)
+    assert list(folder.checkpoints.iterdir()) == []
+    assert house.runs().resume(folder.run_id).checkpoint is None
+    assert ended(runs, folder).state == "completed"
+
+
+def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(house):
+    behaviours = {"environment": {"at": "evaluated", "do": "kill"}, "trainer": {"at": "finished", "do": "hang"}}
+    runs, folder = house.start(behaviours, stop_grace_s=1.5)
+    assert ended(runs, folder).state == "failed"
+    assert folder.evaluation("after").exists()
+    rows = folder.metrics.read_text()
+    runs = house.runs()
+    begun = runs.resume(folder.run_id)
+    # What came at an end that did not hold is measured anew.
+    assert set(begun.evaluations) == {"before"} and begun.checkpoint["step"] == 3
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    assert folder.metrics.read_text() == rows
+    assert set(status.evaluations) == {"before", "after"}
+
+
+def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(house):
+    runs, folder = house.start(ENDLESS)
+    until(runs, folder, "training")
+    with pytest.raises(NotPossibleNow, match="is training under its keeper.*check_status"):
+        runs.resume(folder.run_id)
+    assert runs.status(folder.run_id).state == "training" and runs.status(folder.run_id).attempt == 1
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+    runs, folder = house.start()
+    before = ended(runs, folder)
+    eventually(lambda: not held(folder.lock))
+    with pytest.raises(NotPossibleNow, match="has completed.*start_training"):
+        runs.resume(folder.run_id)
+    assert Status.read(folder) == before
+    with pytest.raises(NotFound):
+        runs.resume("nothing")
+
+
+def test_a_run_that_is_still_ending_is_refused(house):
+    runs, folder = house.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS}, stop_grace_s=1.5)
+    status = until(runs, folder, "training")
+    os.kill(status.crew["environment"].pid, signal.SIGKILL)
+    until(runs, folder, "failed")
+    with pytest.raises(NotPossibleNow, match="still ending.*in a few seconds"):
+        runs.resume(folder.run_id)
+    ended(runs, folder)
+
+
+def test_of_two_that_resume_at_once_one_wins(house):
+    runs, folder, _ = stopped_in_training(house)
+    outcomes = []
+
+    def resume():
+        try:
+            outcomes.append(house.runs(ENDLESS).resume(folder.run_id).attempt)
+        except NotPossibleNow:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=resume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes, key=str) == [2, "refused"]
+    assert sum("keeper" in process.cmdline() for process in house.processes(folder)) == 1
+    runs.stop(folder.run_id, 0)
+    assert ended(runs, folder).attempt == 2
+
+
+def test_an_order_that_came_too_late_does_not_stop_the_next_attempt(house):
+    runs, folder, _ = stopped_in_training(house)
+    runs._launcher.stop(folder, 0)
+    assert list(folder.orders.iterdir())
+    runs = house.runs()
+    runs.resume(folder.run_id)
+    assert ended(runs, folder).state == "completed"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(house):
+    runs, folder, status = stopped_in_training(house)
+    state = folder.path / status.checkpoint["path"] / "state.json"
+    state.write_text('{"step": "many"}')
+    with pytest.raises(Corrupt, match="Move the folder away"):
+        runs.resume(folder.run_id)
+    assert Status.read(folder) == status
+    assert state.read_text() == '{"step": "many"}'
+
+
+def test_a_resume_whose_starter_dies_leaves_a_lost_run_that_can_be_resumed(house):
+    runs, folder, _ = stopped_in_training(house)
+    real = runs._launcher.submit
+
+    def dies(*arguments):
+        raise KeyboardInterrupt
+
+    runs._launcher.submit = dies
+    with pytest.raises(KeyboardInterrupt):
+        runs.resume(folder.run_id)
+    assert runs.status(folder.run_id).state == "lost"
+    runs._launcher.submit = real
+    runs.resume(folder.run_id)
+    runs.stop(folder.run_id, 0)
+    assert ended(runs, folder).attempt == 3
+
+
+def test_a_test_run_that_was_stopped_runs_again(house):
+    runs, folder = house.start({"environment": {"mute": True}}, kind="test")
+    until(runs, folder, "validating")
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+    runs = house.runs()
+    assert runs.resume(folder.run_id).checkpoint is None
+    assert ended(runs, folder).state == "completed"
+    assert folder.results.exists()
+
+
+def test_settling_clears_half_written_files_and_leaves_the_rest(tmp_path):
+    folder = RunFolder.create(tmp_path, "run-1")
+    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
+    Status(run_id="run-1", kind="train", environment="dice", state="training", **now).write(folder)
+    EventLog(folder).append("state")
+    (folder.checkpoints / ".writing-step-000004" / "model").mkdir(parents=True)
+    (folder.checkpoints / "step-000003").mkdir()
+    (folder.evaluations / ".before.json.abc").write_text("{")
+    (folder.path / ".status.json.xyz").write_text("{")
+    lock = RunLock.acquire(folder.lock)
+    assert settle(folder).state == "lost"
+    lock.release()
+    assert [path.name for path in folder.path.rglob(".*")] == []
+    assert folder.newest_checkpoint() == folder.checkpoints / "step-000003"
+
+
+def test_a_resumed_run_outlives_whoever_resumed_it(house):
+    runs, folder, _ = stopped_in_training(house)
+    runs = house.runs(ENDLESS)
+    code = f"""
+import os, pathlib, signal
+from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.launchers.local import LocalLauncher
+Runs(pathlib.Path({str(runs.path)!r}), LocalLauncher({runs._launcher._command!r})).resume({folder.run_id!r})
+os.killpg(os.getpgrp(), signal.SIGKILL)
+"""
+    starter = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=20, start_new_session=True
+    )
+    assert starter.returncode == -signal.SIGKILL, starter.stderr
+    assert until(runs, folder, "training").attempt == 2
+    runs.stop(folder.run_id, 0)
+    assert ended(runs, folder).state == "stopped"
+    house.nothing_left(folder)
+
+
+def test_an_event_after_one_that_was_cut_short_is_whole(tmp_path):
+    folder = RunFolder.create(tmp_path, "run-1")
+    EventLog(folder).append("state", to="queued")
+    with folder.events.open("a") as file:
+        file.write('{"seq": 2, "at": 1.0, "ki')
+    log = EventLog(folder)
+    log.append("state", to="validating")
+    log.append("end")
+    assert [(event.seq, event.kind) for event in read_events(folder.events)] == [(1, "state"), (2, "state"), (3, "end")]

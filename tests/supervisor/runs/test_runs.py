@@ -1,0 +1,375 @@
+"""Runs from start to end with stand-ins for the crew: what a front end sees, and what stays on disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import anyio
+import pytest
+
+from tests.support.supervisor_house import House, ended, eventually, until
+from toprope.analysis.reports.report import Results
+from toprope.errors import ComponentFailed, Corrupt, NotFound, NotPossibleNow
+from toprope.records.run.folder import write_json
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import TRANSITIONS, Status
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.runs.manager import Runs
+
+ENDLESS = {"trainer": {"endless": True}}
+
+
+@pytest.fixture
+def house(tmp_path):
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def states(runs, folder) -> list[str]:
+    return [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
+
+
+def test_a_training_run_goes_from_queued_to_completed(house):
+    runs, folder = house.start(plot=True)
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    assert states(runs, folder) == ["validating", "starting", "training", "evaluating", "completed"]
+    steps = [event.data for event in runs.events(folder.run_id) if event.kind == "state"]
+    assert all(step["to"] in TRANSITIONS[step["from"]] for step in steps)
+    kinds = [event.kind for event in runs.events(folder.run_id)]
+    assert kinds.count("evaluation") == 2 and kinds.count("checkpoint") == 1 and kinds.count("first_step") == 1
+    assert kinds[-1] == "end"
+    assert status.evaluations["after"]["accuracy"] == 0.9
+    assert status.counts == {"accepted": 3, "committed": 3}
+    assert status.checkpoint["path"] == "checkpoints/step-000003" and status.checkpoint["cursor"] == 6
+    assert status.progress["step"] == 3 and status.progress["total_steps"] == 3
+    assert status.created_at <= status.started_at <= status.training_at <= status.ended_at
+    assert {name: member.state for name, member in status.crew.items()} == {
+        "policy": "finished",
+        "trainer": "finished",
+        "environment": "stopped",
+        "inference": "stopped",
+        "api": "stopped",
+    }
+    results = Results.model_validate(json.loads(folder.results.read_text()))
+    assert results.state == "completed" and results.rose is True and results.steps == 3
+    assert results.plot == str(folder.plot) and folder.plot.read_bytes().startswith(b"\x89PNG")
+    assert results.seconds.total > 0
+    house.nothing_left(folder)
+    assert not held(folder.lock)
+    for path in folder.path.rglob("*"):
+        if "checkpoints" not in path.parts:
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_test_run_needs_no_trainer(house):
+    runs, folder = house.start(kind="test")
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    assert states(runs, folder) == ["validating", "starting", "evaluating", "completed"]
+    assert {name: member.state for name, member in status.crew.items()} == {
+        "policy": "finished",
+        "inference": "stopped",
+        "environment": "finished",
+    }
+    results = Results.model_validate(json.loads(folder.results.read_text()))
+    assert results.evaluations["test"].sampled.accuracy == 0.4
+    assert results.rose is None and results.plot is None
+    house.nothing_left(folder)
+
+
+def test_a_start_answers_at_once_and_the_run_outlives_its_starter(house):
+    runs = house.runs({"trainer": {"endless": True}})
+    spec = house.specification()
+    (house.path / "spec.json").write_text(spec.model_dump_json())
+    command = list(runs._launcher._command)
+    code = f"""
+import json, os, pathlib, signal, time
+from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.records.run.specification import Specification
+spec = Specification.model_validate_json(pathlib.Path({str(house.path / "spec.json")!r}).read_text())
+runs = Runs(pathlib.Path({str(runs.path)!r}), LocalLauncher({command!r}))
+began = time.monotonic()
+runs.start(spec)
+print(time.monotonic() - began, flush=True)
+os.killpg(os.getpgrp(), signal.SIGKILL)
+"""
+    starter = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=20, start_new_session=True
+    )
+    assert starter.returncode == -signal.SIGKILL, starter.stderr
+    assert float(starter.stdout) < 1.0
+    folder = runs.folder(spec.run_id)
+    house.started.append(folder)
+    until(runs, folder, "training")
+    assert runs.stop(folder.run_id).state == "training"
+    assert ended(runs, folder).state == "stopped"
+    house.nothing_left(folder)
+
+
+def test_the_keeper_keeps_nothing_of_its_starter(house):
+    runs, folder = house.start(ENDLESS)
+    keeper = house.keeper(folder)
+    assert keeper.ppid() != os.getpid()
+    assert os.getsid(keeper.pid) not in (os.getsid(0), keeper.pid)
+    targets = {os.readlink(f"/proc/{keeper.pid}/fd/{number}") for number in (0, 1, 2)}
+    assert targets == {"/dev/null", str(folder.log("keeper"))}
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+
+
+def test_the_same_start_twice_is_one_run_and_another_is_refused(house):
+    runs, folder = house.start(ENDLESS)
+    spec = json.loads(folder.spec.read_text())
+    same = house.specification().model_validate(spec)
+    assert runs.start(same) == folder
+    assert sum("keeper" in process.cmdline() for process in house.processes(folder)) == 1
+    with pytest.raises(NotPossibleNow, match="another run"):
+        runs.start(same.model_copy(update={"draft_id": "other"}))
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+
+
+def test_a_second_keeper_of_a_run_leaves_at_once(house):
+    runs, folder = house.start(ENDLESS)
+    until(runs, folder, "training")
+    command = [*runs._launcher._command, str(folder.path), "--foreground"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert second.returncode == 75 and "another keeper" in second.stderr
+    LocalLauncher(runs._launcher._command).submit(folder, {})
+    assert runs.status(folder.run_id).state == "training"
+    runs.stop(folder.run_id, 0)
+    assert ended(runs, folder).state == "stopped"
+    house.nothing_left(folder)
+
+
+def test_a_keeper_of_a_run_that_has_ended_starts_nothing(house):
+    runs, folder = house.start()
+    before = ended(runs, folder)
+    eventually(lambda: not held(folder.lock))
+    again = subprocess.run(
+        [*runs._launcher._command, str(folder.path), "--foreground"], capture_output=True, text=True, timeout=20
+    )
+    assert again.returncode == 1 and "not started again" in again.stderr
+    assert Status.read(folder) == before
+
+
+@pytest.mark.parametrize("when", ["queued", "validating", "training", "evaluating"])
+def test_a_stop_at_any_moment_ends_the_run_and_starts_nothing(house, when):
+    behaviours = {
+        "queued": {},
+        "validating": {"environment": {"mute": True}},
+        "training": ENDLESS,
+        "evaluating": {"environment": {"at": "evaluate", "do": "hang"}},
+    }[when]
+    runs, folder = house.start(behaviours)
+    if when != "queued":
+        until(runs, folder, when)
+    runs.stop(folder.run_id)
+    status = ended(runs, folder)
+    assert status.state == "stopped" and status.reason == "stopped on request"
+    assert states(runs, folder)[-2:] == ["stopping", "stopped"]
+    house.nothing_left(folder)
+    assert not list(folder.orders.iterdir())
+    before = len(list(folder.logs.iterdir()))
+    runs.stop(folder.run_id)
+    assert runs.status(folder.run_id) == status
+    assert len(list(folder.logs.iterdir())) == before
+
+
+def test_a_stop_that_lies_there_before_the_keeper_looks_launches_no_member(house):
+    runs = house.runs()
+    real = runs._launcher
+
+    class StopsFirst(LocalLauncher):
+        def submit(self, folder, variables, lock=None):
+            self.stop(folder, 1.0)
+            real.submit(folder, variables, lock)
+
+    runs = Runs(runs.path, StopsFirst())
+    folder = runs.start(house.specification())
+    house.started.append(folder)
+    assert ended(runs, folder).state == "stopped"
+    assert states(runs, folder) == ["stopping", "stopped"]
+    assert [path.name for path in folder.logs.iterdir()] == ["keeper.log"]
+
+
+def test_sigterm_to_the_keeper_is_a_stop(house):
+    runs, folder = house.start(ENDLESS)
+    until(runs, folder, "training")
+    house.keeper(folder).terminate()
+    status = ended(runs, folder)
+    assert status.state == "stopped" and "SIGTERM" in status.reason
+    house.nothing_left(folder)
+
+
+def test_a_stop_lets_the_trainer_save_what_no_checkpoint_holds(house):
+    runs, folder = house.start({"trainer": {"endless": True, "patient": True, "saving": 0.4}}, stop_grace_s=10.0)
+    until(runs, folder, "training")
+    runs.stop(folder.run_id)
+    status = ended(runs, folder)
+    assert status.state == "stopped"
+    assert status.checkpoint["step"] >= 1 and status.crew["trainer"].exit_code == 0
+    assert (folder.path / status.checkpoint["path"]).is_dir()
+
+
+def test_members_that_ignore_sigterm_are_stopped_within_the_grace(house):
+    deaf = {name: {"deaf": True, "daemon": True} for name in ("api", "inference", "environment", "policy")}
+    runs, folder = house.start({**deaf, "trainer": {"endless": True, "deaf": True, "saving": 600}})
+    until(runs, folder, "training")
+    began = time.monotonic()
+    runs.stop(folder.run_id, 1.0)
+    status = ended(runs, folder)
+    assert status.state == "stopped"
+    assert 1.0 <= time.monotonic() - began < 3.0
+    house.nothing_left(folder)
+
+
+def test_a_second_stop_shortens_the_first(house):
+    runs, folder = house.start({"trainer": {"endless": True, "deaf": True, "saving": 600}})
+    until(runs, folder, "training")
+    runs.stop(folder.run_id, 600.0)
+    until(runs, folder, "stopping")
+    began = time.monotonic()
+    runs.stop(folder.run_id, 0.0)
+    assert ended(runs, folder).state == "stopped"
+    assert time.monotonic() - began < 3.0
+    house.nothing_left(folder)
+
+
+def test_an_order_that_is_none_is_told_and_changes_nothing(house):
+    runs, folder = house.start(ENDLESS)
+    until(runs, folder, "training")
+    write_json(folder.orders / "a.json", {"order": "fly"})
+    (folder.orders / "b.json").write_text("{")
+    warnings = eventually(lambda: len([e for e in runs.events(folder.run_id) if e.kind == "warning"]) == 2)
+    assert warnings and runs.status(folder.run_id).state == "training"
+    runs.stop(folder.run_id, 0)
+    assert ended(runs, folder).state == "stopped"
+
+
+def test_a_run_folder_that_is_deleted_ends_its_crew(house):
+    runs, folder = house.start(ENDLESS)
+    until(runs, folder, "training")
+    while folder.path.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)
+    eventually(lambda: not house.processes(folder))
+    with pytest.raises(NotFound):
+        runs.status(folder.run_id)
+
+
+def test_a_run_whose_keeper_cannot_start_says_why(house, tmp_path):
+    runs = Runs(tmp_path / "runs", LocalLauncher([sys.executable, "-P", "-c", "raise ImportError('no torch here')"]))
+    spec = house.specification()
+    with pytest.raises(ComponentFailed, match="no torch here"):
+        runs.start(spec)
+    status = runs.status(spec.run_id)
+    assert status.state == "failed" and status.failure.component == "keeper" and "no torch here" in status.reason
+    assert status.ended_at is not None
+
+
+def test_a_start_that_dies_before_the_keeper_is_there_is_lost(house):
+    """The starter holds the lock from before the first status; with it gone, so is the run."""
+    runs = house.runs()
+
+    class Dies(LocalLauncher):
+        def submit(self, folder, variables, lock=None):
+            assert runs.status(folder.run_id).state == "queued"
+            raise KeyboardInterrupt
+
+    spec = house.specification()
+    with pytest.raises(KeyboardInterrupt):
+        Runs(runs.path, Dies()).start(spec)
+    assert runs.status(spec.run_id).state == "lost"
+
+
+def test_the_list_has_every_run_newest_first_whatever_is_broken(house):
+    runs, first = house.start(kind="test")
+    _, second = house.start(kind="test")
+    ended(runs, first)
+    ended(runs, second)
+    bad = runs.path / "bad"
+    shutil.copytree(first.path, bad)
+    (bad / "status.json").write_text("{")
+    worse = runs.path / "worse"
+    worse.mkdir()
+    (runs.path / "not a run").mkdir()
+    (runs.path / "file").write_text("")
+    found = {status.run_id: status for status in runs.list()}
+    assert set(found) == {first.run_id, second.run_id, "bad", "worse"}
+    assert found["bad"].state == "lost" and "not valid JSON" in found["bad"].reason
+    assert (bad / "status.json").read_text() == "{"
+    order = [status.run_id for status in runs.list() if status.state == "completed"]
+    assert order == [second.run_id, first.run_id]
+    with pytest.raises(Corrupt):
+        runs.status("bad")
+
+
+def test_no_folder_is_no_run_and_a_run_that_is_being_made_is_not_listed(house):
+    runs = house.runs()
+    assert runs.list() == []
+    with pytest.raises(NotFound):
+        runs.status("none")
+    young = runs.path / "young"
+    young.mkdir(parents=True)
+    lock = RunLock.acquire(young / "keeper.lock")
+    assert runs.list() == []
+    lock.release()
+    assert [status.run_id for status in runs.list()] == ["young"]
+
+
+def test_a_wait_ends_with_the_event_or_the_time_and_tells_of_changes(house):
+    runs, folder = house.start(ENDLESS)
+    seen = []
+
+    async def changed(status):
+        seen.append(status.state)
+
+    async def waits():
+        status, events = await runs.wait(
+            folder.run_id, lambda _, events: any(e.kind == "first_step" for e in events), 20.0, changed=changed
+        )
+        assert status.state == "training"
+        last = events[-1].seq
+        began = anyio.current_time()
+        status, events = await runs.wait(folder.run_id, lambda _, events: bool(events), 0.3, after=last)
+        assert not events and anyio.current_time() - began >= 0.3
+
+    anyio.run(waits)
+    assert "training" in seen
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+
+
+def test_looking_at_a_run_takes_its_lock_from_nobody(house):
+    """Onlookers and a keeper that starts at the same moment: the keeper wins."""
+    runs = house.runs(ENDLESS)
+    folder = runs.start(house.specification())
+    house.started.append(folder)
+    for _ in range(200):
+        assert runs.status(folder.run_id).state != "lost"
+        assert runs.list()[0].state != "lost"
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+
+
+def test_a_run_whose_first_files_cannot_be_written_leaves_nothing_and_says_why(house, monkeypatch):
+    def full(self, folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Specification, "write", full)
+    runs = house.runs()
+    with pytest.raises(NotPossibleNow, match="No space left on device.*prune"):
+        runs.start(house.specification())
+    assert [path.name for path in (house.path / "runs").iterdir() if not path.name.startswith(".")] == []

@@ -1,0 +1,142 @@
+"""Which variables reach whom."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.supervisor_house import House
+from toprope.records import messages as crew
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.environment_variables import EVERYONE, decode_owners, for_component, for_keeper, for_worker
+
+SURROUNDINGS = {
+    "PATH": "/bin",
+    "HOME": "/root",
+    "LC_ALL": "C",
+    "HF_HOME": "/cache",
+    "HF_TOKEN": "hf",
+    "WANDB_API_KEY": "wb",
+    "AWS_SECRET_ACCESS_KEY": "aws",
+    "TOPROPE_HOME": "/home",
+    "LD_PRELOAD": "/evil.so",
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    def make(component: str, owners=None, surroundings=SURROUNDINGS, wandb="online") -> dict[str, str]:
+        specification = House(tmp_path).specification()
+        specification.config.logging.wandb = wandb
+        specification.config.launcher.threads = 3
+        specification.config.algorithm.seed = 11
+        return for_component(
+            component,
+            folder=tmp_path,
+            specification=specification,
+            attempt=2,
+            secret="s3cret",
+            owners=owners or {},
+            surroundings=surroundings,
+        )
+
+    return make
+
+
+def test_only_what_programs_need_is_passed_on(made, tmp_path):
+    variables = made("api")
+    assert variables["PATH"] == "/bin" and variables["LC_ALL"] == "C" and variables["HF_HOME"] == "/cache"
+    assert not {"AWS_SECRET_ACCESS_KEY", "LD_PRELOAD", "TOPROPE_HOME", "HF_TOKEN", "WANDB_API_KEY"} & set(variables)
+    assert variables[crew.ENV_FOLDER] == str(tmp_path) and variables[crew.ENV_COMPONENT] == "api"
+    assert variables[crew.ENV_ATTEMPT] == "2" and variables[crew.ENV_SECRET] == "s3cret"
+    assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
+    assert variables["PYTHONHASHSEED"] == "11" and variables["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@pytest.mark.parametrize("owners", [{}, {EVERYONE: {"HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}}])
+def test_a_key_goes_to_the_one_that_uses_it(made, owners):
+    surroundings = SURROUNDINGS if not owners else {}
+    keys = {
+        name: {key for key in ("HF_TOKEN", "WANDB_API_KEY") if key in made(name, owners, surroundings)}
+        for name in ("policy", "api", "inference", "trainer", "environment")
+    }
+    assert keys == {
+        "policy": {"HF_TOKEN"},
+        "trainer": {"WANDB_API_KEY"},
+        "api": set(),
+        "inference": set(),
+        "environment": set(),
+    }
+    assert "WANDB_API_KEY" not in made("trainer", owners, surroundings, wandb="offline")
+
+
+def test_the_owner_may_name_more_for_everyone_and_for_one(made):
+    owners = {EVERYONE: {"CUDA_VISIBLE_DEVICES": "1"}, "environment": {"HF_TOKEN": "own", "JUDGE_KEY": "j"}}
+    assert made("environment", owners)["HF_TOKEN"] == "own"
+    assert made("environment", owners)["JUDGE_KEY"] == "j" and "JUDGE_KEY" not in made("trainer", owners)
+    assert all(made(name, owners)["CUDA_VISIBLE_DEVICES"] == "1" for name in ("trainer", "environment"))
+
+
+def test_the_keeper_gets_the_owners_variables_and_no_member_their_packet(made):
+    keeper = for_keeper({"trainer": {"A": "1"}}, SURROUNDINGS)
+    assert decode_owners(keeper) == {"trainer": {"A": "1"}}
+    assert "AWS_SECRET_ACCESS_KEY" not in keeper and keeper["HF_TOKEN"] == "hf"
+    assert not any("OWNERS" in name for name in made("trainer", surroundings=keeper))
+
+
+def test_user_code_gets_the_keys_that_are_named_for_it_and_no_others():
+    owners = {EVERYONE: {"PLAIN": "1", "HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}, "environment": {"JUDGE_KEY": "j"}}
+    assert for_worker(owners) == {"PLAIN": "1", "JUDGE_KEY": "j"}
+    assert for_worker({"environment": {"HF_TOKEN": "own"}}) == {"HF_TOKEN": "own"}
+
+
+def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp_path):
+    specification = House(tmp_path).specification()
+    made = {
+        name: for_component(
+            "api",
+            folder=Path("/r") / name,
+            specification=specification,
+            attempt=1,
+            secret="s",
+            owners={},
+            surroundings={"TMPDIR": "/tmp"},
+        )
+        for name in ("short", "x" * 80, f"{'x' * 80}/deep")
+    }
+    assert made["short"]["TMPDIR"] == "/r/short/crew/tmp"
+    assert made["x" * 80]["TMPDIR"].startswith("/r/.t-"), "a link beside the run is short enough"
+    assert made[f"{'x' * 80}/deep"]["TMPDIR"] == "/tmp"
+
+
+def test_a_run_that_lies_deep_has_a_link_to_its_temporary_files_and_takes_it_along():
+    with tempfile.TemporaryDirectory(dir="/tmp") as runs:
+        folder = RunFolder.create(Path(runs), "r" * 64)
+        folder.make_temporary()
+        folder.make_temporary()
+        (folder.temporary / "left").write_text("x")
+        assert folder.temporary.parent == Path(runs) and (folder.crew / "tmp" / "left").exists()
+        folder.tidy()
+        assert os.listdir(runs) == [folder.run_id] and not folder.crew.exists()
+
+
+def test_a_run_sees_the_gpus_it_has_and_learns_what_it_goes_on_from(tmp_path):
+    def made(**given):
+        return for_component(
+            "trainer",
+            folder=tmp_path,
+            specification=House(tmp_path).specification(),
+            attempt=1,
+            secret="s",
+            owners={EVERYONE: {"CUDA_VISIBLE_DEVICES": "0,1"}, **given.pop("owners", {})},
+            surroundings={},
+            **given,
+        )
+
+    assert made()["CUDA_VISIBLE_DEVICES"] == "0,1" and crew.ENV_CHECKPOINT not in made()
+    assert made(gpus=("1",))["CUDA_VISIBLE_DEVICES"] == "1" and made(gpus=())["CUDA_VISIBLE_DEVICES"] == ""
+    assert made(gpus=("1",), owners={"trainer": {"CUDA_VISIBLE_DEVICES": "7"}})["CUDA_VISIBLE_DEVICES"] == "7"
+    assert made(checkpoint=tmp_path / "step-000001")[crew.ENV_CHECKPOINT] == str(tmp_path / "step-000001")

@@ -1,0 +1,151 @@
+"""The keeper's diagnosis: what becomes an event, what stands in the status, and what an attempt that goes on knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.supervisor_house import House, ended
+from toprope.records.messages import CountsReport, Evaluated, Stepped
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
+from toprope.supervisor.watchers.hands import Hands
+
+SICK = {"reward": 0.0, "success": 0.0, "errors/share": 1.0, "frac_reward_zero_std": 1.0}
+SLOW = {"reward": 0.5, "time/step": 1.0, "time/wait": 0.8}
+
+
+class Told:
+    """A run's folder with the hands of its keeper, which remember what they were asked."""
+
+    def __init__(self, path: Path) -> None:
+        house = House(path)
+        specification: Specification = house.specification()
+        specification.config.budget.steps = 100
+        specification.config.rollout.groups_per_step = 2
+        self.folder = RunFolder.create(path / "runs", specification.run_id)
+        self.status = Status(
+            run_id=specification.run_id,
+            kind="train",
+            environment="dice",
+            state="training",
+            created_at=0,
+            since=0,
+            updated_at=0,
+        )
+        self.events: list[dict[str, Any]] = []
+        self.specification = specification
+
+    def watcher(self) -> DiagnosisWatcher:
+        refuse = self._refuse
+        return DiagnosisWatcher(
+            Hands(
+                self.folder,
+                self.specification,
+                lambda: self.status,
+                self._event,
+                self._update,
+                stop=refuse,
+                pause=refuse,
+                proceed=refuse,
+            )
+        )
+
+    def _event(self, kind: str, **data: Any) -> None:
+        assert kind == "finding"
+        self.events.append(data)
+
+    def _update(self, **fields: Any) -> None:
+        self.status = self.status.model_copy(update=fields)
+
+    def _refuse(self, *arguments: Any) -> None:
+        raise AssertionError("diagnosis stops and holds no run")
+
+    @property
+    def open(self) -> list[tuple[str, str]]:
+        return [(finding.rule, finding.level) for finding in self.status.findings]
+
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        return [(event["rule"], event["level"]) for event in self.events]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    return Told(tmp_path)
+
+
+def steps(watcher: DiagnosisWatcher, first: int, last: int, values: dict[str, Any]) -> None:
+    for step in range(first, last + 1):
+        watcher.heard("trainer", Stepped(step, 100, {"step": step, **values}))
+
+
+def test_a_finding_is_an_event_and_stands_in_the_status_until_it_is_over(told: Told) -> None:
+    watcher = told.watcher()
+    steps(watcher, 1, 30, SICK)
+    assert told.said == [("scorer_errors", "critical")] and ("scorer_errors", "critical") in told.open
+    event = told.events[0]
+    assert event["step"] and event["observed"]["errors_share"] == 1.0 and "describe_environment" in event["next"]
+    json.dumps(told.status.model_dump(mode="json"), allow_nan=False)
+    steps(watcher, 31, 60, {"reward": 0.5, "errors/share": 0.0})
+    assert told.said[-1] == ("scorer_errors", "over") and told.open == []
+
+
+def test_notes_wake_nobody(told: Told) -> None:
+    watcher = told.watcher()
+    steps(watcher, 1, 40, SLOW)
+    assert told.open == [("trainer_waits", "note")] and told.events == []
+    steps(watcher, 41, 80, {**SLOW, "time/wait": 0.0})
+    assert told.open == [] and told.events == []
+
+
+def test_groups_that_are_all_dropped_are_told_without_a_step(told: Told) -> None:
+    watcher = told.watcher()
+    watcher.heard("environment", Evaluated("before", {"accuracy": 0.0}))
+    watcher.heard("api", CountsReport({"accepted": 4, "dropped": {"zero_signal": 4}}))
+    watcher.heard("api", CountsReport({"accepted": 12, "dropped": {"zero_signal": 12}}))
+    assert told.events == []
+    watcher.heard("api", CountsReport({"accepted": 40, "dropped": {"zero_signal": 40}}))
+    watcher.heard("api", CountsReport({"accepted": 80, "dropped": {"zero_signal": 80}}))
+    assert told.said == [("all_wrong", "critical")] == told.open
+    steps(watcher, 1, 1, {"reward": 0.1})
+    assert told.said[-1] == ("all_wrong", "over") and told.open == []
+    # What is dropped beside steps that come about is no standstill.
+    for step in range(2, 12):
+        watcher.heard("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
+        steps(watcher, step, step, {"reward": 0.1})
+    assert len(told.said) == 2
+
+
+def test_an_attempt_that_goes_on_tells_nothing_twice(told: Told) -> None:
+    first = told.watcher()
+    rows = [{"step": step, **SICK} for step in range(1, 31)]
+    for row in rows:
+        first.heard("trainer", Stepped(row["step"], 100, row))
+    told.folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told.status = told.status.model_copy(update={"attempt": 2, "findings": []})
+    second = told.watcher()
+    assert ("scorer_errors", "critical") in told.open
+    steps(second, 31, 40, SICK)
+    assert told.said == [("scorer_errors", "critical")]
+
+
+def test_a_real_keeper_diagnoses_its_run_and_names_its_failure(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    try:
+        crew = {
+            "trainer": {"say": "RuntimeError: CUDA out of memory. Tried to allocate", "at": "step-2", "do": "exit:3"}
+        }
+        runs, folder = house.start({**crew})
+        status = ended(runs, folder, 60.0)
+    finally:
+        house.close()
+    assert status.failure is not None and status.failure.kind == "gpu_out_of_memory"
+    assert "out of memory" in status.failure.evidence and "micro_batch_size" in status.failure.hint
+    [state] = [event.data for event in runs.events(folder.run_id) if event.data.get("to") == "failed"]
+    assert state["failure"] == "gpu_out_of_memory"

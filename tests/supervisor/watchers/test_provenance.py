@@ -1,0 +1,166 @@
+"""The manifest: what it holds at the start, what it learns, and what it says of another attempt."""
+
+import json
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.supervisor_house import House, ended, eventually
+from toprope.records.messages import Checked, Ready
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.settings.schema import Config
+from toprope.supervisor.watchers import provenance
+from toprope.supervisor.watchers.provenance import Provenance, collect, hash_of_policy
+
+
+def specification(tmp_path, **knobs):
+    config = Config()
+    config.algorithm.seed, config.environment.knobs = 7, knobs
+    (tmp_path / "words.py").write_text("class Words: ...\n")
+    return Specification(
+        run_id="run-a", kind="train", created_at=time.time(), toprope_version="0", preset="cpu-embedded",
+        environment=EnvironmentSource(name="words", file=str(tmp_path / "words.py"), attribute="Words"),
+        config=config, locks={"budget.steps": {"max": 3, "reason": "r"}}, policy_cache=str(tmp_path),
+        beside_preset={"algorithm.seed": [0, 7]},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "runs", "run-a")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository in place of ours."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    (root / "code.py").write_text("a = 1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(root), *identity, *words], check=True)
+    monkeypatch.setattr(provenance, "_ROOT", root)
+    return root
+
+
+def hands(folder, run, attempt=1):
+    events = []
+    return SimpleNamespace(
+        folder=folder, specification=run, status=lambda: SimpleNamespace(attempt=attempt), events=events,
+        event=lambda kind, **data: events.append((kind, data)),
+    )  # fmt: skip
+
+
+def test_a_clean_checkout_is_named_by_its_commit_and_a_changed_one_by_the_difference(folder, tmp_path, checkout):
+    run = specification(tmp_path)
+    clean = collect(folder, run).code
+    assert len(clean.commit) == 40 and clean.changes_sha256 is None
+    assert not (folder.path / "toprope.diff").exists()
+    (checkout / "code.py").write_text("a = 2\n")
+    changed = collect(folder, run).code
+    assert changed.commit == clean.commit and changed.changes_sha256
+    assert "+a = 2" in (folder.path / "toprope.diff").read_text()
+    (checkout / "new.py").write_text("b = 1\n")
+    assert collect(folder, run).code.changes_sha256 != changed.changes_sha256
+
+
+def test_the_inputs_are_equal_for_the_same_run_and_differ_by_name(folder, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    run = specification(tmp_path, path=str(data), other="/nowhere")
+    first = collect(folder, run)
+    assert (first.configuration.seed, first.configuration.beside_preset) == (7, {"algorithm.seed": [0, 7]})
+    assert list(first.environment.files) == [str(data)]
+    assert first.hardware.cores >= 1 and first.libraries["torch"] and first.python.startswith("CPython")
+    assert collect(folder, run).inputs == first.inputs
+    data.write_text("{}\n{}\n")
+    (tmp_path / "words.py").write_text("class Words: pass\n")
+    found = provenance.differing_inputs(first.inputs, collect(folder, run).inputs)
+    assert set(found) == {"environment.sha256", f"environment.files.{data}"}
+
+
+def test_an_interpreter_of_its_own_is_recorded_package_by_package(folder, tmp_path):
+    site = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    (site / "tiny_rules-1.5.dist-info").mkdir(parents=True)
+    (site / "tiny_rules-1.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tiny-rules\nVersion: 1.5\n"
+    )
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    run = specification(tmp_path)
+    assert collect(folder, run).environment.packages == {}
+    there = run.environment.model_copy(update={"interpreter": str(tmp_path / "venv" / "bin" / "python")})
+    recorded = collect(folder, run.model_copy(update={"environment": there}))
+    assert recorded.environment.packages == {"tiny-rules": "1.5"}
+    assert recorded.inputs["environment"]["packages"] == {"tiny-rules": "1.5"}
+
+
+def test_a_policy_is_known_by_its_contents_and_a_huge_one_by_names_and_sizes(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    first = hash_of_policy("m", tmp_path)
+    assert (first.hashed, first.bytes) == ("contents", 3)
+    (tmp_path / "model.safetensors").write_bytes(b"abd")
+    assert hash_of_policy("m", tmp_path).sha256 != first.sha256
+    monkeypatch.setattr(provenance, "_MOST_POLICY", 2)
+    assert hash_of_policy("m", tmp_path).hashed == "names and sizes"
+
+
+def test_it_is_completed_by_what_loads(folder, tmp_path):
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "model.safetensors").write_bytes(b"abc")
+    watcher = Provenance(hands(folder, specification(tmp_path)))
+    eventually(lambda: Manifest.read(folder))
+    assert not Manifest.read(folder).complete
+    watcher.heard("policy", Ready(str(policy)))
+    watcher.heard("environment", Checked({"versions": {"words": "1.2"}}))
+    watcher.ended()
+    watcher.ended()  # may be called again
+    done = eventually(lambda: (found := Manifest.read(folder)).complete and found)
+    assert done.environment.versions == {"words": "1.2"} and done.policy.sha256
+    assert "\n" in Manifest.path(folder).read_text().strip()  # for people
+
+
+def test_a_later_attempt_leaves_the_first_manifest_and_says_what_changed(folder, tmp_path):
+    run = specification(tmp_path)
+    first = collect(folder, run)
+    first.libraries["torch"] = "0.0.1"
+    first.complete = True
+    first.write(folder)
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    watcher = Provenance(hands(folder, run, attempt=2))
+    watcher.heard("policy", Ready(str(policy)))
+    watcher.heard("environment", Checked({}))
+    found = eventually(lambda: Manifest.read(folder).later_attempts)
+    assert found["2"]["libraries.torch"][0] == "0.0.1"
+    assert Manifest.read(folder).libraries["torch"] == "0.0.1"
+
+
+def test_a_manifest_that_cannot_be_made_costs_a_warning(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "collect", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    given = hands(folder, specification(tmp_path))
+    watcher = Provenance(given)
+
+    def said():
+        watcher.looked(0.0)
+        return given.events
+
+    assert eventually(said) == [("warning", {"what": "the manifest could not be written: OSError: no room"})]
+    watcher.looked(1.0)
+    assert len(given.events) == 1
+
+
+def test_a_keeper_leaves_a_manifest(tmp_path):
+    house = House(tmp_path)
+    try:
+        runs, folder = house.start({"trainer": {"steps": 2, "at": "finished", "do": "sleep:0"}})
+        eventually(lambda: Manifest.path(folder).exists())
+        runs.stop(folder.run_id, 0.0)
+        ended(runs, folder)
+        assert json.loads(Manifest.path(folder).read_text())["run_id"] == folder.run_id
+    finally:
+        house.close()

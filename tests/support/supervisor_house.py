@@ -1,0 +1,136 @@
+"""A folder of runs whose crews are stand-ins, and the question what is left of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+
+from tests.support import supervisor_stand_ins
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification, TestPlan
+from toprope.records.run.status import Status
+from toprope.settings.schema import Config
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.keeper.confinement import Wanted
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.runs.manager import Runs
+
+LIMIT_S = 20.0
+
+
+def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """What `condition` answers as soon as it is true; fails when the time is over."""
+    limit = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < limit, "it did not come true in time"
+        time.sleep(0.002)
+    return found
+
+
+class House:
+    """Runs below `path`. `close` ends what a failed test left."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.token = f"token-{uuid.uuid4().hex}"
+        self.started: list[RunFolder] = []
+        self.programs: dict[str, list[str]] = {}
+        self.machine = Machine(threads=64)
+        """Room for every run that a test starts, unless the test is about that."""
+        self.contained: Wanted = "auto"
+
+    def runs(self, behaviours: dict[str, dict[str, Any]] | None = None, *, plot: bool | list[str] = False) -> Runs:
+        """A front end whose launcher starts stand-ins; `plot`: the real program, none, or this one."""
+        self.programs = supervisor_stand_ins.programs(behaviours or {}, self.token)
+        if plot is not True:
+            self.programs["plot"] = plot or [sys.executable, "-I", "-S", "-c", "pass"]
+        table = self.path / f"programs-{uuid.uuid4().hex}.json"
+        table.write_text(json.dumps(self.programs))
+        command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
+        return Runs(self.path / "runs", LocalLauncher(command, contained=lambda: self.contained), lambda: self.machine)
+
+    def specification(self, kind: str = "train", **launcher: Any) -> Specification:
+        config = Config()
+        config.launcher.threads = launcher.pop("threads", 1)
+        config.launcher.device = launcher.pop("device", "auto")
+        config.launcher.stop_grace_s = launcher.pop("stop_grace_s", 1.0)
+        config.launcher.start_timeout_s = launcher.pop("start_timeout_s", 60.0)
+        config.launcher.restarts = launcher.pop("restarts", 0)
+        config.launcher.restart_backoff_s = launcher.pop("restart_backoff_s", 0.05)
+        config.launcher.restart_window_s = launcher.pop("restart_window_s", 600.0)
+        config.launcher.hang_timeout_s = launcher.pop("hang_timeout_s", 120.0)
+        config.launcher.trainer_hang_timeout_s = launcher.pop("trainer_hang_timeout_s", 120.0)
+        return Specification(
+            run_id=f"run-{uuid.uuid4().hex[:8]}",
+            kind=kind,
+            created_at=time.time(),
+            toprope_version="0",
+            environment=EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice"),
+            config=config,
+            test=TestPlan(tasks=100, group_size=4) if kind == "test" else None,
+            policy_cache=str(self.path / "policies"),
+        )
+
+    def start(
+        self,
+        behaviours: dict[str, dict[str, Any]] | None = None,
+        kind: str = "train",
+        plot: bool = False,
+        **launcher: Any,
+    ) -> tuple[Runs, RunFolder]:
+        runs = self.runs(behaviours, plot=plot)
+        folder = runs.start(self.specification(kind, **launcher))
+        self.started.append(folder)
+        return runs, folder
+
+    def processes(self, folder: RunFolder) -> list[psutil.Process]:
+        """Everything that belongs to a run: keeper, guards, components, what components left."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if self.token in words or str(folder.path) in words:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def keeper(self, folder: RunFolder) -> psutil.Process:
+        return psutil.Process(json.loads(folder.lock.read_text())["pid"])
+
+    def nothing_left(self, folder: RunFolder) -> None:
+        """Fails unless every process of the run is gone soon, and with them crew folder and temporary files."""
+        eventually(lambda: not self.processes(folder), 5.0)
+        assert not folder.crew.exists()
+        assert not [path for path in folder.path.rglob(".*")]
+        assert not (folder.path.parent / ".reservations" / f"{folder.run_id}.json").exists()
+
+    def close(self) -> None:
+        for folder in self.started:
+            for process in self.processes(folder):
+                try:
+                    process.kill()
+                except psutil.Error:
+                    continue
+
+
+def until(runs: Runs, folder: RunFolder, *states: str, limit_s: float = LIMIT_S) -> Status:
+    """The status as soon as it is one of `states`."""
+    status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.state in states, limit_s)
+    assert status.state in states, (status.state, status.reason, status.failure)
+    return status
+
+
+def ended(runs: Runs, folder: RunFolder, limit_s: float = LIMIT_S) -> Status:
+    """The last status: the crew is gone."""
+    status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.ended_at is not None, limit_s)
+    assert status.ended_at is not None, (status.state, status.reason)
+    return status

@@ -1,0 +1,110 @@
+"""A workshop over real folders, a real index and real runs, whose keepers are stood in for by the test itself."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+from toprope_tools.workshop import Workshop, machine_of
+
+from toprope.records.index.index import Index
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.status import EventLog, Status
+from toprope.settings.owner import Home
+from toprope.settings.schema import Config
+from toprope.supervisor.runs.manager import Runs
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.drafts import Drafts
+from toprope.workbench.interpreters.registry import Registry
+
+
+class StandInLauncher:
+    """Holds the lock of each run as its keeper would; the test writes what a keeper would write."""
+
+    def __init__(self):
+        self.held = {}
+        self.variables = {}
+
+    def submit(self, folder, variables, lock=None):
+        self.held[folder.run_id] = os.dup(lock.fileno())
+        self.variables[folder.run_id] = variables
+
+    def status(self, folder):
+        return "alive" if folder.run_id in self.held else "gone"
+
+    def stop(self, folder, grace_s):
+        become(folder, "stopping")
+        become(folder, "stopped", ended_at=time.time())
+        self.leave(folder.run_id)
+
+    def leave(self, run_id):
+        os.close(self.held.pop(run_id))
+
+    def close(self):
+        for run_id in list(self.held):
+            self.leave(run_id)
+
+
+def make_workshop(path):
+    """A workshop in `path`, and its launcher."""
+    home = Home(path / "home", path / "config")
+    launcher = StandInLauncher()
+    index = Index(home.index)
+    shop = Workshop(
+        home=home,
+        catalog=Catalog(
+            home.environment_folders(home.settings()),
+            datasets=home.dataset_folders(home.settings()),
+            registry=Registry(home.environments_file),
+        ),
+        drafts=Drafts(index),
+        runs=Runs(home.runs, launcher, lambda: machine_of(home.settings())),
+        index=index,
+    )
+    return shop, launcher
+
+
+def start_run(shop, kind: str = "train", **fields) -> RunFolder:
+    """A run as start_training leaves it, without the worker that making a draft asks."""
+    return shop.runs.start(
+        Specification(
+            run_id=f"sort-{uuid.uuid4().hex[:8]}",
+            kind=kind,
+            created_at=time.time(),
+            toprope_version="0",
+            environment=EnvironmentSource(name="sort_letters", file="/nowhere.py", attribute="SortLetters"),
+            config=fields.pop("config", None) or Config(),
+            policy_cache=str(shop.home.policies),
+            **fields,
+        )
+    )
+
+
+def become(folder: RunFolder, state: str, **fields):
+    """Writes a run's new state and its event, as the keeper does."""
+    status = Status.read(folder)
+    now = time.time()
+    status.model_copy(update={"state": state, "since": now, "updated_at": now, **fields}).write(folder)
+    if state != status.state:
+        EventLog(folder).append("state", **{"from": status.state, "to": state, "reason": ""})
+
+
+def step(folder: RunFolder, number: int, total: int = 100, **values):
+    """Writes the numbers of an optimizer step."""
+    progress = {
+        "step": number,
+        "total_steps": total,
+        "reward": number / total,
+        "eta_s": float(total - number),
+        **values,
+    }
+    become(folder, "training", progress=progress, started_at=time.time() - 10, training_at=time.time() - 5)
+
+
+def age_stamp(shop, run_id, seconds):
+    """Makes the last fresh numbers of a run older."""
+    stamp = shop.index.stamp(run_id)
+    with shop.index.writing() as db:
+        db.execute("UPDATE stamps SET at = ? WHERE run_id = ?", (stamp.at - seconds, run_id))

@@ -1,0 +1,252 @@
+"""Sweeps as processes: a real keeper and a real conductor, members with real keepers whose crews are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from types import SimpleNamespace
+
+import anyio
+import psutil
+import pytest
+
+from tests.support import sweep_stand_ins
+from tests.support.supervisor_house import eventually
+from toprope.errors import Corrupt
+from toprope.records.messages import Evaluated
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import read_events
+from toprope.records.sweep_journal import (
+    Candidate,
+    Finalist,
+    Generation,
+    Measured,
+    Scored,
+    Started,
+    Survivors,
+    SweepLog,
+    final_id,
+    members_in,
+    read_standing,
+)
+from toprope.settings.owner import Home
+from toprope.supervisor.lock import held
+from toprope.sweeps.conductor import Conductor
+from toprope.sweeps.planning import local_strategy
+from toprope.workbench.launch import launch
+
+LIMIT_S = 90.0
+
+
+class SweepHouse:
+    """A home whose runs are kept by stand-ins; `close` ends what a failed test left."""
+
+    def __init__(self, path):
+        self.home = Home(path / "home", path / "config").ensure()
+        self.home.configuration.mkdir()
+        self.path, self.token, self.runs = path, f"token-{uuid.uuid4().hex}", None
+
+    def start(self, behaviours=None, **plan):
+        self.runs = sweep_stand_ins.runs_in(
+            self.home, sweep_stand_ins.table_in(self.path, behaviours or {}, self.token)
+        )
+        specification = sweep_stand_ins.sweep_in(self.home, **plan)
+        launch.start(self.home, self.runs, specification)
+        return self.runs.folder(specification.run_id)
+
+    def ended(self, folder):
+        status, _ = anyio.run(self.runs.wait, folder.run_id, lambda now, _: now.ended_at is not None, LIMIT_S)
+        assert status.ended_at is not None, (status.state, status.reason, status.progress)
+        return status
+
+    def conductor(self, folder):
+        def found():
+            member = self.runs.status(folder.run_id).crew.get("conductor")
+            return member.pid if member and member.state == "ready" and psutil.pid_exists(member.pid) else None
+
+        return psutil.Process(eventually(found, LIMIT_S))
+
+    def processes(self):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if self.token in words or str(self.home.runs) in words:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def close(self):
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+
+
+@pytest.fixture
+def house(tmp_path):
+    one = SweepHouse(tmp_path)
+    yield one
+    one.close()
+
+
+def undisturbed(plan):
+    """What a conductor that nobody disturbs decides, of the scores that the stand-ins come to."""
+    strategy, known, population, history = local_strategy(plan), {}, [], []
+    scores, survivors, lines = {}, {}, {}
+    for epoch in range(1, plan.epochs + 1):
+        kept = [known[one] for one in survivors.get(epoch - 1, [])]
+        population = []
+        for one in strategy.start() if epoch == 1 else strategy.advance(epoch, kept, history):
+            if one.get("id") not in known:
+                one = {**one, "id": f"c{len(known) + 1:03d}"}
+                known[one["id"]] = one
+                lines[one["id"]] = one["steps"] + (lines[one["continues"]] if one["continues"] else 0)
+                rate = one["values"]["optimizer.learning_rate"]
+                scores[one["id"]] = sweep_stand_ins.accuracy_of(rate, lines[one["id"]])
+                history.append({**one, "score": scores[one["id"]]})
+            population.append(one)
+        survivors[epoch] = [one["id"] for one in strategy.select(population, [scores[one["id"]] for one in population])]
+    return {"candidates": known, "scores": scores, "survivors": survivors}
+
+
+def decided(folder):
+    """Everything of a journal that must not hang on who was killed when."""
+    standing = read_standing(folder)
+    return {
+        "candidates": {name: one.model_dump() for name, one in standing.candidates.items()},
+        "scores": {name: one.score for name, one in standing.scores.items()},
+        "survivors": standing.survivors,
+    }
+
+
+def lines_of(folder, what):
+    path = folder.path / "sweep.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line["what"] == what]
+
+
+def test_a_sweep_finds_the_best_and_measures_it_once_on_what_nobody_chose_by(house):
+    folder = house.start(population=2, selection_ratio=0.5)
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    standing = read_standing(folder)
+    assert len(standing.candidates) == 3 and standing.epochs_completed == 2  # one of two survives, one is new
+    accuracies = {
+        name: sweep_stand_ins.accuracy_of(one.values["optimizer.learning_rate"], 4)
+        for name, one in standing.candidates.items()
+    }
+    assert {name: one.score for name, one in standing.scores.items()} == accuracies
+    assert standing.best.score == max(accuracies.values())
+    assert standing.final.run_id == final_id(folder.run_id) and standing.final.measured.tasks == 100
+    members = members_in(house.home.runs, folder.run_id)
+    assert len(members) == 4 and members[-1] == standing.final.run_id
+    for run_id in members:
+        assert house.runs.status(run_id).state == "completed"
+        member = Specification.read(RunFolder(house.home.runs / run_id)).member
+        assert member.sweep == folder.run_id and member.final == (run_id == members[-1])
+    # The survivor is not measured again, and what it was made from is known.
+    assert [one.parent for one in standing.candidates.values()] == [None] * 2 + standing.survivors[1]
+    told = {event.data["label"]: event.data["summary"] for event in read_events(folder.events, kinds=["evaluation"])}
+    assert list(told) == ["epoch-1", "epoch-2", "heldout"] and told["heldout"]["split"] == "heldout"
+    assert status.progress["what"] == "complete" and status.progress["best"] == standing.best.score
+    eventually(lambda: not house.processes(), 20.0)
+
+
+def test_killed_three_times_it_ends_the_same(house):
+    folder = house.start({"environment": {"slow": 0.4}}, strategy="halving", population=2, selection_ratio=0.5)
+    house.conductor(folder).kill()
+    # In the second epoch the keeper: the sweep is lost, its member lives on, and whoever looks brings it back.
+    eventually(lambda: len(lines_of(folder, "generation")) == 2, LIMIT_S)
+    psutil.Process(json.loads(folder.lock.read_text())["pid"]).kill()
+    eventually(lambda: house.runs.status(folder.run_id).attempt == 2, LIMIT_S)
+    house.conductor(folder).kill()
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    assert decided(folder) == undisturbed(Specification.read(folder).sweep)
+    standing = read_standing(folder)
+    assert standing.final.candidate == standing.best.candidate and standing.final.measured.accuracy > 0
+    assert len(lines_of(folder, "final")) == 2  # that it is to be, and what it came to
+    members = members_in(house.home.runs, folder.run_id)
+    assert len(members) == 2 + 1 + 1 and len(lines_of(folder, "started")) == 3
+    assert all(house.runs.status(run_id).state == "completed" for run_id in members)
+    eventually(lambda: not house.processes(), 20.0)
+
+
+def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(house):
+    folder = house.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
+    first = f"{folder.run_id}-m01"
+    eventually(lambda: held(house.home.runs / first / "keeper.lock"), LIMIT_S)
+    house.runs.stop(folder.run_id)
+    assert house.ended(folder).state == "stopped"
+    eventually(lambda: not house.processes(), LIMIT_S)
+    known = lines_of(folder, "generation")
+    for table in house.path.glob("programs-*.json"):
+        table.write_text(table.read_text().replace("30.0", "0.0"))
+    house.runs.resume(folder.run_id, launch.variables_of(Specification.read(folder), house.home))
+    status = house.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    assert lines_of(folder, "generation") == known
+    standing, plan = read_standing(folder), Specification.read(folder).sweep
+    assert {name: one.score for name, one in standing.scores.items()} == undisturbed(plan)["scores"]
+    assert house.runs.status(first).attempt == 2 and standing.final.measured is not None
+
+
+def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
+    (house.home.configuration / "limits.yaml").write_text("concurrent_runs: 2\n")
+    folder = house.start(population=2, epochs=1)
+    most = 0
+
+    def over():
+        nonlocal most
+        live = [
+            one for one in members_in(house.home.runs, folder.run_id) if held(house.home.runs / one / "keeper.lock")
+        ]
+        most = max(most, len(live))
+        return house.runs.status(folder.run_id).ended_at is not None
+
+    eventually(over, LIMIT_S)
+    assert house.runs.status(folder.run_id).state == "completed" and most == 1
+    (house.home.configuration / "limits.yaml").write_text("per_day: {runs: 6}\n")
+    refused = house.start(population=2, epochs=1)
+    status = house.ended(refused)
+    # Four and the sweep itself count for today: one member fits, the next does not.
+    assert status.state == "failed" and "per_day.runs is 6" in status.failure.reason
+    assert len(members_in(house.home.runs, refused.run_id)) == 1
+
+
+def test_a_conductor_that_goes_on_tells_of_former_epochs_as_they_were(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    folder = RunFolder.create(tmp_path, "dice")
+    spec = sweep_stand_ins.sweep_in(home, population=2, epochs=2)
+    log = SweepLog(folder)
+    for epoch, name, score in ((1, "c001", 0.25), (2, "c002", 0.75)):
+        log.append(Generation(epoch=epoch, candidates=[Candidate(id=name, values={}, steps=4)]))
+        log.append(Started(candidate=name, epoch=epoch, run_id=f"dice-{name}"))
+        log.append(Scored(candidate=name, score=score, measured=Measured(accuracy=score, tasks=100, steps=4)))
+        log.append(Survivors(epoch=epoch, ids=[name]))
+    log.append(Finalist(candidate="c002", why="evaluation.heldout_tasks is 0"))
+    told = []
+    member = SimpleNamespace(spec=spec, folder=folder, report=told.append, ending=threading.Event())
+    anyio.run(Conductor(member, home).run)
+    evaluated = {one.label: one.summary for one in told if isinstance(one, Evaluated)}
+    assert [(one["score"], one["steps"], one["best"]) for one in evaluated.values()] == [
+        (0.25, 4, "dice-c001"), (0.75, 8, "dice-c002"),
+    ]  # fmt: skip
+
+
+def test_a_torn_line_of_the_journal_does_not_count(tmp_path):
+    folder = RunFolder.create(tmp_path, "dice")
+    log = SweepLog(folder)
+    log.append(Survivors(epoch=1, ids=["c001"]))
+    whole = (folder.path / "sweep.jsonl").read_bytes()
+    (folder.path / "sweep.jsonl").write_bytes(whole + b'{"version":1,"what":"surv')
+    assert read_standing(folder).survivors == SweepLog(folder).standing.survivors == {1: ["c001"]}
+    assert (folder.path / "sweep.jsonl").read_bytes() == whole
+    (folder.path / "sweep.jsonl").write_bytes(whole + b'{"version":1,"what":"dice"}\n')
+    with pytest.raises(Corrupt, match="line 2"):
+        read_standing(folder)

@@ -1,0 +1,149 @@
+"""What the programs of a crew do for members of sweeps: which tasks measure them, and what they take over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from toprope.records.messages import Checked, Evaluated
+from toprope.records.run.specification import EnvironmentSource, SweepMember, TestPlan
+from toprope.settings.schema import Config
+from toprope.training.driver.program import Driver
+from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.trainer.base import TrainingRun
+from toprope.training.trainer.checkpoint_io import CheckpointState, load_moments, save
+
+NUMBERS = '''
+from toprope.sdk import Environment, Part, Task
+
+
+class Numbers(Environment):
+    """Says the number."""
+
+    parts = {"exact": Part()}
+
+    def tasks(self):
+        for number in range(300):
+            yield Task(f"Say {number}", reference=number)
+
+    def score(self):
+        return {"exact": float(self.answer == str(self.task.reference))}
+'''
+
+
+class Asked:
+    """Stands for an evaluator; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def heldout(self, label: str, tasks: int, examples: int, *, greedy: bool) -> dict[str, Any]:
+        self.calls.append(("heldout", label, tasks))
+        return {"split": "heldout"}
+
+    async def along(self, label: str, tasks: int) -> dict[str, Any]:
+        self.calls.append(("validation", label, tasks))
+        return {"split": "validation"}
+
+
+def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None = None) -> tuple[Asked, list[Any]]:
+    """What a driver has measured before and after, or by its test, and what it looked for before."""
+    file = tmp_path / "numbers.py"
+    file.write_text(NUMBERS)
+    config, reports = Config(), []
+    config.evaluation.heldout_tasks, config.evaluation.examples, config.evaluation.validation_tasks = 4, 2, 5
+    spec = SimpleNamespace(
+        environment=EnvironmentSource(name="numbers", file=str(file), attribute="Numbers"),
+        mixture=[], locks={}, config=config, kind="test" if test else "train", test=test, member=member, run_id="run",
+    )  # fmt: skip
+    membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0)
+    driver, asked = Driver(membership), Asked()  # type: ignore[arg-type]
+    driver._leave_contents = lambda: None  # type: ignore[method-assign]
+
+    async def run() -> None:
+        await driver._start()
+        try:
+            await driver._check()
+            hosts = {host.label: host for host in driver._hosts}
+            players = SimpleNamespace(
+                count=lambda split, each: sum(min(each, host.sizes.get(split, 0)) for host in hosts.values())
+            )
+            if test is not None:
+                await driver._test(players, asked)  # type: ignore[arg-type]
+                return
+            for label in ("before", "after"):
+                await driver._evaluate(players, asked, label)  # type: ignore[arg-type]
+        finally:
+            await asyncio.gather(*(host.close() for host in driver._hosts))
+
+    asyncio.run(run())
+    [checked] = [report for report in reports if isinstance(report, Checked)]
+    labels = [report.label for report in reports if isinstance(report, Evaluated)]
+    return asked, [checked.detail["tasks"], labels]
+
+
+def test_a_member_is_measured_on_validation_tasks_and_never_looks_for_held_out_ones(tmp_path: Path) -> None:
+    member = SweepMember(sweep="s", candidate="c001", epoch=1)
+    asked, (sizes, labels) = measured(tmp_path, member)
+    assert asked.calls == [("validation", "after", 5)] and labels == ["before", "after"]
+    assert sizes == {"train": 1, "validation": 5}
+    alone, (sizes, _) = measured(tmp_path, None)
+    assert alone.calls == [("heldout", "before", 4), ("heldout", "after", 4)] and sizes["heldout"] == 4
+
+
+def test_the_winner_is_measured_on_held_out_tasks_alone(tmp_path: Path) -> None:
+    member = SweepMember(sweep="s", candidate="c001", epoch=1, final=True)
+    asked, (sizes, labels) = measured(tmp_path, member, TestPlan(tasks=6, group_size=1, heldout=True))
+    assert asked.calls == [("heldout", "test", 6)] and labels == ["test"] and sizes["heldout"] == 6
+
+
+@pytest.fixture
+def trained(tiny_policy: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """A checkpoint after two steps, and its optimizer's state by parameter."""
+    model = load_model(tiny_policy, Config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(2):
+        ids = torch.randint(4, 200, (4, 6))
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    path = save(
+        tmp_path, CheckpointState(2, 16, 2, 1.0), model=model, tokenizer=load_tokenizer(tiny_policy),
+        optimizer=optimizer, scheduler=scheduler, keep=1,
+    )  # fmt: skip
+    return path, optimizer.state_dict()["state"]
+
+
+def test_who_goes_on_takes_over_moments_and_not_the_rate(trained: tuple[Path, Any]) -> None:
+    path, state = trained
+    model = load_model(path / "model", Config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    assert load_moments(path, model=model, optimizer=optimizer) == len(state)
+    found = optimizer.state_dict()
+    assert found["param_groups"][0]["lr"] == 3e-4
+    for index, entry in state.items():
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(found["state"][index][key]), torch.as_tensor(value)), (index, key)
+    other = torch.nn.Linear(3, 3)
+    beside = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    assert load_moments(path, model=other, optimizer=beside) == 0 and not beside.state_dict()["state"]
+
+
+def test_a_trainer_takes_over_moments_only_where_it_goes_on(trained: tuple[Path, Any]) -> None:
+    path, state = trained
+    for continues, moments in ((None, 0), ("other-run", len(state))):
+        model = load_model(path / "model", Config())
+        run = TrainingRun.__new__(TrainingRun)
+        member = SweepMember(sweep="s", candidate="c002", epoch=2, continues=continues)
+        run._member = SimpleNamespace(spec=SimpleNamespace(member=member))  # type: ignore[assignment]
+        run._model, run._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run._take_over(path / "model")
+        assert len(run._optimizer.state_dict()["state"]) == moments
+    assert json.loads((path / "state.json").read_text())["step"] == 2

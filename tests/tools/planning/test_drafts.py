@@ -1,0 +1,262 @@
+"""Environments, drafts and starting, as an agent meets them."""
+
+import json
+
+import anyio
+import pytest
+from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.planning.config import edit_config, get_config, open_drafts
+from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
+from toprope_tools.runs.inference import test_inference as try_inference
+from toprope_tools.runs.training import resume_training, start_training, stop_training
+
+from tests.support.tools_house import make_workshop, start_run
+from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
+from toprope.records.run.folder import write_json
+from toprope.records.run.specification import Specification, TestPlan
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    yield shop, launcher
+    launcher.close()
+
+
+def do(tool, *arguments, **named):
+    async def work():
+        with anyio.fail_after(30):
+            return await tool(*arguments, **named)
+
+    answer = anyio.run(work)
+    assert tokens(answer) <= TOKEN_BUDGET
+    return answer
+
+
+def draft_of(shop, **named):
+    return do(select_environment, shop, name="sort_letters", **named).data.draft_id
+
+
+def test_environments_are_paged_and_searched(house):
+    shop, _ = house
+    first = do(list_environments, shop)
+    assert len(first.data.environments) == 20
+    assert first.data.total > 100
+    second = do(list_environments, shop, cursor=first.data.next_cursor)
+    names = {item.name for page in (first, second) for item in page.data.environments}
+    assert len(names) == 40
+    found = do(list_environments, shop, query="spell backward").data
+    assert [item.name for item in found.environments] == ["reasoning_gym/spell_backward"]
+    assert "No environment" in do(list_environments, shop, query="no such thing").text
+    with pytest.raises(InvalidValue, match="cursor"):
+        do(list_environments, shop, cursor="-1")
+
+
+def test_a_description_comes_from_the_loaded_environment(house):
+    shop, _ = house
+    answer = do(describe_environment, shop, name="sort_letters")
+    assert {knob["name"] for knob in answer.data.knobs} == {"shortest", "longest", "alphabet"}
+    assert answer.data.examples[0]["rewards"]["reference"] == 1.0
+    assert "untrusted" in answer.text
+    assert 'select_environment(name="sort_letters", preset="cpu-embedded")' in answer.text
+    with pytest.raises(NotFound, match="sort_letters"):
+        do(describe_environment, shop, name="sort_leters")
+
+
+def test_a_description_tells_what_a_rollout_takes_and_what_a_test_found(house):
+    shop, _ = house
+    assert do(describe_environment, shop, name="sort_letters").data.tested is None
+    folder = start_run(shop, kind="test", test=TestPlan(tasks=50, group_size=8))
+    found = {"tasks": 50, "group_size": 8, "accuracy": 0.25, "all_wrong_share": 0.5, "all_right_share": 0.1}
+    write_json(folder.evaluation("test"), {"version": 1, "label": "test", "sampled": found, "greedy": None})
+    answer = do(describe_environment, shop, name="sort_letters")
+    assert "embedded is right in 25.0% of its answers" in answer.text and "50.0% are all wrong" in answer.text
+    assert answer.data.tested.run_id == folder.run_id and answer.data.memory_mb > 5
+    assert len(answer.data.examples) == len(answer.data.prompt_characters) == 3
+    assert "near_miss" in answer.data.examples[0]["rewards"]
+
+
+def test_an_environment_that_does_not_load_makes_no_draft(house):
+    shop, _ = house
+    folder = shop.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "bad.py").write_text(
+        "from toprope.sdk import Environment\nclass Bad(Environment):\n    name = 'bad'\nraise OSError('gone')\n"
+    )
+    with pytest.raises(EnvironmentFailed, match="gone"):
+        do(select_environment, shop, name="bad")
+    assert shop.drafts.list() == []
+
+
+def test_a_draft_carries_preset_knobs_and_locks(house):
+    shop, _ = house
+    answer = do(select_environment, shop, name="sort_letters", preset="single-gpu")
+    draft = shop.drafts.get(answer.data.draft_id)
+    assert draft.config.policy.lora is True
+    assert draft.config.environment.knobs == {"shortest": 3, "longest": 5, "alphabet": "abcdefghijklmnopqrstuvwxyz"}
+    assert "launcher.kind" in answer.data.locked
+    with pytest.raises(NotFound, match="Did you mean single-gpu"):
+        do(select_environment, shop, name="sort_letters", preset="single-gpus")
+
+
+def test_the_configuration_is_read_edited_and_remembered(house):
+    shop, _ = house
+    draft_id = draft_of(shop)
+    whole = do(get_config, shop, draft_id=draft_id)
+    assert "learning_rate=0.001" in whole.text
+    assert {"environment.knobs.longest", "rollout.group_size"} <= {field.field for field in whole.data.fields}
+    edited = do(edit_config, shop, draft_id=draft_id, changes={"optimizer.learning_rate": "2e-3"})
+    assert "0.001 -> 0.002" in edited.text
+    assert edited.data.revision == 2
+    section = do(get_config, shop, draft_id=draft_id, section="optimizer")
+    rate = next(field for field in section.data.fields if field.field == "optimizer.learning_rate")
+    assert (rate.value, rate.bounds) == (0.002, "> 0, <= 1")
+    assert "at most 0.01" in rate.lock
+    assert rate.description
+    assert section.data.history[0].changes[0].before == 0.001
+    assert "revision 2: optimizer.learning_rate 0.001 -> 0.002" in section.text
+    assert draft_id in do_text(open_drafts, shop)
+
+
+def do_text(tool, shop):
+    return anyio.run(tool, shop)
+
+
+def test_locked_fields_are_refused_with_the_reason_and_nothing_changes(house):
+    shop, _ = house
+    draft_id = draft_of(shop)
+    before = shop.drafts.get(draft_id)
+    for changes, reason in (
+        ({"launcher.kind": "slurm"}, "owner's decision"),
+        ({"logging.wandb_project": "mine"}, "one project"),
+        ({"optimizer.learning_rate": 0.5, "budget.steps": 3}, "at most 0.01"),
+    ):
+        with pytest.raises(LockedField, match=reason):
+            do(edit_config, shop, draft_id=draft_id, changes=changes)
+    with pytest.raises(InvalidValue, match="empty"):
+        do(edit_config, shop, draft_id=draft_id, changes={})
+    assert shop.drafts.get(draft_id) == before
+
+
+def test_starting_freezes_the_draft_and_names_the_next_call(house):
+    shop, launcher = house
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("variables: {policy: {HF_TOKEN: secret-token}}")
+    draft_id = draft_of(shop)
+    answer = do(start_training, shop, draft_id=draft_id, name="My try")
+    run_id = answer.data.run_id
+    assert run_id.startswith("my-try-")
+    assert f'check_status(run_ids=["{run_id}"], wait_s=900, until=["finding", "stall", "end"])' in answer.text
+    specification = Specification.read(shop.runs.folder(run_id))
+    assert (specification.kind, specification.draft_id, specification.draft_revision) == ("train", draft_id, 1)
+    assert specification.policy_cache == str(shop.home.policies)
+    assert "launcher.kind" in specification.locks
+    assert launcher.variables[run_id] == {"policy": {"HF_TOKEN": "secret-token"}}
+    assert "secret-token" not in shop.runs.folder(run_id).spec.read_text()
+
+
+def test_the_same_revision_is_not_started_twice_by_mistake(house):
+    shop, launcher = house
+    draft_id = draft_of(shop)
+    first = do(start_training, shop, draft_id=draft_id).data.run_id
+    with pytest.raises(NotPossibleNow, match=first):
+        do(start_training, shop, draft_id=draft_id)
+    assert len(shop.statuses()) == 1
+    do(start_training, shop, draft_id=draft_id, again=True)
+    do(try_inference, shop, draft_id=draft_id, tasks=2)
+    do(edit_config, shop, draft_id=draft_id, changes={"budget.steps": 9})
+    do(start_training, shop, draft_id=draft_id)
+    assert len(shop.statuses()) == 4
+    for run in shop.statuses():
+        do(stop_training, shop, run_id=run.run_id)
+    do(start_training, shop, draft_id=draft_id)
+
+
+def test_a_draft_that_the_owner_does_not_allow_any_more_does_not_start(house):
+    shop, launcher = house
+    draft_id = draft_of(shop)
+    shop.home.configuration.mkdir(parents=True)
+    own = shop.home.configuration / "locks.yaml"
+    own.write_text("locks: [{field: budget.steps, max: 10, reason: The machine is needed tonight.}]")
+    with pytest.raises(LockedField, match="needed tonight") as refused:
+        do(start_training, shop, draft_id=draft_id)
+    assert "edit_config" in refused.value.hint
+    own.write_text("locks: [{field: budget.stepz, max: 10, reason: r}]")
+    with pytest.raises(InvalidValue, match="budget.steps"):
+        do(start_training, shop, draft_id=draft_id)
+    assert shop.statuses() == []
+    assert launcher.held == {}
+
+
+def test_a_keeper_that_does_not_come_up_is_told_and_the_draft_may_start_again(house, monkeypatch):
+    shop, launcher = house
+    draft_id = draft_of(shop)
+
+    def fails(folder, variables, lock=None):
+        raise ComponentFailed("The keeper did not come up.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "submit", fails)
+        with pytest.raises(ComponentFailed, match="recorded as") as failed:
+            do(start_training, shop, draft_id=draft_id)
+    assert "read_logs" in failed.value.hint
+    assert shop.statuses()[0].ended
+    do(start_training, shop, draft_id=draft_id)
+
+
+def test_testing_starts_a_run_of_its_kind(house):
+    shop, _ = house
+    draft_id = draft_of(shop)
+    answer = do(try_inference, shop, draft_id=draft_id, group_size=3)
+    specification = Specification.read(shop.runs.folder(answer.data.run_id))
+    assert specification.kind == "test"
+    assert (specification.test.tasks, specification.test.group_size) == (64, 3)
+    with pytest.raises(InvalidValue, match="rollouts"):
+        do(try_inference, shop, draft_id=draft_id, tasks=10_000, group_size=1000)
+
+
+def test_stopping_waits_for_the_end_and_a_second_stop_is_a_message(house):
+    shop, _ = house
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    first = do(stop_training, shop, run_id=run_id).data
+    assert (first.state, first.was_live) == ("stopped", True)
+    second = do(stop_training, shop, run_id=run_id)
+    assert second.data.was_live is False
+    assert "was stopped already" in second.text
+    with pytest.raises(NotFound):
+        do(stop_training, shop, run_id="no-such-run")
+
+
+def test_a_run_that_was_stopped_is_resumed_and_a_live_one_is_not(house):
+    shop, launcher = house
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    with pytest.raises(NotPossibleNow, match="attempt 1.*check_status"):
+        do(resume_training, shop, run_id=run_id)
+    do(stop_training, shop, run_id=run_id)
+    answer = do(resume_training, shop, run_id=run_id)
+    assert "starts again at step 0, because the run has no checkpoint" in answer.text
+    assert f'check_status(run_ids=["{run_id}"]' in answer.text
+    assert (answer.data.attempt, answer.data.from_step, answer.data.state) == (2, 0, "queued")
+    assert run_id in launcher.held
+    do(stop_training, shop, run_id=run_id)
+    checkpoint = shop.runs.folder(run_id).checkpoints / "step-000120"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text('{"step": 120, "cursor": 960}')
+    answer = do(resume_training, shop, run_id=run_id)
+    assert "attempt 3 goes on after step 120" in answer.text and answer.data.from_step == 120
+    # The draft's revision has a live run again.
+    with pytest.raises(NotPossibleNow, match=run_id):
+        do(start_training, shop, draft_id=shop.index.drafts()[0].id)
+    do(stop_training, shop, run_id=run_id)
+    with pytest.raises(NotFound):
+        do(resume_training, shop, run_id="no-such-run")
+
+
+def test_runs_get_what_the_owner_gives_them_of_the_machine(house):
+    shop, _ = house
+    shop.home.configuration.mkdir(parents=True, exist_ok=True)
+    shop.home.settings_file.write_text('machine: {threads: 3, gpus: ["1"]}\n')
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    machine = json.loads((shop.home.runs / ".reservations" / ".machine.json").read_text())
+    assert (machine["threads"], machine["gpus"]) == (3, ["1"])
+    do(stop_training, shop, run_id=run_id)

@@ -1,0 +1,88 @@
+"""What get_results says of a run's diagnosis."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+from toprope_tools.answers.base import TOKEN_BUDGET, Answer, tokens
+from toprope_tools.results.results import get_results
+from toprope_tools.status.status import check_status
+
+from tests.support.tools_house import become, make_workshop, start_run
+from toprope.records.run.findings import Finding
+from toprope.records.run.status import EventLog, Failure
+
+
+def finding(rule: str, level: str, step: int, **fields: Any) -> Finding:
+    given = {
+        "what": f"{rule} was seen",
+        "observed": {"x": 0.5},
+        "threshold": "0.4",
+        "source": "somewhere",
+        "next": "edit",
+    }
+    return Finding(rule=rule, level=level, step=step, **{**given, **fields})  # type: ignore[arg-type]
+
+
+def results(shop: Any, run_id: str, **named: Any) -> Answer:
+    return anyio.run(lambda: get_results(shop, run_id=run_id, **named))
+
+
+def test_results_say_what_holds_what_is_over_and_where_time_went(tmp_path: Path) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    try:
+        folder = start_run(shop)
+        told = [
+            finding("all_wrong", "critical", 24),
+            finding("scorer_errors", "warning", 9),
+            finding("scorer_errors", "over", 50, next=""),
+        ]
+        for one in told:
+            EventLog(folder).append("finding", **one.model_dump(mode="json"))
+        times = {"time/step": 1.0, "time/wait": 0.7, "time/prepare": 0.1, "time/passes": 0.15, "time/rest": 0.05}
+        rows = [{"step": step, "reward": 0.0, **times} for step in range(1, 11)]
+        folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        become(
+            folder,
+            "failed",
+            findings=[told[0], finding("trainer_waits", "note", 30)],
+            failure=Failure(component="trainer", reason="it fell", kind="nan", hint="lower"),
+            ended_at=2.0,
+        )
+        short = results(shop, folder.run_id)
+        assert "Finding all_wrong (critical, since step 24): all_wrong was seen Next: edit" in short.text
+        assert "Finding trainer_waits (note, since step 30)" in short.text
+        assert "Findings that are over: scorer_errors (warning, step 9)." in short.text
+        assert "waiting for groups 70.0%" in short.text
+        assert "Failed: trainer (nan): it fell" in short.text
+        structure = short.data.model_dump()["results"]
+        assert [one["rule"] for one in structure["findings"]] == ["all_wrong", "trainer_waits"]
+        assert structure["time"]["wait"] == 0.7 and "source" not in structure["findings"][0]
+        whole = results(shop, folder.run_id, detail="detailed").data.model_dump()["results"]["findings"]
+        assert [(one["rule"], one["level"]) for one in whole] == [
+            ("all_wrong", "critical"),
+            ("scorer_errors", "warning"),
+            ("scorer_errors", "over"),
+            ("trainer_waits", "note"),
+        ]
+        assert whole[0]["source"] == "somewhere"
+        assert tokens(short) < 1200 < TOKEN_BUDGET
+        status = anyio.run(lambda: check_status(shop, run_ids=[folder.run_id], cursor=f"{folder.run_id}:0"))
+        [first, *_] = [event["data"] for event in status.data.runs[0].events if event["kind"] == "finding"]
+        assert first["observed"] == {"x": 0.5} and first["next"] == "edit" and not {"threshold", "source"} & set(first)
+    finally:
+        launcher.close()
+
+
+def test_a_run_without_findings_has_no_line_of_them(tmp_path: Path) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    try:
+        folder = start_run(shop)
+        become(folder, "training")
+        answer = results(shop, folder.run_id)
+        assert "inding" not in answer.text and "findings" not in answer.data.model_dump()["results"]
+    finally:
+        launcher.close()

@@ -1,0 +1,324 @@
+"""Seed groups, comparisons, limits, previews and confirmations, as an agent meets them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import anyio
+import pytest
+from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.experiments.config_history import fork_config, reproduce_run
+from toprope_tools.planning.config import edit_config
+from toprope_tools.results.compare import compare_runs
+from toprope_tools.results.results import get_results
+from toprope_tools.results.rollouts import browse_rollouts
+from toprope_tools.runs.training import resume_training, start_training, stop_training
+from toprope_tools.status.status import check_status, list_runs
+
+from tests.support.tools_house import become, make_workshop
+from toprope.errors import InvalidValue, NotFound, NotPossibleNow
+from toprope.records.run.folder import write_json
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.usage import Spent, Usage, day_of
+from toprope.settings.presets import load_preset
+from toprope.workbench.launch.seeds import expand, group_of
+
+CONDITIONS = {"loaded": {"environment": "e1", "toprope": "t1"}, "versions": {}}
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    yield shop, launcher
+    launcher.close()
+
+
+def do(tool, *arguments, **named):
+    async def work():
+        with anyio.fail_after(60):
+            return await tool(*arguments, **named)
+
+    answer = anyio.run(work)
+    assert tokens(answer) <= TOKEN_BUDGET
+    return answer
+
+
+@pytest.fixture
+def draft(house):
+    """A draft whose environment nobody has to load."""
+    shop, _ = house
+    shop.home.ensure()
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere/dice.py", attribute="Dice")
+    return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
+
+
+def owner(shop, text):
+    shop.home.configuration.mkdir(parents=True, exist_ok=True)
+    (shop.home.configuration / "limits.yaml").write_text(text)
+
+
+def specification(shop, run_id):
+    return Specification.read(shop.runs.folder(run_id))
+
+
+def finish(shop, launcher, run_id, right, of=100, evaluator=None, **usage):
+    """What the crew of a run that trained leaves: `right` of its held-out tasks are answered."""
+    folder = shop.runs.folder(run_id)
+    by_task = {"tasks": [f"{index:016x}" for index in range(of)], "wins": [int(index < right) for index in range(of)]}
+    sampled = {"split": "heldout", "tasks": of, "successes": right, "accuracy": right / of, "by_task": by_task}
+    content = {"evaluator": evaluator or CONDITIONS, "temperature": 1.0, "sampled": sampled, "greedy": None}
+    write_json(folder.evaluation("after"), content)
+    row = {"step": 100, "train_seconds": 50.0, "rollouts": 6400}
+    folder.metrics.write_text(json.dumps(row) + "\n")
+    Usage(wall_s=100.0, cpu_s=150.0, peak_memory_bytes=10**9, disk_bytes=10**6, steps=100, **usage).write(folder)
+    now = specification(shop, run_id).created_at
+    become(folder, "completed", started_at=now, training_at=now + 20, ended_at=now + 100)
+    launcher.leave(run_id)
+
+
+def test_seeds_start_a_group_that_its_folders_tell_and_that_is_stopped_by_its_id(house, draft):
+    shop, _ = house
+    do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": 7})
+    answer = do(start_training, shop, draft_id=draft, seeds=3)
+    group, ids = answer.data.group_id, answer.data.run_ids
+    assert ids == [f"{group}-s{index}" for index in range(3)] and group in answer.text
+    found = [specification(shop, run_id) for run_id in ids]
+    assert [one.config.algorithm.seed for one in found] == [7, 8, 9]
+    assert [(one.seed_group.id, one.seed_group.index, one.seed_group.size) for one in found] == [
+        (group, index, 3) for index in range(3)
+    ]
+    assert len({one.config.model_copy(update={"algorithm": None}).model_dump_json() for one in found}) == 1
+    assert expand(shop.home.runs, [group, ids[1]]) == ids
+    assert expand(shop.home.runs, ["no-such-run"]) == ["no-such-run"]
+    assert group_of(ids[2]) == (group, 2) and group_of(group) is None
+    assert [one.run_id for one in do(check_status, shop, run_ids=[group]).data.runs] == ids
+    listed = do(list_runs, shop)
+    assert {one.group for one in listed.data.runs} == {group} and f"seed 2 of group {group}" in listed.text
+    with pytest.raises(NotPossibleNow, match="running already"):
+        do(start_training, shop, draft_id=draft, seeds=2)
+    stopped = do(stop_training, shop, run_id=group)
+    assert stopped.data.was_live and stopped.data.runs == dict.fromkeys(ids, "stopped")
+    assert do(stop_training, shop, run_id=group).data.was_live is False
+
+
+def test_a_key_repeats_a_group(house, draft):
+    shop, _ = house
+    first = do(start_training, shop, draft_id=draft, seeds=2, key="one")
+    second = do(start_training, shop, draft_id=draft, seeds=2, key="one")
+    assert second.data.run_ids == first.data.run_ids and second.data.group_id == first.data.group_id
+    assert len(shop.statuses()) == 2
+
+
+def test_an_owner_who_fixed_the_seed_gets_no_group(house, draft):
+    shop, _ = house
+    shop.home.configuration.mkdir(parents=True, exist_ok=True)
+    lock = "{field: algorithm.seed, value: 0, reason: One seed.}"
+    (shop.home.configuration / "locks.yaml").write_text(f"locks: [{lock}]\n")
+    with pytest.raises(InvalidValue, match="One seed"):
+        do(start_training, shop, draft_id=draft, seeds=2)
+    assert shop.statuses() == []
+
+
+def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, draft):
+    shop, launcher = house
+    groups = []
+    for base, rights in ((0, (40, 42, 44)), (10, (70, 71, 72))):
+        do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": base})
+        answer = do(start_training, shop, draft_id=draft, seeds=3)
+        for run_id, right in zip(answer.data.run_ids, rights, strict=True):
+            finish(shop, launcher, run_id, right)
+        groups.append(answer.data)
+    a, b = groups
+    answer = do(compare_runs, shop, a=[a.group_id], b=[b.group_id])
+    found = answer.data
+    assert found.sampled.verdict == "b" and "b is better" in answer.text
+    assert found.sampled.a["by_run"] == [0.4, 0.42, 0.44] and found.b.seeds == [10, 11, 12]
+    assert "spread between seeds (3 and 3 runs" in found.sampled.floor_basis
+    told = do(get_results, shop, run_id=b.run_ids[0], detail="detailed")
+    assert "Taken: " in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
+    seeds = next(check for check in told.data.results["integrity"] if check["name"] == "seeds")
+    assert seeds["state"] == "ok" and "solved by this seed alone" in seeds["what"]
+    for tool in (fork_config, reproduce_run, browse_rollouts, resume_training):
+        with pytest.raises(NotFound, match=f"seed group, and this takes a single run. Its runs: {a.run_ids[0]}, "):
+            do(tool, shop, run_id=a.group_id)
+    with pytest.raises(InvalidValue, match="seed group.*compare_runs"):
+        do(get_results, shop, run_id=a.group_id)
+    assert found.a.cost["total"]["cpu_s"] == 450.0 and found.a.cost["total"]["rollouts"] == 19200
+    lone = do(compare_runs, shop, a=a.run_ids[:1], b=a.run_ids[1:2])
+    assert lone.data.sampled.verdict == "none" and "no difference shown" in lone.text
+    assert any("another seed" in remark for remark in lone.data.remarks)
+
+
+def test_what_cannot_be_compared_is_refused_with_what_differs(house, draft):
+    shop, launcher = house
+    one = do(start_training, shop, draft_id=draft).data.run_id
+    other = do(start_training, shop, draft_id=draft, again=True).data.run_id
+    with pytest.raises(NotPossibleNow, match="not done"):
+        do(compare_runs, shop, a=[one], b=[other])
+    changed = {"loaded": {"environment": "e2", "toprope": "t1"}, "versions": {}}
+    finish(shop, launcher, one, 40)
+    finish(shop, launcher, other, 60, evaluator=changed)
+    with pytest.raises(InvalidValue, match="environment's source .*e1 .*e2"):
+        do(compare_runs, shop, a=[one], b=[other])
+    with pytest.raises(NotFound):
+        do(compare_runs, shop, a=[one], b=["no-such-run"])
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 50})
+    third = do(start_training, shop, draft_id=draft).data.run_id
+    do(stop_training, shop, run_id=third)
+    with pytest.raises(NotPossibleNow, match="no evaluation 'after'.*resume_training"):
+        do(compare_runs, shop, a=[one], b=[third])
+
+
+def test_a_limit_refuses_by_name_and_freezes_with_the_run(house, draft):
+    shop, _ = house
+    owner(shop, "concurrent_runs: {max: 2, reason: A small laptop.}\nper_run: {wall_hours: 3}")
+    with pytest.raises(NotPossibleNow, match=r"concurrent_runs is 2 .*limits.yaml.*A small laptop.*At most 2 more fit"):
+        do(start_training, shop, draft_id=draft, seeds=3)
+    assert shop.statuses() == []
+    run_id = do(start_training, shop, draft_id=draft).data.run_id
+    frozen = specification(shop, run_id).limits
+    assert frozen.caps["wall_hours"].value == 3 and str(shop.home.configuration) in frozen.source
+
+
+def test_what_live_runs_reserved_is_not_given_twice(house, draft):
+    shop, _ = house
+    owner(shop, "per_day: {cpu_hours: 3}")
+    changes = {"budget.max_train_seconds": 600, "launcher.start_timeout_s": 600}
+    do(edit_config, shop, draft_id=draft, changes=changes)
+    first = do(start_training, shop, draft_id=draft).data.run_id
+    reserved = specification(shop, first).limits.reserved["cpu_hours"]
+    assert 0.9 < reserved <= 2
+    for _ in range(3):
+        try:
+            do(start_training, shop, draft_id=draft, again=True)
+        except NotPossibleNow as refusal:
+            assert "per_day.cpu_hours" in str(refusal) and "live runs may still use" in str(refusal)
+            break
+    else:
+        raise AssertionError("more was given than there is")
+    do(stop_training, shop, run_id=first)
+    do(start_training, shop, draft_id=draft, again=True)
+
+
+def test_many_starts_at_once_do_not_overrun_a_limit(house, draft):
+    shop, _ = house
+    owner(shop, "concurrent_runs: 3")
+    outcomes = []
+
+    async def one():
+        try:
+            await start_training(shop, draft_id=draft, again=True)
+        except NotPossibleNow as refusal:
+            outcomes.append(str(refusal))
+        else:
+            outcomes.append("started")
+
+    async def all_at_once():
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(one)
+
+    anyio.run(all_at_once)
+    assert outcomes.count("started") == 3 == len(shop.statuses())
+    assert all(outcome == "started" or "concurrent_runs is 3" in outcome for outcome in outcomes)
+
+
+def test_a_run_that_has_used_its_cap_is_not_resumed(house, draft):
+    shop, _ = house
+    owner(shop, "per_run: {cpu_hours: 1}")
+    run_id = do(start_training, shop, draft_id=draft).data.run_id
+    do(stop_training, shop, run_id=run_id)
+    Usage(cpu_s=3600.0).write(shop.runs.folder(run_id))
+    with pytest.raises(NotPossibleNow, match=r"has used 1 of the 1 CPU-hours that per_run.cpu_hours"):
+        do(resume_training, shop, run_id=run_id)
+    Usage(cpu_s=1800.0).write(shop.runs.folder(run_id))
+    assert do(resume_training, shop, run_id=run_id).data.attempt == 2
+
+
+def test_a_limit_on_cost_counts_what_was_spent_today(house, draft):
+    shop, launcher = house
+    do(edit_config, shop, draft_id=draft, changes={"budget.max_train_seconds": None})
+    owner(shop, "per_day: {cost_usd: 1}\nper_run: {cost_usd: 0.4}\nprices: {cpu_hour_usd: 0.1, gpu_hour_usd: 1}")
+    first = do(start_training, shop, draft_id=draft).data.run_id
+    finish(shop, launcher, first, 1, usd=0.7, days={day_of(time.time()): Spent(usd=0.7)})
+    with pytest.raises(NotPossibleNow, match=r"per_day.cost_usd is 1 USD.*0.7 were used today.*0.3 are left"):
+        do(start_training, shop, draft_id=draft)
+
+
+def test_a_preview_says_unknown_until_a_run_has_measured_it(house, draft):
+    shop, launcher = house
+    owner(shop, "prices: {cpu_hour_usd: 0.36, gpu_hour_usd: 1}")
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 1000, "budget.max_train_seconds": None})
+    before = do(start_training, shop, draft_id=draft, preview=True)
+    assert before.data.run_id is None and shop.statuses() == []
+    assert "time unknown" in before.text and before.data.preview["estimates"]["wall_hours"] is None
+    run_id = do(start_training, shop, draft_id=draft).data.run_id
+    finish(shop, launcher, run_id, 50)
+    after = do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview
+    # 20 s before, 1000 steps of 0.5 s, 30 s after; one and a half processors.
+    assert after["estimates"]["wall_hours"]["value"] == pytest.approx(550 / 3600, rel=1e-3)
+    assert after["estimates"]["cpu_hours"]["value"] == pytest.approx(2 * 1.5 * 550 / 3600, rel=1e-3)
+    assert after["estimates"]["cost_usd"]["value"] == pytest.approx(2 * 1.5 * 550 / 3600 * 0.36, rel=1e-3)
+    assert after["estimates"]["memory_gb"]["value"] == 1.0
+    assert "one earlier run of this draft" in after["basis"] and run_id in after["basis"]
+    do(edit_config, shop, draft_id=draft, changes={"rollout.group_size": 16})
+    assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
+
+
+def test_a_start_that_the_owner_wants_confirmed_is_bound_to_what_was_shown(house, draft):
+    shop, _ = house
+    owner(shop, "confirm: always")
+    with pytest.raises(NotPossibleNow, match="wants every start confirmed") as refused:
+        do(start_training, shop, draft_id=draft)
+    told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    assert f'confirm="{told}"' in refused.value.hint
+    with pytest.raises(NotPossibleNow, match="confirms something else"):
+        do(start_training, shop, draft_id=draft, confirm="0" * 12)
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 77})
+    with pytest.raises(NotPossibleNow, match=r"(?s)confirms something else.*77 steps") as changed:
+        do(start_training, shop, draft_id=draft, confirm=told)
+    assert told not in changed.value.hint and shop.statuses() == []
+    again = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    with pytest.raises(NotPossibleNow, match="confirms something else"):
+        do(start_training, shop, draft_id=draft, confirm=again, seeds=2)
+    assert do(start_training, shop, draft_id=draft, confirm=again).data.state == "queued"
+
+
+def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
+    shop, _ = house
+    owner(shop, "confirm: {above: {steps: 500}}")
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 501})
+    with pytest.raises(NotPossibleNow, match="above 500 steps"):
+        do(start_training, shop, draft_id=draft)
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 500})
+    do(start_training, shop, draft_id=draft)
+    owner(shop, "confirm: {above: {cost_usd: 1}}")
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 400})
+    with pytest.raises(NotPossibleNow, match="what is not known"):
+        do(start_training, shop, draft_id=draft)
+
+
+def test_what_a_person_confirms_does_not_move_while_a_run_of_it_trains(house, draft):
+    shop, launcher = house
+    owner(shop, "confirm: always")
+    told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    live = shop.runs.folder(do(start_training, shop, draft_id=draft, confirm=told).data.run_id)
+    for step, seconds in ((10, 10.0), (40, 90.0)):
+        now = time.time()
+        live.metrics.write_text(json.dumps({"step": step, "train_seconds": seconds}) + "\n")
+        become(live, "training", started_at=now - 200, training_at=now - 100)
+        assert do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"] == told
+    finish(shop, launcher, live.run_id, 50)
+    assert do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"] != told
+
+
+def test_a_threshold_is_held_against_what_all_runs_of_a_group_may_take(house, draft):
+    shop, _ = house
+    owner(shop, "confirm: {above: {cpu_hours: 1}}\nper_run: {cpu_hours: 0.5}")
+    assert not do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview["estimates"]["cpu_hours"]
+    do(start_training, shop, draft_id=draft, seeds=2)
+    with pytest.raises(NotPossibleNow, match="may take up to 1.5"):
+        do(start_training, shop, draft_id=draft, seeds=3, again=True)

@@ -1,0 +1,181 @@
+"""Starting once: calls that are repeated with their key, at two servers at once, or that are cancelled."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import anyio
+import pytest
+from toprope_tools.planning.environments import select_environment
+from toprope_tools.runs.training import start_training, stop_training
+from toprope_tools.status.status import check_status
+
+from tests.support.tools_house import StandInLauncher, age_stamp, make_workshop, step
+from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
+from toprope.records.index import idempotency_keys as start_keys
+from toprope.records.index.index import StartRow
+from toprope.supervisor.lock import held
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    yield shop, launcher
+    launcher.close()
+
+
+def do(tool, *arguments, **named):
+    async def work():
+        with anyio.fail_after(30):
+            return await tool(*arguments, **named)
+
+    return anyio.run(work)
+
+
+def draft_of(shop):
+    return do(select_environment, shop, name="sort_letters").data.draft_id
+
+
+def runs_of(shop):
+    return [status.run_id for status in shop.statuses()]
+
+
+def test_a_call_that_is_repeated_with_its_key_is_answered_with_its_run(house):
+    shop, _ = house
+    draft = draft_of(shop)
+    first = do(start_training, shop, draft_id=draft, key="k-1").data.run_id
+    again = do(start_training, shop, draft_id=draft, key="k-1")
+    assert again.data.run_id == first and "no second run" in again.text and runs_of(shop) == [first]
+    # Without the key the revision is refused, and the key of a call that was refused is free.
+    with pytest.raises(NotPossibleNow, match=first):
+        do(start_training, shop, draft_id=draft)
+    with pytest.raises(NotPossibleNow, match=first):
+        do(start_training, shop, draft_id=draft, key="k-2")
+    assert start_keys.taken(shop.index, "k-2") is None
+    other = do(start_training, shop, draft_id=draft, key="k-2", again=True).data.run_id
+    assert other != first
+    # Ended as well: what was asked for with that key has been done.
+    do(stop_training, shop, run_id=first)
+    assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "stopped"
+
+
+def test_a_key_is_of_one_draft(house):
+    shop, _ = house
+    first = do(start_training, shop, draft_id=draft_of(shop), key="k-1").data.run_id
+    with pytest.raises(InvalidValue, match=first):
+        do(start_training, shop, draft_id=draft_of(shop), key="k-1")
+    assert runs_of(shop) == [first]
+
+
+def test_a_key_whose_run_never_came_starts_one(house, monkeypatch):
+    shop, launcher = house
+    draft = draft_of(shop)
+    start_keys.take(shop.index, "k-1", draft, "run-that-never-was", lambda _: False)
+    with shop.index.writing() as db:
+        db.execute("UPDATE start_keys SET at = at - 60")
+    run_id = do(start_training, shop, draft_id=draft, key="k-1").data.run_id
+    assert runs_of(shop) == [run_id] and start_keys.taken(shop.index, "k-1").run_id == run_id
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launcher, "submit", fails)
+    with pytest.raises(NotPossibleNow):
+        do(start_training, shop, draft_id=draft, key="k-3", again=True)
+    assert start_keys.taken(shop.index, "k-3") is None and runs_of(shop) == [run_id]
+
+
+def test_two_servers_that_are_asked_at_once_start_one_run(tmp_path):
+    """The slower one answers while the other's keeper is still coming up."""
+
+    class Slow(StandInLauncher):
+        def submit(self, folder, variables, lock=None):
+            time.sleep(0.3)
+            super().submit(folder, variables, lock)
+
+    shops = [make_workshop(tmp_path)[0] for _ in range(2)]
+    launchers = []
+    for shop in shops:
+        launchers.append(Slow())
+        shop.runs._launcher = launchers[-1]
+    draft = draft_of(shops[0])
+    found, barrier = [], threading.Barrier(2)
+
+    def ask(shop):
+        barrier.wait()
+        found.append(do(start_training, shop, draft_id=draft, key="same").data.run_id)
+
+    threads = [threading.Thread(target=ask, args=(shop,)) for shop in shops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and len(set(found)) == 1 and runs_of(shops[0]) == found[:1]
+    assert sum(len(launcher.held) for launcher in launchers) == 1
+    for launcher in launchers:
+        launcher.close()
+
+
+def test_a_start_that_is_cancelled_has_started_or_has_not(house):
+    """Whatever the moment: never a run without its keeper, nor a key without its run."""
+    shop, _ = house
+    draft = draft_of(shop)
+
+    async def cancelled(after):
+        with anyio.move_on_after(after):
+            await start_training(shop, draft_id=draft, key=f"k-{after}", again=True)
+
+    for after in (0.0, 0.001, 0.005, 0.02):
+        anyio.run(cancelled, after)
+        taken = start_keys.taken(shop.index, f"k-{after}")
+        if taken is not None:
+            assert held(shop.runs.folder(taken.run_id).lock)
+    assert all(held(shop.runs.folder(run_id).lock) for run_id in runs_of(shop))
+    assert not [path for path in shop.home.runs.iterdir() if path.name.startswith(".making")]
+
+
+def test_a_stop_that_is_cancelled_goes_on(house):
+    shop, _ = house
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    ordered = []
+    shop.runs._launcher.stop = lambda folder, grace_s: ordered.append(folder.run_id)
+
+    async def cancelled():
+        with anyio.move_on_after(0.3):
+            await stop_training(shop, run_id=run_id)
+
+    anyio.run(cancelled)
+    assert ordered == [run_id] and shop.runs.status(run_id).state == "queued"
+
+
+def test_a_note_of_a_start_that_lies_ahead_of_the_clock_holds_nobody_up(house):
+    shop, _ = house
+    draft = draft_of(shop)
+    shop.index.record_start(StartRow("run-of-tomorrow", draft, 1, "train", time.time() + 86_400), None)
+    assert do(start_training, shop, draft_id=draft).data.run_id
+
+
+def test_a_keeper_that_does_not_come_up_keeps_the_key_for_the_run_that_failed(house, monkeypatch):
+    shop, launcher = house
+
+    def fails(*_):
+        raise ComponentFailed("no keeper")
+
+    monkeypatch.setattr(launcher, "submit", fails)
+    draft = draft_of(shop)
+    with pytest.raises(ComponentFailed):
+        do(start_training, shop, draft_id=draft, key="k-1")
+    assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "failed"
+
+
+def test_a_clock_that_was_set_back_withholds_no_numbers(house):
+    shop, _ = house
+    run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
+    step(shop.runs.folder(run_id), 1)
+    assert do(check_status, shop, run_ids=[run_id]).data.runs[0].fresh
+    step(shop.runs.folder(run_id), 2)
+    assert not do(check_status, shop, run_ids=[run_id]).data.runs[0].fresh
+    age_stamp(shop, run_id, -86_400)
+    told = do(check_status, shop, run_ids=[run_id]).data.runs[0]
+    assert told.fresh and told.numbers["step"] == 2

@@ -1,0 +1,234 @@
+"""start_sweep and what the other tools say of sweeps, over real folders; the conductor is stood in for by the test."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import anyio
+import pytest
+from toprope_tools.experiments.config_history import fork_config
+from toprope_tools.results.results import get_results
+from toprope_tools.runs.sweeps import start_sweep
+from toprope_tools.runs.training import resume_training, stop_training
+from toprope_tools.status.run_list import list_runs, run_row
+from toprope_tools.status.status import check_status
+
+from tests.support.tools_house import become, make_workshop
+from toprope.analysis.plots.run_plots import main as plot
+from toprope.errors import InvalidValue, LockedField, NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.sweep_journal import (
+    Candidate,
+    Finalist,
+    Generation,
+    Measured,
+    Scored,
+    Started,
+    Survivors,
+    SweepLog,
+)
+from toprope.settings.presets import load_preset
+from toprope.sweeps.members import Members
+from toprope.workbench.launch import launch
+from toprope.workbench.launch.reproduce import freeze_again
+
+SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.ensure().configuration.mkdir()
+    yield shop, launcher
+    launcher.close()
+
+
+def do(tool, *arguments, **named):
+    async def work():
+        with anyio.fail_after(30):
+            return await tool(*arguments, **named)
+
+    return anyio.run(work)
+
+
+def draft_of(shop):
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice")
+    draft, _ = shop.drafts.create(source, preset, [], shop.home.locks())
+    return draft.id
+
+
+def started(shop, **named):
+    options = {"steps": 40, "evaluate": "train", **named.pop("options", {})}
+    given = {"draft_id": draft_of(shop), "space": SPACE, "strategy": "halving", "population": 4, "epochs": 2}
+    return do(start_sweep, shop, **{**given, **named}, options=options)
+
+
+def decide(folder: RunFolder):
+    """A sweep that has ended its second epoch."""
+    log = SweepLog(folder)
+    first = [Candidate(id=f"c00{n}", values={"optimizer.learning_rate": n / 1000}, steps=40) for n in (1, 2, 3)]
+    last = Candidate(
+        id="c004", values={"optimizer.learning_rate": 0.002}, steps=40, parent="c002", continues="c002"
+    )  # fmt: skip
+    log.append(Generation(epoch=1, candidates=first))
+    for place, (one, score) in enumerate(zip(first, (0.2, 0.6, None), strict=True), 1):
+        log.append(Started(candidate=one.id, epoch=1, run_id=f"{folder.run_id}-m0{place}"))
+        measured = Measured(accuracy=score, tasks=64, steps=40)
+        log.append(Scored(candidate=one.id, score=score, measured=measured, why="" if score else "it collapsed"))
+    log.append(Survivors(epoch=1, ids=["c002"]))
+    log.append(Generation(epoch=2, candidates=[last]))
+    log.append(Started(candidate="c004", epoch=2, run_id=f"{folder.run_id}-m04"))
+    log.append(Scored(candidate="c004", score=0.8, measured=Measured(accuracy=0.8, tasks=64, steps=40)))
+    log.append(Survivors(epoch=2, ids=["c004"]))
+    final = Measured(accuracy=0.75, tasks=500)
+    log.append(Finalist(candidate="c004", run_id=f"{folder.run_id}-final", measured=final))
+
+
+def test_a_sweep_starts_with_its_plan_and_the_owners_places(house):
+    shop, launcher = house
+    answer = started(shop)
+    run_id = answer.data.run_id
+    specification = Specification.read(shop.runs.folder(run_id))
+    assert specification.kind == answer.data.kind == "sweep" and specification.sweep.population == 4
+    assert (specification.sweep.runs, specification.sweep.total_steps) == (4 + 2 + 1, 4 * 40 + 2 * 40)
+    assert "7 runs and 240 optimizer steps" in answer.text and "check_status" in answer.text
+    places = launcher.variables[run_id]["conductor"]
+    assert places == {"TOPROPE_HOME": str(shop.home.path), "TOPROPE_CONFIG": str(shop.home.configuration)}
+    # It is told by its key again, and its revision is not started twice.
+    draft = specification.draft_id
+    with pytest.raises(NotPossibleNow, match="start_sweep"):
+        do(start_sweep, shop, draft_id=draft, space=SPACE)
+    keyed = do(start_sweep, shop, draft_id=draft, space=SPACE, options={"key": "k", "again": True})
+    assert do(start_sweep, shop, draft_id=draft, space=SPACE, options={"key": "k"}).data.run_id == keyed.data.run_id
+
+
+def test_what_does_not_fit_is_refused_and_starts_nothing(house):
+    shop, _ = house
+    with pytest.raises(InvalidValue, match="stepps.*Nothing was started"):
+        started(shop, options={"stepps": 3})
+    with pytest.raises(InvalidValue, match="steps"):
+        started(shop, options={"steps": 0})
+    (shop.home.configuration / "locks.yaml").write_text(
+        "locks: [{field: optimizer.learning_rate, max: 0.001, reason: higher ones collapsed}]"
+    )
+    with pytest.raises(LockedField, match="higher ones collapsed"):
+        started(shop)
+    assert not shop.statuses()
+
+
+def test_limits_count_the_sweep_and_all_its_members(house):
+    shop, _ = house
+    limits = shop.home.configuration / "limits.yaml"
+    limits.write_text("concurrent_runs: 1")
+    with pytest.raises(NotPossibleNow, match="concurrent_runs is 1"):
+        started(shop)
+    limits.write_text("per_day: {runs: 7}")
+    with pytest.raises(NotPossibleNow, match="per_day.runs is 7.*members up to 7"):
+        started(shop)
+    limits.write_text("per_run: {steps: 39}")
+    with pytest.raises(NotPossibleNow, match="per_run.steps is 39"):
+        started(shop)
+    assert not shop.statuses()
+    # A day's processor time is the members' to reserve, and not the sweep's.
+    limits.write_text("per_run: {wall_hours: 1}\nper_day: {cpu_hours: 20, runs: 8}")
+    sweep = Specification.read(shop.runs.folder(started(shop).data.run_id))
+    assert sweep.limits.reserved == {} and set(sweep.limits.caps) == {"wall_hours"}
+
+
+def test_a_start_that_a_person_confirms_is_bound_to_the_whole_sweep(house):
+    shop, _ = house
+    (shop.home.configuration / "limits.yaml").write_text("confirm: {above: {steps: 100}}")
+    draft = draft_of(shop)
+    shown = started(shop, draft_id=draft, options={"preview": True})
+    assert shown.data.run_id is None and shown.data.preview["steps"] == 240 and not shop.statuses()
+    agreed = shown.data.preview["hash"]
+    with pytest.raises(NotPossibleNow, match=agreed):
+        started(shop, draft_id=draft)
+    with pytest.raises(NotPossibleNow, match="something else"):
+        started(shop, draft_id=draft, population=5, options={"confirm": agreed})
+    assert started(shop, draft_id=draft, options={"confirm": agreed}).data.run_id
+
+
+def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
+    shop, _ = house
+    (shop.home.configuration / "locks.yaml").write_text(
+        "locks: [{field: evaluation.heldout_tasks, min: 100, reason: reports count}]"
+    )
+    folder = shop.runs.folder(started(shop).data.run_id)
+    monkeypatch.setattr("toprope.workbench.launch.launch.runs_of", lambda home: shop.runs)
+    members, log = Members(shop.home, Specification.read(folder)), SweepLog(folder)
+    one = Candidate(id="c002", values={"optimizer.learning_rate": 0.002}, steps=3)
+    log.append(Generation(epoch=1, candidates=[one]))
+    for _ in range(2):  # somebody who came back starts it once
+        members.start(one, 1, log.standing)
+    made = Specification.read(shop.runs.folder(f"{folder.run_id}-m02"))
+    config = made.config
+    assert made.kind == "train" and (made.member.sweep, made.member.candidate) == (folder.run_id, "c002")
+    assert config.optimizer.learning_rate == 0.002 and config.budget.steps == 3 and config.optimizer.warmup_steps == 3
+    assert made.limits is not None and config.evaluation.heldout_tasks >= 100
+    assert "candidate c002 of the sweep" in run_row(shop.runs.status(made.run_id))
+    assert "It is candidate c002" in do(get_results, shop, run_id=made.run_id).text
+    again = freeze_again(made, shop.home.locks())
+    launch.start(shop.home, shop.runs, again)
+    assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
+
+
+def test_results_tell_candidates_lineage_and_the_one_held_out_figure(house):
+    shop, launcher = house
+    folder = shop.runs.folder(started(shop).data.run_id)
+    with pytest.raises(InvalidValue, match="no candidate with a score"):
+        do(fork_config, shop, run_id=folder.run_id)
+    decide(folder)
+    summary = {"accuracy": 0.75, "split": "heldout", "tasks": 500}
+    become(folder, "completed", evaluations={"epoch-1": {"score": 0.6}, "heldout": summary}, ended_at=1.0)
+    launcher.leave(folder.run_id)
+    answer = do(get_results, shop, run_id=folder.run_id)
+    assert "Best: c004" in answer.text and "c004 < c002^, epoch 2: score 0.8 after 80 steps" in answer.text
+    assert "Held out, measured once" in answer.text and "75.0% on 500" in answer.text
+    assert "no score (it collapsed)" in answer.text and "fork_config" in answer.text
+    found = answer.data.results["sweep"]
+    assert found["best"]["id"] == "c004" and found["best"]["line_steps"] == 80 and found["epochs_completed"] == 2
+    assert [one["id"] for one in found["candidates"]] == ["c004", "c002", "c001", "c003"]
+    assert found["heldout"]["accuracy"] == 0.75
+    assert "best 75.0% held out" in do(list_runs, shop).text
+    assert plot([str(folder.path)]) == 0 and folder.plot.read_bytes().startswith(b"\x89PNG")
+    assert do(get_results, shop, run_id=folder.run_id, plot=True).picture == folder.plot.read_bytes()
+
+
+def test_the_best_values_become_a_draft_of_the_sweeps_own_configuration(house, monkeypatch):
+    shop, _ = house
+    folder = shop.runs.folder(started(shop).data.run_id)
+    decide(folder)
+    entry = dataclasses.make_dataclass("Entry", ["name", "environment"])
+    source = Specification.read(folder).environment
+    monkeypatch.setattr(type(shop.catalog), "find", lambda self, name: entry(name, source))
+    draft = shop.drafts.get(do(fork_config, shop, run_id=folder.run_id).data.draft_id)
+    assert draft.config.optimizer.learning_rate == 0.002
+    base = Specification.read(folder).config
+    assert draft.config.budget == base.budget and draft.config.policy == base.policy
+
+
+def test_a_stop_stops_the_members_that_a_lost_keeper_left(house, monkeypatch):
+    shop, launcher = house
+    folder = shop.runs.folder(started(shop).data.run_id)
+    monkeypatch.setattr("toprope.workbench.launch.launch.runs_of", lambda home: shop.runs)
+    log = SweepLog(folder)
+    one = Candidate(id="c001", values={"optimizer.learning_rate": 0.002}, steps=3)
+    log.append(Generation(epoch=1, candidates=[one]))
+    Members(shop.home, Specification.read(folder)).start(one, 1, log.standing)
+    answer = do(stop_training, shop, run_id=folder.run_id)
+    assert answer.data.state == "stopped" and "none of its runs is live" in answer.text
+    assert shop.runs.status(f"{folder.run_id}-m01").state == "stopped" and not launcher.held
+    again = do(resume_training, shop, run_id=folder.run_id)
+    assert "what was measured so far" in again.text and again.data.attempt == 2
+
+
+def test_a_wait_tells_phase_and_best(house):
+    shop, _ = house
+    folder = shop.runs.folder(started(shop).data.run_id)
+    progress = {"what": "evaluating (epoch 1 of 2)", "done": 80, "total": 240, "best": 0.61, "epoch": 1.0}
+    become(folder, "evaluating", progress=progress, started_at=1.0)
+    answer = do(check_status, shop, run_ids=[folder.run_id])
+    assert "evaluating (epoch 1 of 2) 80/240, best 0.61" in answer.text

@@ -1,0 +1,397 @@
+"""The status limit, waiting, lists, results and logs."""
+
+import time
+
+import anyio
+import pytest
+from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.results.results import get_results
+from toprope_tools.runs.logs import read_logs
+from toprope_tools.status.status import check_status, list_runs, numbers_line
+
+from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.run.folder import write_json
+from toprope.records.run.status import CrewMember, EventLog, Failure
+from toprope.settings.schema import Config
+
+
+def do(tool, *arguments, **named):
+    async def work():
+        with anyio.fail_after(30):
+            return await tool(*arguments, **named)
+
+    answer = anyio.run(work)
+    assert tokens(answer) <= TOKEN_BUDGET
+    return answer
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    yield shop, launcher
+    launcher.close()
+
+
+@pytest.fixture
+def run(house):
+    shop, _ = house
+    config = Config()
+    config.environment.knobs = {"longest": 5}
+    return shop, start_run(shop, config=config)
+
+
+def check(shop, folder, **named):
+    answer = do(check_status, shop, run_ids=[folder.run_id], **named)
+    return answer.text, answer.data.runs[0]
+
+
+def test_a_runs_checks_are_told_while_they_are_made_and_its_life_always(run):
+    shop, folder = run
+    ready = {"state": "ready", "since": 0.0}
+    crew = {"policy": {"state": "finished", "since": 0.0}, "inference": ready, "trainer": ready}
+    become(folder, "validating", started_at=time.time(), crew={name: CrewMember(**one) for name, one in crew.items()})
+    text, told = check(shop, folder)
+    assert told.lifecycle == "validating" and "agent passed, dataset open" in text
+    assert told.checks == {"config": "passed", "agent": "passed", "dataset": "open", "reward": "open"}
+    step(folder, 10)
+    text, told = check(shop, folder)
+    assert (told.lifecycle, told.checks) == ("training", {}) and "Checks" not in text
+    become(folder, "failed", training_at=None, failure=Failure(component="environment", reason="It has no tasks."))
+    text, told = check(shop, folder)
+    assert told.lifecycle == "error" and told.checks["dataset"] == "failed" and "dataset failed" in text
+
+
+def test_fresh_numbers_come_once_per_interval(run):
+    shop, folder = run
+    step(folder, 10)
+    text, first = check(shop, folder)
+    assert (first.fresh, first.numbers["step"], first.next_numbers_in_s) == (True, 10, 30.0)
+    assert "step 10/100" in text
+    step(folder, 20)
+    text, second = check(shop, folder)
+    assert (second.fresh, second.numbers["step"]) == (False, 10)
+    assert 0 < second.next_numbers_in_s <= 30
+    assert "numbers of 0 s ago: step 10/100" in text
+    assert len(text.split("\n")) == 1
+    age_stamp(shop, folder.run_id, 31)
+    assert check(shop, folder)[1].numbers["step"] == 20
+
+
+def test_the_limit_holds_for_a_second_server_on_the_same_home(run, tmp_path):
+    shop, folder = run
+    step(folder, 10)
+    check(shop, folder)
+    step(folder, 20)
+    other, _ = make_workshop(tmp_path)
+    assert check(other, folder)[1].fresh is False
+
+
+def test_the_interval_grows_with_the_runs_length(run):
+    shop, folder = run
+    step(folder, 10, eta_s=100_000.0)
+    assert check(shop, folder)[1].next_numbers_in_s == 1800
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("status: {max_s: 60}")
+    assert check(shop, folder)[1].next_numbers_in_s <= 60
+
+
+def test_events_always_pass_and_only_once(run):
+    shop, folder = run
+    step(folder, 10)
+    check(shop, folder)
+    become(folder, "evaluating")
+    EventLog(folder).append("evaluation", label="after", accuracy=0.5, tasks=200, split="heldout")
+    text, status = check(shop, folder)
+    assert [event["kind"] for event in status.events] == ["state", "evaluation"]
+    assert status.fresh is False
+    assert status.state == "evaluating"
+    assert "evaluation after: accuracy 50.0% on 200 heldout tasks" in text
+    assert check(shop, folder)[1].events == []
+
+
+def test_an_ended_run_is_told_whole_at_every_call(run):
+    shop, folder = run
+    step(folder, 10)
+    check(shop, folder)
+    failure = Failure(component="trainer", reason="CUDA out of memory", hint="Lower the batch.", excerpt=["line"])
+    become(folder, "failed", failure=failure, ended_at=time.time())
+    for _ in range(2):
+        text, status = check(shop, folder)
+        assert (status.state, status.fresh, status.next_numbers_in_s) == ("failed", True, None)
+        assert "trainer: CUDA out of memory Lower the batch." in text
+        assert "get_results" in text
+
+
+def test_a_call_without_ids_names_the_open_runs(run):
+    shop, folder = run
+    answer = do(check_status, shop)
+    assert [item.run_id for item in answer.data.open_runs] == [folder.run_id]
+    assert folder.run_id in answer.text
+    become(folder, "failed", ended_at=time.time())
+    assert "No run is open" in do(check_status, shop).text
+
+
+def test_unknown_and_too_many_runs_are_refused(run):
+    shop, folder = run
+    with pytest.raises(NotFound, match="list_runs"):
+        do(check_status, shop, run_ids=[folder.run_id, "nonsense"])
+    with pytest.raises(NotFound):
+        do(check_status, shop, run_ids=["../../etc"])
+    with pytest.raises(InvalidValue, match="at most 20"):
+        do(check_status, shop, run_ids=[f"run-{number}" for number in range(21)])
+
+
+def wait_while(shop, folder, acts, wait_s=20.0):
+    """Waits for news while `acts` are done, one after each progress message; returns answer, messages and seconds."""
+    messages = []
+
+    async def work():
+        queue = list(acts)
+
+        async def progress(done, total, message):
+            messages.append((time.monotonic() - began, done, total, message))
+            if queue:
+                queue.pop(0)()
+
+        with anyio.fail_after(30):
+            return await check_status(shop, run_ids=[folder.run_id], wait_s=wait_s, progress=progress)
+
+    began = time.monotonic()
+    answer = anyio.run(work)
+    return answer, messages, time.monotonic() - began
+
+
+def test_a_wait_ends_at_an_event_and_shows_progress_meanwhile(run):
+    shop, folder = run
+    step(folder, 1, rollouts_per_second=1450.0)
+    check(shop, folder)
+    answer, messages, seconds = wait_while(
+        shop, folder, [lambda: step(folder, 2), lambda: step(folder, 3), lambda: evaluated(folder, "step-3")]
+    )
+    assert seconds < 10
+    assert answer.data.runs[0].events[0]["data"]["label"] == "step-3"
+    assert answer.data.runs[0].fresh is False
+    first, second, third = messages[:3]
+    assert first[0] < 0.4
+    assert first[1:] == (1.0, 100.0, "training: step 1/100, reward 0.01, 1450 rollouts/s, ETA 99 s")
+    assert (second[1], third[1]) == (2.0, 3.0)
+    assert second[0] - first[0] >= 0.45
+
+
+def evaluated(folder, label):
+    EventLog(folder).append("evaluation", label=label, accuracy=0.5, tasks=10, split="heldout")
+
+
+def test_the_last_evaluation_and_the_end_come_in_one_answer(run):
+    shop, folder = run
+    step(folder, 1)
+    check(shop, folder)
+
+    def last():
+        become(folder, "evaluating")
+        evaluated(folder, "after")
+
+    ends = [last, lambda: become(folder, "completed", ended_at=time.time())]
+    step(folder, 2)
+    answer, _, seconds = wait_while(shop, folder, ends)
+    assert answer.data.runs[0].state == "completed"
+    assert "evaluation after" in answer.text
+    assert "eta_s" not in answer.data.runs[0].numbers
+
+
+def test_an_evaluation_that_is_not_followed_by_the_end_is_told_soon(run):
+    shop, folder = run
+    step(folder, 1)
+    check(shop, folder)
+    become(folder, "evaluating")
+    evaluated(folder, "after")
+    answer, _, seconds = wait_while(shop, folder, [])
+    assert answer.data.runs[0].state == "evaluating"
+    assert 1.5 < seconds < 8
+
+
+def test_states_on_the_way_to_training_do_not_end_a_wait(run):
+    shop, folder = run
+    answer, messages, _ = wait_while(
+        shop,
+        folder,
+        [lambda: become(folder, "validating"), lambda: become(folder, "starting"), lambda: step(folder, 1)],
+    )
+    assert answer.data.runs[0].state == "training"
+    assert [message[3] for message in messages[:3]] == ["queued", "validating", "starting"]
+    assert "validating -> starting -> training" in answer.text
+
+
+def test_a_wait_without_news_ends_in_time_with_one_line(run):
+    shop, folder = run
+    step(folder, 1)
+    check(shop, folder)
+    answer, _, seconds = wait_while(shop, folder, [], wait_s=0.6)
+    assert 0.5 <= seconds < 5
+    assert len(answer.text.split("\n")) == 1
+    assert answer.text.startswith("No news in 1 s. ")
+
+
+def test_a_wait_ends_when_fresh_numbers_are_due(run):
+    shop, folder = run
+    step(folder, 1)
+    check(shop, folder)
+    step(folder, 2)
+    age_stamp(shop, folder.run_id, 29.5)
+    answer, _, seconds = wait_while(shop, folder, [])
+    assert 0.2 < seconds < 5
+    assert (answer.data.runs[0].fresh, answer.data.runs[0].numbers["step"]) == (True, 2)
+
+
+def test_a_wait_for_an_ended_run_does_not_wait(run):
+    shop, folder = run
+    become(folder, "failed", ended_at=time.time())
+    assert wait_while(shop, folder, [])[2] < 3
+
+
+def test_a_run_whose_keeper_vanished_is_told_as_lost(house, run):
+    shop, folder = run
+    _, launcher = house
+    step(folder, 5)
+    launcher.leave(folder.run_id)
+    assert check(shop, folder)[1].state == "lost"
+
+
+def test_numbers_are_said_shortly():
+    assert numbers_line({"step": 120, "total_steps": 1500, "reward": 0.4312, "success": 0.31, "eta_s": 52.4}) == (
+        "step 120/1500, reward 0.431, success 31.0%, ETA 52 s"
+    )
+    assert numbers_line({"what": "evaluating (before)", "done": 20, "total": 500}) == "evaluating (before) 20/500"
+    assert numbers_line({}) == "no numbers yet"
+
+
+def test_runs_are_listed_filtered_and_paged(house):
+    shop, _ = house
+    for _ in range(23):
+        start_run(shop)
+    runs = shop.statuses()
+    become(shop.runs.folder(runs[3].run_id), "failed", ended_at=time.time())
+    first = do(list_runs, shop)
+    assert (first.data.total, len(first.data.runs)) == (23, 20)
+    second = do(list_runs, shop, cursor=first.data.next_cursor)
+    assert [item.run_id for item in first.data.runs + second.data.runs] == [run.run_id for run in runs]
+    assert second.data.next_cursor is None
+    asked = do(list_runs, shop, query="sort_letters", state="live")
+    assert f'list_runs(state="live", query="sort_letters", cursor="{asked.data.next_cursor}")' in asked.text
+    assert [item.run_id for item in do(list_runs, shop, state="ended").data.runs] == [runs[3].run_id]
+    assert do(list_runs, shop, query="failed train").data.total == 1
+    assert "There are no" in do(list_runs, shop, query="nothing like it").text
+    with pytest.raises(InvalidValue, match="cursor"):
+        do(list_runs, shop, cursor="nonsense")
+
+
+def evaluation(successes, tasks=200):
+    return {
+        "version": 1,
+        "label": "before",
+        "policy_version": 0,
+        "seconds": 1.0,
+        "sampled": {"split": "heldout", "tasks": tasks, "successes": successes, "accuracy": successes / tasks},
+        "greedy": None,
+        "examples": [
+            {"task_id": "t1", "prompt": "Sort\x1b[31m these", "reference": "abc", "answer": "bca", "success": False}
+        ],
+    }
+
+
+def test_results_of_a_run_that_is_not_done_are_what_exists(run):
+    shop, folder = run
+    step(folder, 10)
+    write_json(folder.evaluation("before"), evaluation(6))
+    answer = do(get_results, shop, run_id=folder.run_id)
+    assert answer.data.complete is False
+    assert "not done" in answer.text
+    assert "before: accuracy 3.0% [1.4%, 6.4%] on 200 heldout tasks" in answer.text
+    assert "examples" not in answer.data.results
+
+
+@pytest.mark.parametrize("detail", ["concise", "detailed"])
+def test_a_run_that_was_evaluated_a_thousand_times_has_an_answer_of_the_usual_size(run, detail):
+    shop, folder = run
+    step(folder, 10)
+    for label in ("before", *(f"step-{number}" for number in range(10, 10_000, 10))):
+        write_json(folder.evaluation(label), evaluation(6))
+    answer = do(get_results, shop, run_id=folder.run_id, detail=detail)
+    most = 6 if detail == "concise" else 20
+    told = [line for line in answer.text.splitlines() if line.startswith("step-")]
+    assert len(told) == most and told[0].startswith("step-10:") and told[-1].startswith("step-9990:")
+    assert f"{999 - most} evaluations along the way are left out" in answer.text
+    assert len(answer.data.results["evaluations"]) == most + 1
+
+
+def test_the_keepers_report_is_told_whole_on_request(run):
+    from toprope.analysis.reports.report import gather
+    from toprope.records.run.specification import Specification
+
+    shop, folder = run
+    write_json(folder.evaluation("before"), evaluation(6))
+    write_json(folder.evaluation("after"), evaluation(180))
+    folder.metrics.write_text("".join(f'{{"step":{n},"reward":{n / 50},"success":0.5}}\n' for n in range(1, 51)))
+    become(folder, "training")
+    become(folder, "evaluating")
+    become(folder, "completed", ended_at=time.time())
+    report = gather(folder, Specification.read(folder), shop.runs.status(folder.run_id))
+    write_json(folder.results, report.model_dump(mode="json"))
+    concise = do(get_results, shop, run_id=folder.run_id)
+    assert concise.data.complete is True
+    assert "after: accuracy 90.0% [85.1%, 93.4%]" in concise.text
+    assert "rose by more than the intervals" in concise.text
+    detailed = do(get_results, shop, run_id=folder.run_id, detail="detailed")
+    assert len(detailed.data.results["history"]) == 10
+    assert detailed.data.results["configuration"]["environment.knobs.longest"] == 5
+    assert 'reference "abc"' in detailed.text
+    assert "untrusted" in detailed.text
+    assert "\x1b" not in detailed.text
+    assert detailed.data.results["examples"][0]["prompt"] == "Sort[31m these"
+
+
+def test_a_report_that_is_damaged_is_said_to_be(run):
+    shop, folder = run
+    folder.results.write_text('{"version": "x"}')
+    with pytest.raises(Corrupt, match="left as it is"):
+        do(get_results, shop, run_id=folder.run_id)
+
+
+def test_logs_are_bounded_cleaned_and_marked(run):
+    shop, folder = run
+    with pytest.raises(NotFound, match="no log of trainer"):
+        do(read_logs, shop, run_id=folder.run_id, component="trainer")
+    with pytest.raises(InvalidValue, match="keeper, policy"):
+        do(read_logs, shop, run_id=folder.run_id, component="../spec")
+    lines = [f"line {number} \x1b[31mred\x1b[0m \u202egnirts\u200b" for number in range(300)]
+    folder.log("trainer").write_text("\n".join(lines) + "\n")
+    answer = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=10)
+    assert answer.data.lines == [f"line {number} red gnirts" for number in range(290, 300)]
+    assert answer.data.untrusted is True
+    assert "untrusted text" in answer.text
+    older = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=10, before=answer.data.before)
+    assert older.data.lines == [f"line {number} red gnirts" for number in range(280, 290)]
+
+
+def test_logs_do_not_show_the_owners_keys(run, monkeypatch):
+    shop, folder = run
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("variables: {environment: {JUDGE_KEY: judge-4711-key, MAX_TOKENS: '512'}}")
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    folder.log("environment").write_text("keys judge-4711-key and hf_0123456789; 512 tokens\n")
+    answer = do(read_logs, shop, run_id=folder.run_id, component="environment")
+    assert answer.data.lines == ["keys [secret] and [secret]; 512 tokens"]
+
+
+def test_long_lines_stay_within_the_budget_and_nothing_is_skipped(run):
+    shop, folder = run
+    folder.log("trainer").write_text("".join(f"{number} " + "\u00e9" * 450 + "\n" for number in range(200)))
+    seen, before = [], None
+    while True:
+        answer = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=200, before=before)
+        seen = [int(line.split()[0]) for line in answer.data.lines] + seen
+        before = answer.data.before
+        if before is None:
+            break
+    assert seen == list(range(200))

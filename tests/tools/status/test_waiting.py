@@ -1,0 +1,408 @@
+"""Waiting for what one asked for, with a place of one's own in the events: conditions, cursors, clients' patience."""
+
+import time
+
+import anyio
+import pytest
+from mcp.client import Client as McpClient
+from mcp.types import Implementation
+from toprope_server.cli.runs.prune import main as prune
+from toprope_server.mcp.app import create_server
+from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.client_timeouts import Client, longest_wait_s
+from toprope_tools.status import cursor as places
+from toprope_tools.status.status import check_status, list_runs
+from toprope_tools.status.wait_conditions import parse
+
+from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from toprope.errors import InvalidValue
+from toprope.records.index.stamps import stamps_of
+from toprope.records.run.findings import Finding
+from toprope.records.run.status import EventLog, Failure
+
+PATIENT = Client("claude-code")
+
+
+@pytest.fixture
+def house(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    yield shop, lambda: start_run(shop)
+    launcher.close()
+
+
+def check(shop, *folders, acts=(), **named):
+    """One call of check_status; `acts` are done one after the other meanwhile."""
+    left = list(acts)
+
+    async def act():
+        while left:
+            await anyio.sleep(0.6)  # a look or two between them
+            left.pop(0)()
+
+    async def work():
+        ids = [folder.run_id for folder in folders] or None
+        with anyio.fail_after(60):
+            if not left:
+                return await check_status(shop, run_ids=ids, **named)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act)
+                answer = await check_status(shop, run_ids=ids, **named)
+                assert not left
+        return answer
+
+    answer = anyio.run(work)
+    assert tokens(answer) <= TOKEN_BUDGET
+    return answer
+
+
+def event(folder, kind, **data):
+    return lambda: EventLog(folder).append(kind, **data)
+
+
+def kinds(answer, number=0):
+    return [one["kind"] for one in answer.data.runs[number].events]
+
+
+def met(answer):
+    return [(one.run_id, one.condition) for one in answer.data.met]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["end"], ["end"]),
+        (["Evaluation", "findings", "stalls"], ["evaluation", "finding", "stall"]),
+        (["step 200", "step=200", "steps >= 200", "step:200", "Step200"], ["step 200"]),
+        (["state=training", "training", "state: failed"], ["training", "failed"]),
+        (["done"], ["end"]),
+        (["all ended", "All done", "all_ended", "all runs have ended"], ["all ended"]),
+    ],
+)
+def test_words_of_until_are_taken_as_they_are_meant(words, names):
+    assert [one.name for one in parse(words)] == names
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("evalution", ["Did you mean 'evaluation'?", "'step N'", "paused"]),
+        ("step", ["'step 200'"]),
+        ("step -3", ["end, evaluation, finding, stall"]),
+        ("", ["training"]),
+        ("reward > 0.5", ["omit until"]),
+    ],
+)
+def test_a_condition_that_is_none_is_refused_with_those_there_are(house, word, parts):
+    with pytest.raises(InvalidValue) as refused:
+        check(house[0], until=[word])
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_a_wait_ends_when_a_step_is_reached_and_tells_no_fresher_numbers_for_it(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    check(shop, folder)
+    answer = check(
+        shop,
+        folder,
+        wait_s=30,
+        until=["step 40", "failed"],
+        acts=[event(folder, "evaluation", label="step-3", summary={"accuracy": 0.5}), lambda: step(folder, 41)],
+    )
+    assert met(answer) == [(folder.run_id, "step 40")]
+    assert f"Met: step 40 by {folder.run_id}." in answer.text
+    assert kinds(answer) == ["evaluation"]
+    assert answer.data.runs[0].numbers["step"] == 1
+    assert "step 41" not in answer.text
+
+
+@pytest.mark.parametrize("word", ["evaluation", "finding", "stall", "paused", "end"])
+def test_each_condition_is_met_by_its_own_event_and_no_other(house, word):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    check(shop, folder)
+    found = Finding(rule="collapse", level="critical", what="The reward fell.", next="Lower the learning rate.")
+    over = found.model_copy(update={"level": "over"})
+    acts = {
+        "evaluation": event(folder, "evaluation", label="step-1", summary={"accuracy": 0.25, "tasks": 8}),
+        "finding": event(folder, "finding", **found.model_dump(mode="json")),
+        "stall": event(folder, "stall", what="No step for 310 s.", component="trainer"),
+        "paused": lambda: become(folder, "paused"),
+        "end": lambda: become(folder, "failed", failure=Failure(component="api", reason="x"), ended_at=time.time()),
+    }
+    own = acts.pop(word)
+    acts.pop("end", None)  # the end ends every wait
+    event(folder, "finding", **over.model_dump(mode="json"))()
+    answer = check(shop, folder, wait_s=30, until=[word], acts=[lambda: [act() for act in acts.values()], own])
+    assert met(answer) == [(folder.run_id, word)]
+    assert f"Met: {word} by" in answer.text
+    if word == "finding":
+        assert "new: finding collapse (critical): The reward fell. Next: Lower the learning rate." in answer.text
+        assert "new: finding collapse is over" in answer.text
+
+
+def test_any_of_several_runs_ends_the_wait_and_is_named(house):
+    shop, start = house
+    first, second = start(), start()
+    for folder in (first, second):
+        step(folder, 1)
+    check(shop, first, second)
+    answer = check(shop, first, second, wait_s=30, until=["step 5"], acts=[lambda: step(second, 5)])
+    assert met(answer) == [(second.run_id, "step 5")]
+
+
+def test_all_of_a_group_are_waited_for_and_the_end_of_one_ends_nothing(house):
+    shop, start = house
+    first, second = start(), start()
+    for folder in (first, second):
+        step(folder, 1)
+
+    def end(folder, state):
+        return lambda: become(folder, state, ended_at=time.time())
+
+    answer = check(shop, first, second, wait_s=1, until=["all ended"], acts=[end(first, "completed")])
+    assert met(answer) == [] and "Nothing of until was met" in answer.text
+    answer = check(shop, first, second, wait_s=30, until=["all ended"], acts=[end(second, "failed")])
+    assert met(answer) == [(second.run_id, "all ended")]
+
+
+def test_a_failure_is_told_of_while_all_are_waited_for_where_that_is_named(house):
+    shop, start = house
+    first, second = start(), start()
+    for folder in (first, second):
+        step(folder, 1)
+    failed = [lambda: become(first, "failed", ended_at=time.time())]
+    answer = check(shop, first, second, wait_s=30, until=["all ended", "failed"], acts=failed)
+    assert met(answer) == [(first.run_id, "failed")]
+
+
+@pytest.mark.parametrize("until", [["end"], ["all ended", "failed"], ["step 1"]])
+def test_an_end_that_was_told_is_not_met_again_while_others_live(house, until):
+    shop, start = house
+    first, second = start(), start()
+    step(first, 1)
+    become(first, "failed", ended_at=time.time())
+    told = check(shop, first, second, wait_s=30, until=until)
+    assert first.run_id in {run_id for run_id, _ in met(told)}
+    event(first, "end", state="failed")()
+    again = check(shop, first, second, wait_s=0.5, until=until, cursor=told.data.cursor)
+    assert met(again) == [] and "Nothing of until was met" in again.text
+    ends = [lambda: become(second, "completed", ended_at=time.time())]
+    last = check(shop, first, second, wait_s=30, until=["end"], cursor=again.data.cursor, acts=ends)
+    assert second.run_id in {run_id for run_id, _ in met(last)}
+
+
+def test_a_state_that_was_passed_on_the_way_is_met(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    become(folder, "evaluating")
+    assert met(check(shop, folder, wait_s=20, until=["training"])) == [(folder.run_id, "training")]
+
+
+def test_what_was_not_met_is_said_and_the_end_of_a_run_ends_the_wait(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    answer = check(shop, folder, wait_s=0.3, until=["step 50"])
+    assert answer.data.met == []
+    assert "Nothing of until was met in 0 s." in answer.text
+    assert 'until=["step 50"], cursor=' in answer.text.splitlines()[-1]
+    ended = check(
+        shop, folder, wait_s=30, until=["step 50"], acts=[lambda: become(folder, "stopped", ended_at=time.time())]
+    )
+    assert ended.data.met == []
+    assert ended.data.runs[0].state == "stopped"
+
+
+def test_two_callers_with_cursors_each_get_every_event_once(house, tmp_path):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    one = check(shop, folder).data.cursor
+    two = one
+    event(folder, "evaluation", label="a", summary={"accuracy": 0.1})()
+    answer = check(shop, cursor=one)
+    assert kinds(answer) == ["evaluation"]
+    one = answer.data.cursor
+    assert kinds(check(shop, folder)) == []  # without a cursor: told already, to somebody
+    event(folder, "warning", what="hot")()
+    other, launcher = make_workshop(tmp_path)  # another server, later
+    assert kinds(check(other, folder, cursor=two)) == ["evaluation", "warning"]
+    assert kinds(check(other, folder, cursor=one)) == ["warning"]
+    assert kinds(check(other, folder, cursor=f"{folder.run_id}:0"))[0] == "state"
+    launcher.close()
+
+
+def test_more_events_than_an_answer_holds_come_page_by_page(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    cursor = check(shop, folder).data.cursor
+    for number in range(45):
+        event(folder, "evaluation", label=f"step-{number}", summary={"accuracy": 0.5})()
+    seen = []
+    for _ in range(5):
+        answer = check(shop, cursor=cursor, wait_s=5)
+        seen += [one["data"]["label"] for one in answer.data.runs[0].events]
+        cursor = answer.data.cursor
+        if not answer.data.runs[0].events_left:
+            break
+    assert seen == [f"step-{number}" for number in range(45)]
+
+
+def test_large_events_of_many_runs_stay_within_the_budget_and_none_is_lost(house):
+    shop, start = house
+    folders = [start() for _ in range(6)]
+    for folder in folders:
+        step(folder, 1)
+    cursor = check(shop, *folders).data.cursor
+    for folder in folders:
+        for number in range(30):
+            event(folder, "warning", what=f"{number} " + "x" * 700)()
+    first = check(shop, cursor=cursor)
+    kept = len(first.data.runs[0].events)
+    assert 0 < kept < 30
+    again = check(shop, cursor=first.data.cursor)
+    assert again.data.runs[0].events[0]["data"]["what"].startswith(f"{kept} ")
+
+
+def test_an_end_that_was_told_does_not_end_the_next_wait(house):
+    shop, start = house
+    ended, live = start(), start()
+    step(live, 1)
+    become(ended, "failed", failure=Failure(component="api", reason="x"), ended_at=time.time())
+    first = check(shop, ended, live, wait_s=20)
+    assert first.data.runs[0].state == "failed"
+    event(ended, "end", state="failed")()  # the last event comes a little after the state
+    began = time.monotonic()
+    second = check(shop, ended, live, wait_s=1.0, cursor=first.data.cursor)
+    assert time.monotonic() - began >= 0.9
+    assert second.data.runs[0].state == "failed"
+    only = check(shop, ended, wait_s=20, cursor=first.data.cursor)
+    assert only.data.runs[0].state == "failed"
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "a:b", "../x:1", "RUN:1", "a:-1", ",", "a:1,,b:2", "a:1" + "0" * 20])
+def test_what_is_no_cursor_is_refused(cursor):
+    with pytest.raises(InvalidValue, match="cursor"):
+        places.parse(cursor)
+
+
+def test_a_place_that_a_run_has_not_reached_is_refused_rather_than_waited_for(house):
+    shop, start = house
+    folder = start()
+    become(folder, "validating")
+    with pytest.raises(InvalidValue, match="has 1 events so far, not 7"):
+        check(shop, cursor=f"{folder.run_id}:7")
+
+
+def test_places_of_other_runs_stay_in_the_cursor(house):
+    shop, start = house
+    folder = start()
+    become(folder, "validating")
+    answer = check(shop, folder, cursor="elsewhere:3")
+    assert answer.data.cursor == f"elsewhere:3,{folder.run_id}:1"
+
+
+def test_a_wait_is_as_long_as_the_client_holds_out():
+    assert longest_wait_s(Client(), {}) == 45
+    assert longest_wait_s(Client("claude-ai"), {}) == 45
+    assert longest_wait_s(PATIENT, {}) == 900
+    assert longest_wait_s(Client("claude-code", over_http=True), {}) == 240
+    assert longest_wait_s(Client("mine"), {"mine": 600.0}) == 600
+    assert longest_wait_s(PATIENT, {"claude-code": 30.0}) == 30
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+@pytest.mark.parametrize(("name", "wait_s"), [("claude-code", 900), ("claude-ai", 45), ("my-agent", 600)])
+def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, wait_s):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("status: {waits: {my-agent: 600}}")
+
+    async def main():
+        info = Implementation(name=name, version="2.1.0")
+        with anyio.fail_after(30):
+            async with McpClient(create_server(lambda: shop), mode=mode, client_info=info) as client:
+                return await client.call_tool("check_status", {"run_ids": [folder.run_id]})
+
+    assert f"check_status(wait_s={wait_s}, cursor=" in anyio.run(main).content[0].text
+
+
+def test_a_longer_wish_is_cut_and_that_is_said(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    check(shop, folder)
+    shop.home.configuration.mkdir(parents=True)
+    shop.home.settings_file.write_text("status: {waits: {hasty: 0.4}}")
+    began = time.monotonic()
+    answer = check(shop, folder, wait_s=3000, client=Client("hasty"))
+    assert time.monotonic() - began < 20
+    assert answer.data.longest_wait_s == 0.4
+    assert "the longest that this client holds out" in answer.text
+    assert "wait_s=900" in check(shop, folder, client=PATIENT).text
+
+
+def test_fresh_numbers_that_are_the_old_ones_are_no_news(house):
+    shop, start = house
+    folder = start()
+    step(folder, 4)
+    check(shop, folder)
+    age_stamp(shop, folder.run_id, 60)
+    answer = check(shop, folder, wait_s=0.3)
+    assert answer.text.startswith("No news in 0 s.")
+    assert len(answer.text.split("\n")) == 1
+
+
+def test_progress_grows_with_every_message(house):
+    shop, start = house
+    folder = start()
+    told = []
+
+    async def progress(done, total, message):
+        told.append(done)
+        become(folder, ["validating", "starting", "stopped"][min(len(told) - 1, 2)], ended_at=None)
+
+    async def work():
+        with anyio.fail_after(40):
+            await check_status(shop, run_ids=[folder.run_id], wait_s=20, progress=progress)
+
+    anyio.run(work)
+    assert len(told) >= 3
+    assert told == sorted(set(told))
+
+
+def test_a_list_goes_on_although_the_last_run_of_its_page_ended(house):
+    shop, start = house
+    for _ in range(22):
+        start()
+    first = anyio.run(lambda: list_runs(shop, state="live"))
+    assert len(first.data.runs) == 20
+    last = shop.runs.folder(first.data.runs[-1].run_id)
+    become(last, "failed", ended_at=time.time())
+    second = anyio.run(lambda: list_runs(shop, state="live", cursor=first.data.next_cursor))
+    known = {run.run_id for run in first.data.runs}
+    assert len(second.data.runs) == 2
+    assert known.isdisjoint(run.run_id for run in second.data.runs)
+
+
+def test_stamps_are_those_of_runs_there_are(house):
+    shop, start = house
+    folder = start()
+    with pytest.raises(Exception, match="no run"):
+        anyio.run(lambda: check_status(shop, run_ids=["no-such-run"]))
+    check(shop, folder)
+    assert set(stamps_of(shop.index, ["no-such-run", folder.run_id])) == {folder.run_id}
+    other = start()
+    check(shop, other)
+    become(folder, "failed", ended_at=time.time())
+    shop.runs._launcher.leave(folder.run_id)
+    prune(shop, older_than="0m", keep=None, delete=True)
+    assert set(stamps_of(shop.index, [folder.run_id, other.run_id])) == {other.run_id}

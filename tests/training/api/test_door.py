@@ -1,0 +1,215 @@
+"""The decoder under fire: what is posted is refused with a reason, or what is stored can be read by a trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.training_api_server import group
+from toprope.records.journal.groups import MASKED, Batch, Group
+from toprope.training.api.clients.requests import BATCH
+from toprope.training.api.http.errors import Refused
+from toprope.training.api.intake.validation import Door, Limits
+
+DOOR = Door(vocabulary=100, limits=Limits(rows=16))
+
+
+def check(body: bytes) -> Group | None:
+    """The stored group as a trainer reads it; None where it was refused. All that a trainer relies on is asserted."""
+    try:
+        parcel = DOOR.open(body, 64)
+    except Refused as refusal:
+        assert 400 <= refusal.status < 500 and refusal.kind and refusal.message
+        json.loads(refusal.body())
+        return None
+    batch: Batch = BATCH.decode(b'{"batch":[' + parcel.body + b'],"cursor":1}')
+    (stored,) = batch.batch or []
+    lengths = [len(row) for row in stored.tokens]
+    assert 1 <= len(lengths) <= 16 and all(1 <= length <= 64 for length in lengths)
+    assert all(0 <= token < 100 for row in stored.tokens for token in row)
+    assert all(
+        m in (MASKED, t)
+        for mask, row in zip(stored.masks, stored.tokens, strict=True)
+        for m, t in zip(mask, row, strict=True)
+    )  # noqa: E501
+    assert len(stored.scores) == len(lengths) and all(map(math.isfinite, stored.scores))
+    for name in ("inference_logprobs", "advantages", "ref_logprobs"):
+        matrix = getattr(stored, name)
+        if matrix is not None:
+            assert [len(row) for row in matrix] == lengths
+            assert all(math.isfinite(value) for row in matrix for value in row)
+    for row, length in zip(stored.versions or (), lengths, strict=False):
+        assert sum(count for _, count in row) <= length
+    assert parcel.note.rows == len(lengths) and parcel.note.tokens == sum(lengths)
+    return stored
+
+
+VALID = json.dumps(
+    group(1, rows=3, inference_logprobs=[[1.0, -0.5, -1e-3]] * 3, versions=[[[1, 1], [2, 1]]] * 3, group_id="k",
+          outcomes=[{"reward": 1.0, "parts": {"a": 0.5}}] * 3, messages=[{"role": "user", "content": "é\u2028"}])
+).encode()  # fmt: skip
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=8)
+    | st.sampled_from([0, 1, 2, 99, 100, -100, -101, 1e308, "NaN"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+fields = st.sampled_from([*msgspec.structs.asdict(Group([], [], [])), "unknown"])
+
+
+def test_the_valid_group_passes() -> None:
+    stored = check(VALID)
+    assert stored is not None and stored.group_id == "k" and stored.versions == [[(1, 1), (2, 1)]] * 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.dictionaries(fields, values, min_size=1, max_size=3))
+@example(changes={"unknown": math.nan})
+@example(changes={"scores": [1e999, 0.0, 0.0]})
+def test_a_group_with_any_fields_replaced(changes: dict[str, Any]) -> None:
+    check(json.dumps(json.loads(VALID) | changes).encode())
+
+
+@settings(max_examples=400, deadline=None)
+@given(at=st.integers(0, len(VALID) - 1), cut=st.integers(0, 12), put=st.binary(max_size=6) | st.sampled_from(
+    [b"1e999", b"-", b"[", b"]]", b"null", b"NaN", b"1.5", b"\xff", b"9" * 400, b"\\u0000", b'"', b"{}", b",,"]
+))  # fmt: skip
+def test_a_group_with_any_bytes_replaced(at: int, cut: int, put: bytes) -> None:
+    check(VALID[:at] + put + VALID[at + cut :])
+
+
+@settings(max_examples=100, deadline=None)
+@given(body=st.binary(max_size=200))
+def test_any_bytes(body: bytes) -> None:
+    assert check(body) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=5), data=st.data())
+def test_any_mask_over_any_tokens(rows: list[list[int]], data: st.DataObject) -> None:
+    chosen = [[data.draw(st.sampled_from([MASKED, token, token + 1])) for token in row] for row in rows]
+    stored = check(json.dumps({"tokens": rows, "masks": chosen, "scores": [0.0] * len(rows)}).encode())
+    valid = all(
+        mask in (MASKED, token)
+        for own, row in zip(chosen, rows, strict=True)
+        for mask, token in zip(own, row, strict=True)
+    )
+    assert (stored is not None) == valid
+
+
+@pytest.mark.parametrize("depth", [33, 2000, 200_000])
+def test_depth_is_bounded_wherever_it_is(depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    for name in (b"messages", b"images", b"unknown", b"tokens"):
+        body = VALID[:-1] + b',"' + name + b'":' + nested + b"}"
+        assert check(body) is None or name == b"unknown", name
+
+
+LARGE = json.dumps(
+    {
+        "tokens": [[n * 37 % 1000 for n in range(700)] for _ in range(3)],
+        "masks": [[MASKED] * 100 + [n * 37 % 1000 for n in range(100, 700)] for _ in range(3)],
+        "scores": [0.0, 1.0, 0.5],
+        "inference_logprobs": [[1.0] * 100 + [-n / 7e5 for n in range(100, 700)] for _ in range(3)],
+        "messages": [["tokens", "[[1, 2], [3]]"]] * 3,
+    }
+).encode()
+ODD = st.sampled_from([
+    b"1e999", b"1e-999", b"1E5", b"2e5", b"-1e-5", b"-", b"[", b"]", b"]]", b"], [", b"],[", b"[[", b"null", b"true",
+    b"NaN", b"1.5", b"1.0", b"\xff", b"9" * 308, b"9" * 320, b"0" * 3, b"-0", b"-100", b"-101", b"-1000", b"999",
+    b"1000", b"4294967296", b'"', b'"]"', b"{}", b",", b",,", b", ", b" ", b"\n", b"\t", b"\\u0000", b"",
+    b"-100, -100", b"-100,-100",
+])  # fmt: skip
+SURVEYED = Door(vocabulary=1000, limits=Limits(rows=16))
+EXACT = Door(vocabulary=1000, limits=Limits(rows=16))
+
+
+def verdict(door: Door, body: bytes, surveyed: bool) -> Any:
+    """What a door makes of a body: the refusal, or all that is kept."""
+    if not surveyed:
+        door._surveyed = lambda _: (None, {})  # type: ignore[method-assign]
+    try:
+        parcel = door.open(body, 800)
+    except Refused as refusal:
+        return refusal.kind, refusal.message, refusal.field, refusal.status
+    parcel.note.at = 0.0
+    return bytes(parcel.body), parcel.note, parcel.env_id, parcel.unversioned
+
+
+def both(body: bytes) -> bool:
+    """Asserts that looking a body over and decoding it come to the same; returns whether it was looked over."""
+    assert verdict(SURVEYED, body, True) == verdict(EXACT, body, False)
+    return SURVEYED._surveyed(body)[0] is not None
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (", ", ":")])
+def test_a_large_group_is_looked_over_rather_than_decoded(separators: tuple[str, str]) -> None:
+    assert both(json.dumps(json.loads(LARGE), separators=separators).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"masks": [[MASKED, 7] * 350] * 3, "tokens": [[3, 7] * 350] * 3},
+        {"masks": [[MASKED] * 700] * 3},
+        {"tokens": [[999] * 700] * 3, "masks": [[999] * 700] * 3},
+        {"inference_logprobs": None, "advantages": [[0.5] * 700] * 3},
+        {"ref_logprobs": [[-1e-300, 3] * 350] * 3},
+    ],
+)
+def test_so_is_every_usual_shape_of_one(change: dict[str, Any]) -> None:
+    assert both(json.dumps(json.loads(LARGE) | change).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tokens": [[1000] * 700] * 3}, "tokens[0][0]"),
+        ({"tokens": [[1] * 700] * 3}, "masks[0][100]"),
+        ({"masks": [[MASKED] * 701] * 3}, "masks[0]"),
+        ({"inference_logprobs": [[1.0] * 700] * 2}, "inference_logprobs"),
+        ({"advantages": [[]]}, "advantages"),
+        ({"scores": [1.0]}, "scores"),
+        ({"rollouts": [0, 0, 9], "outcomes": [{"reward": 1.0}]}, "rollouts[2]"),
+    ],
+)
+def test_what_is_wrong_with_a_large_group_is_named_as_ever(change: dict[str, Any], field: str) -> None:
+    body = json.dumps(json.loads(LARGE) | change).encode()
+    both(body)
+    with pytest.raises(Refused) as refusal:
+        SURVEYED.open(body)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("again", [b'"junk"', b"[[1.5]]", b"[[5]]", b"null", b"[[]]"])
+@pytest.mark.parametrize("name", [b"tokens", b"masks", b"inference_logprobs", b"advantages"])
+def test_a_key_that_comes_twice_hides_nothing(name: bytes, again: bytes) -> None:
+    both(b'{"' + name + b'":' + again + b"," + LARGE[1:])
+    both(LARGE[:-1] + b',"' + name + b'":' + again + b"}")
+    both(b'{"\\u00' + b"%x" % name[0] + name[1:] + b'":' + again + b"," + LARGE[1:])
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, len(LARGE) - 1), cut=st.integers(0, 6), put=ODD)
+def test_looking_over_and_decoding_agree_whatever_is_replaced(at: int, cut: int, put: bytes) -> None:
+    both(LARGE[:at] + put + LARGE[at + cut :])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), put=ODD, name=st.sampled_from([b"tokens", b"masks", b"inference_logprobs"]))
+def test_they_agree_whichever_number_is_replaced(data: st.DataObject, put: bytes, name: bytes) -> None:
+    start = LARGE.index(b'"' + name + b'": [[') + len(name) + 4
+    number = data.draw(st.integers(0, 1500))
+    at = start
+    for _ in range(number):
+        at = LARGE.index(b",", at + 1)
+    at += 2
+    end = min(LARGE.index(b",", at), LARGE.index(b"]", at))
+    both(LARGE[:at] + put + LARGE[end:])

@@ -1,0 +1,335 @@
+"""The account of groups: a state machine of posts, deliveries, commits, drops, rewinds and restarts against a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from toprope.records.journal.groups import Counts
+from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.training.api.http.errors import Refused
+from toprope.training.api.queue.group_queue import GroupQueue
+from toprope.training.api.storage.store import Formed, TrajectoryStore
+
+
+def queue_of(*rows: int) -> GroupQueue:
+    queue = GroupQueue()
+    for number, size in enumerate(rows, 1):
+        queue.accept(number, GroupNote(rows=size, group_id=f"g{number}", equal_score=number % 2 == 0), 100)
+    return queue
+
+
+def numbers(queue: GroupQueue, cursor: int, sequences: int) -> list[int] | None:
+    plan = queue.next_batch(cursor, sequences, 0.0)
+    return None if plan is None else [group.seq for group in plan.groups]
+
+
+def test_batches_come_in_order_and_only_when_enough_waits() -> None:
+    queue = queue_of(8, 8, 8, 8, 8)
+    assert [numbers(queue, cursor, 16) for cursor in (0, 2)] == [[1, 2], [3, 4]]
+    assert numbers(queue, 4, 16) is None
+    assert (queue.delivered, queue.step, queue.waiting, queue.waiting_rows, queue.waiting_bytes) == (4, 2, 1, 8, 100)
+    assert queue.counts() == Counts(accepted=5, waiting=1, delivered=4, equal_score=2)
+
+
+def test_the_same_cursor_gives_the_same_batch_again_even_if_more_would_fit_now() -> None:
+    queue = queue_of(5, 5, 5)
+    assert numbers(queue, 0, 12) == [1, 2]
+    queue.accept(4, GroupNote(rows=2, lane="other"), 100)
+    assert numbers(queue, 0, 12) == [1, 2]
+    assert queue.step == 1
+
+
+def test_a_rewind_delivers_the_old_batches_again_first() -> None:
+    queue = queue_of(*[4] * 9)
+    batches = [numbers(queue, cursor, 8) for cursor in (0, 2, 4)]
+    queue.commit(2)
+    assert queue.rewind(2) == 4
+    assert (queue.step, queue.delivered, queue.waiting) == (1, 2, 7)
+    assert [numbers(queue, cursor, 8) for cursor in (2, 4, 6)] == [*batches[1:], [7, 8]]
+
+
+def test_other_batch_sizes_after_a_rewind_keep_the_order() -> None:
+    queue = queue_of(*[4] * 6)
+    numbers(queue, 0, 8), numbers(queue, 2, 8)
+    assert numbers(queue, 0, 12) == [1, 2, 3]
+    assert numbers(queue, 3, 12) == [4, 5, 6]
+
+
+def test_a_cursor_within_a_batch_splits_it() -> None:
+    queue = queue_of(*[4] * 6)
+    numbers(queue, 0, 16)
+    assert numbers(queue, 3, 4) == [4]
+    assert queue.step == 2
+    assert numbers(queue, 4, 8) == [5, 6]
+
+
+def test_cursors_that_cannot_be_are_refused_with_the_reason() -> None:
+    queue = queue_of(*[4] * 6)
+    numbers(queue, 0, 16)
+    queue.commit(2)
+    with pytest.raises(Refused, match="4 groups were delivered") as ahead:
+        queue.next_batch(5, 8, 0.0)
+    with pytest.raises(Refused, match="cursor of 2 to 4") as behind:
+        queue.next_batch(1, 8, 0.0)
+    with pytest.raises(Refused):
+        queue.commit(5)
+    assert (ahead.value.kind, behind.value.kind) == ("cursor_ahead", "cursor_committed")
+    assert queue.delivered == 4 and queue.counts().committed == 2
+
+
+def test_dropped_groups_leave_the_account_and_never_come_back() -> None:
+    queue = queue_of(*[4] * 6)
+    numbers(queue, 0, 16)
+    assert queue.drop([2, 3], "stale") == [2, 3]
+    assert queue.drop([3], "empty") == [], "a report can be repeated"
+    assert numbers(queue, 0, 16) == [1, 4]
+    queue.commit(2)
+    assert queue.counts() == Counts(
+        accepted=6, waiting=2, delivered=0, committed=2, dropped={"stale": 2}, equal_score=3
+    )
+    assert queue.drop([1], "late") == [], "it is committed"
+
+
+@pytest.mark.parametrize("number", [0, 5, 7])
+def test_only_delivered_groups_can_be_dropped_and_a_report_is_taken_whole(number: int) -> None:
+    queue = queue_of(*[4] * 6)
+    numbers(queue, 0, 16)
+    with pytest.raises(Refused, match=f"Group {number} "):
+        queue.drop([1, number], "stale")
+    assert queue.counts().dropped == {}
+
+
+def test_keys_are_remembered_while_their_groups_are_at_stake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.training.api.queue.group_queue._REMEMBERED_KEYS", 3)
+    queue = GroupQueue()
+    queue.accept(1, GroupNote(rows=1, lane="slow", group_id="waits"), 1)
+    queue.lanes.lane("slow").virtual = 1e9
+    queue.accept(2, GroupNote(rows=1, group_id="g2"), 1)
+    for number in range(3, 50):
+        queue.accept(number, GroupNote(rows=1, group_id=f"g{number}"), 1)
+        queue.next_batch(queue.delivered, 1, 0.0)
+        queue.commit(queue.delivered)
+    assert queue.known("waits") == 1
+    assert queue.known("g49") == 49 and queue.known("g2") is None and queue.counts().committed == 47
+    assert queue.known(None) is None
+    with pytest.raises(ValueError, match="before"):
+        queue.accept(50, GroupNote(rows=1, group_id="waits"), 1)
+
+
+def test_a_lost_group_is_counted_wherever_it_waits() -> None:
+    queue = queue_of(*[4] * 4)
+    numbers(queue, 0, 8)
+    queue.rewind(0)
+    queue.lose(2, "unreadable")
+    queue.lose(3, "unreadable")
+    assert queue.counts().dropped == {"unreadable": 2} and queue.counts().balanced()
+    assert numbers(queue, 0, 8) == [1, 4]
+    with pytest.raises(ValueError, match="does not wait"):
+        queue.lose(1, "unreadable")
+
+
+class Lives(RuleBasedStateMachine):
+    """A store over a journal, restarted at any moment, against plain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.time = 0.0
+        self.posted: list[tuple[str, str, bytes]] = []  # (lane, key, body), by number
+        self.log: list[tuple[list[int], int]] = []  # batches in the lineage: numbers and rows asked for
+        self.base = 0  # position at which the log starts
+        self.again: list[tuple[list[int], int]] = []  # batches to come again
+        self.dropped: set[int] = set()
+        self.committed: set[int] = set()
+        self.duplicates = 0
+        self.keep, self.recent = True, False
+        self.store = self.opened()
+
+    @initialize(keep=st.booleans(), recent=st.booleans())
+    def choose(self, keep: bool, recent: bool) -> None:
+        """Whether segments that a commit has passed are kept, and whether a restart passes them over."""
+        self.keep, self.recent = keep, recent
+        self.journal.close()
+        self.store = self.opened()
+
+    def opened(self) -> TrajectoryStore:
+        self.journal = FileJournal(self.folder, segment_bytes=2000, recent=self.recent)
+        return TrajectoryStore(self.journal, keep=self.keep, now=lambda: self.time)
+
+    def teardown(self) -> None:
+        self.journal.close()
+        shutil.rmtree(self.folder)
+
+    @property
+    def cursor(self) -> int:
+        return self.base + sum(len(batch) for batch, _ in self.log)
+
+    def rewind(self, keep: int) -> int:
+        """The model's rewind to the end of its first `keep` batches; returns the cursor."""
+        back = [([seq for seq in batch if seq not in self.dropped], rows) for batch, rows in self.log[keep:]]
+        self.again = [item for item in back if item[0]] + self.again
+        del self.log[keep:]
+        return self.cursor
+
+    @rule(lane=st.sampled_from(["a", "b", "c"]), rows=st.integers(1, 6), equal=st.booleans())
+    def post(self, lane: str, rows: int, equal: bool) -> None:
+        key = f"key{len(self.posted)}"
+        scores = [1.0] * rows if equal else [float(n) for n in range(rows)]
+        group = {"tokens": [[1, 2]] * rows, "masks": [[-100, 2]] * rows, "scores": scores}
+        body = json.dumps(group | {"group_id": key, "environment": lane}).encode()
+        assert self.store.post(body) == len(self.posted) + 1
+        self.posted.append((lane, key, body))
+
+    @precondition(lambda self: self.posted)
+    @rule(data=st.data())
+    def post_again(self, data: st.DataObject) -> None:
+        keyed = [index for index, (_, key, _) in enumerate(self.posted) if key]
+        if not keyed:
+            return
+        index = data.draw(st.sampled_from(keyed))
+        assert self.store.post(self.posted[index][2]) == index + 1
+        self.duplicates += 1
+
+    @rule(rows=st.sampled_from([4, 6, 9]))
+    def read(self, rows: int) -> None:
+        self.delivered(self.store.next_batch(self.cursor, rows), rows)
+
+    @precondition(lambda self: self.log)
+    @rule(data=st.data())
+    def rewind_and_read(self, data: st.DataObject) -> None:
+        rows = data.draw(st.sampled_from([4, 6, 9]))
+        cursor = self.rewind(data.draw(st.integers(0, len(self.log) - 1)))
+        self.delivered(self.store.next_batch(cursor, rows), rows)
+
+    def delivered(self, formed: Formed | None, rows: int) -> None:
+        waiting = set(range(1, len(self.posted) + 1)) - self.outstanding - self.dropped - self.committed
+        if formed is None:
+            assert sum(self.rows(seq) for seq in waiting) < rows
+            return
+        batch = [group.seq for group in formed.plan.groups]
+        assert batch and set(batch) <= waiting and len(set(batch)) == len(batch)
+        assert formed.bodies == [self.posted[seq - 1][2] for seq in batch]
+        assert sum(map(self.rows, batch)) <= rows or len(batch) == 1
+        returned = [seq for old, _ in self.again for seq in old]
+        if self.again and self.again[0][1] == rows:
+            assert batch == self.again[0][0], "an old batch comes again as it was"
+        repeated = batch[: len(returned)]
+        assert repeated == returned[: len(repeated)], "and before anything else"
+        fresh = batch[len(repeated) :]
+        for lane in "abc":
+            mine = [seq for seq in fresh if self.posted[seq - 1][0] == lane]
+            queued = sorted(seq for seq in waiting - set(returned) if self.posted[seq - 1][0] == lane)
+            assert mine == queued[: len(mine)], "first in, first out within a lane"
+        left = len(repeated)
+        while left:
+            old, asked = self.again[0]
+            if len(old) <= left:
+                self.again.pop(0)
+                left -= len(old)
+            else:
+                self.again[0] = (old[left:], asked)
+                left = 0
+        self.log.append((batch, rows))
+        assert formed.plan.end == self.cursor
+
+    @precondition(lambda self: self.log)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.log)))
+        passed = [seq for batch, _ in self.log[:count] for seq in batch]
+        self.base += len(passed)
+        del self.log[:count]
+        newly = set(passed) - self.dropped
+        self.committed |= newly
+        assert self.store.commit(self.base) == len(newly)
+
+    @precondition(lambda self: self.outstanding)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.outstanding)), max_size=3))
+        assert self.store.drop([(seq, "stale") for seq in chosen]) == len(set(chosen) - self.dropped)
+        self.dropped |= set(chosen)
+
+    @rule(lane=st.sampled_from(["a", "b", "c"]), answered=st.booleans(), repeat=st.booleans())
+    def post_without_a_key(self, lane: str, answered: bool, repeat: bool) -> None:
+        """As an environment of Atropos does, which repeats the post if it got no answer."""
+        mark = len(self.posted) + 1000
+        rows = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [1.0, 0.0]}
+        body = json.dumps(rows | {"environment": lane, "task_id": f"t{mark}"}).encode()
+        parcel = self.store.examine(body)
+        seq = self.store.take(parcel)
+        assert seq == len(self.posted) + 1
+        self.posted.append((lane, "", body))
+        if answered:
+            self.store.answered([seq])
+            return
+        if repeat:
+            self.store.unanswered([seq], [parcel])
+            again = self.store.examine(body)
+            assert self.store.take(again) == seq
+        else:
+            self.restart()  # killed before the answer
+            again = self.store.examine(body)
+            assert self.store.take(again) == seq
+        self.duplicates += 1
+        self.store.answered([seq])
+
+    @rule(part=st.floats(0, 0.999))
+    def kill_within_a_record(self, part: float) -> None:
+        """A post of which only the beginning came to the disk: it was not acknowledged, and its poster goes away."""
+        self.store.tally()
+        before = self.journal.last
+        key = f"torn{len(self.posted)}"
+        group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "group_id": key, "environment": "a"}
+        self.store.post(json.dumps(group).encode())
+        self.journal.close()
+        newest = max(self.folder.glob("*.journal"))
+        whole = newest.read_bytes()
+        start = whole.rindex(b"\xffTJ1")
+        newest.write_bytes(whole[: start + int(part * (len(whole) - start))])
+        self.store = self.opened()
+        assert self.journal.last == before
+
+    @rule()
+    def restart(self) -> None:
+        self.store.tally()
+        self.journal.close()
+        self.store = self.opened()
+
+    @rule()
+    def hang_up(self) -> None:
+        """A delivery that its reader never got, then the same cursor again."""
+        before = self.store.next_batch(self.cursor, 6)
+        again = self.store.next_batch(self.cursor, 6)
+        assert (before and before.plan.groups) == (again and again.plan.groups)
+        self.delivered(again, 6)
+
+    @property
+    def outstanding(self) -> set[int]:
+        return {seq for batch, _ in self.log for seq in batch}
+
+    def rows(self, seq: int) -> int:
+        return self.posted[seq - 1][2].count(b"[1, 2]")
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        counts = self.store.queue.counts()
+        assert counts.balanced()
+        assert counts.accepted == len(self.posted)
+        assert counts.delivered == len(self.outstanding - self.dropped)
+        assert counts.committed == len(self.committed)
+        assert sum(counts.dropped.values()) == len(self.dropped)
+        assert counts.duplicates == self.duplicates
+        assert self.store.queue.delivered == self.cursor
+
+
+Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLives = Lives.TestCase

@@ -1,0 +1,148 @@
+"""Fine-tuning on a data set: what is taken of it, what of it is held out, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound
+from toprope.records.journal.traces import read_traces
+from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
+from toprope.sdk.authoring.environment import Task
+from toprope.sdk.worker.client import Link
+from toprope.settings.schema import Config
+from toprope.training.demonstrations.from_dataset import content_id, take_given
+from toprope.trajectories.datasets.store import DatasetStore
+from toprope.trajectories.datasets.writers import writing
+from toprope.trajectories.items import TrajectoryItem
+from toprope.workbench.launch.lineage import with_dataset
+
+ADD = '''
+from toprope.sdk import Environment, Task
+
+class Add(Environment):
+    """Add one."""
+
+    def tasks(self, split):
+        for a in range(20) if split == "train" else range(100, 106):
+            yield Task(f"{a} + 1?", reference=str(a + 1))
+
+    def score(self):
+        return self.answer == self.task.reference
+'''
+
+
+def item(number: int, answer: str | None = None, **told) -> TrajectoryItem:
+    return TrajectoryItem(f"{number} + 1?", str(number + 1) if answer is None else answer, 1.0, told)
+
+
+def made(datasets: Path, *items: TrajectoryItem) -> DatasetStore:
+    """A data set `best` of these."""
+    store = DatasetStore(datasets)
+    with store.making("best") as aside:
+        with writing(aside / "items.jsonl", "jsonl") as writer:
+            writer.write(items)
+        store.keep("best", aside, {"items.jsonl": len(items)}, lineage={}, counts={})
+    return store
+
+
+def frozen(tmp_path: Path, name: str = "best") -> Specification:
+    config = Config()
+    config.sft.dataset, config.evaluation.heldout_tasks = name, 6
+    (tmp_path / "add.py").write_text(ADD)
+    source = EnvironmentSource(name="add", file=str(tmp_path / "add.py"), attribute="Add")
+    specification = Specification(
+        run_id="run-a", kind="sft", created_at=0.0, toprope_version="0", environment=source, config=config,
+        policy_cache=str(tmp_path / "policies"),
+    )  # fmt: skip
+    return with_dataset(specification, tmp_path / "datasets")
+
+
+def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
+    seen: list[tuple[str, str]] = []
+
+    async def work() -> None:
+        link = await Link.start()
+        try:
+            await link.call("open", source={"file": str(tmp_path / "add.py"), "attribute": "Add"})
+
+            async def the_link() -> Link:
+                return link
+
+            host = SimpleNamespace(
+                worker=SimpleNamespace(link=the_link),
+                sizes={"heldout": 6},
+                plan=SimpleNamespace(section=specification.config.environment),
+            )
+            await take_given(
+                [host],
+                specification,
+                tmp_path / "traces.jsonl",
+                lambda *said: None,
+                lambda environment, task, asked: seen.append((environment, task)),
+            )
+        finally:
+            await link.close()
+
+    asyncio.run(work())
+    return list(read_traces(tmp_path / "traces.jsonl")), seen
+
+
+def test_a_task_has_the_same_id_here_as_in_its_environment():
+    for prompt in ("What  is 3\n+ 4?", [{"role": "system", "content": "S"}, {"role": "user", "content": "Ünder"}]):
+        assert content_id(Task(prompt).messages) == Task(prompt).id
+
+
+def test_a_data_sets_items_are_learned_but_for_what_is_held_out(tmp_path: Path):
+    by_id = TrajectoryItem("other words", "x", 1.0, {"task": Task("104 + 1?").id})
+    of_mixture = TrajectoryItem("others", "x", 1.0, {"task": f"add/{Task('105 + 1?').id}"})
+    made(
+        tmp_path / "datasets",
+        item(1),
+        item(2, environment="add", parts=["odd"]),
+        item(103),
+        by_id,
+        of_mixture,
+        item(3, answer=" "),
+    )
+    specification = frozen(tmp_path)
+    assert specification.config.sft.dataset == specification.dataset.name == "best@v1"
+    traces, seen = taken(tmp_path, specification)
+    assert [trace.messages for trace in traces] == [one.messages for one in (item(1), item(2))]
+    assert {trace.teacher for trace in traces} == {"best@v1"} and traces[0].task_id == Task("1 + 1?").id
+    assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
+
+
+def test_nothing_to_learn_from_is_said(tmp_path: Path):
+    made(tmp_path / "datasets", item(103), item(4, answer=""))
+    with pytest.raises(InvalidValue, match="1 items are of held-out tasks, 1 lack"):
+        taken(tmp_path, frozen(tmp_path))
+    assert not (tmp_path / "traces.jsonl").exists()
+
+
+def test_a_data_set_that_is_not_what_was_frozen_is_refused(tmp_path: Path):
+    made(tmp_path / "datasets", item(1))
+    specification = frozen(tmp_path)
+    file = Path(specification.dataset.file)
+    assert specification.dataset == DatasetSource(
+        name="best@v1", file=str(file), sha256=hashlib.sha256(file.read_bytes()).hexdigest(), items=1
+    )
+    whole = file.read_bytes()
+    file.chmod(0o600)
+    file.write_bytes(msgspec.json.encode(item(103)) + b"\n")
+    with pytest.raises(Corrupt, match="another SHA-256"):
+        taken(tmp_path, specification)
+    with pytest.raises(Corrupt, match="SHA-256"):
+        frozen(tmp_path)
+    file.unlink()
+    with pytest.raises(ComponentFailed, match="cannot be read"):
+        taken(tmp_path, specification)
+    file.write_bytes(whole)
+    with pytest.raises(NotFound, match="no version"):
+        frozen(tmp_path, "best@v2")
+    assert frozen(tmp_path, "").dataset is None

@@ -1,0 +1,255 @@
+"""The rollout driver's own part: what it gives its worker, what it looks at first, and how it waits for room."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toprope.errors import ComponentFailed
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.messages import Checked, Making
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.errors import WorkerError
+from toprope.settings.mixing import members_of
+from toprope.settings.schema import Config
+from toprope.training.driver.producer import Producer
+from toprope.training.driver.program import Driver
+from toprope.training.inference.client import PromptTooLong, SessionLost
+from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.group_sampler import Made
+from toprope.training.rollouts.task_sampler import Choice
+
+ECHO = '''
+"""Say the number."""
+import os
+from toprope.sdk import Environment, Part, Task
+
+
+class Echo(Environment):
+    """Says the number."""
+
+    parts = {"exact": Part()}
+
+    def setup(self):
+        assert "JUDGE_KEY" in os.environ, "no key"
+        assert "TOPROPE_RUN_SECRET" not in os.environ
+
+    def tasks(self):
+        for number in range(300):
+            yield Task(f"Say {number}", reference=number)
+
+    def score(self):
+        return {"exact": float(self.answer == str(self.task.reference))}
+'''
+
+
+class Member:
+    """What a driver needs of its membership; remembers the reports."""
+
+    attempt, life = 1, 0
+
+    def __init__(self, source: EnvironmentSource, config: Config) -> None:
+        self.spec = SimpleNamespace(
+            environment=source,
+            mixture=[],
+            locks={},
+            config=config,
+            kind="train",
+            test=None,
+            member=None,
+            run_id="run",
+        )
+        self.reports: list[Any] = []
+
+    def report(self, report: Any) -> None:
+        self.reports.append(report)
+
+    async def hold_async(self) -> None:
+        pass
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Member:
+    file = tmp_path / "echo.py"
+    file.write_text(ECHO)
+    config = Config()
+    config.evaluation.heldout_tasks, config.evaluation.examples = 3, 2
+    config.rollout.queue_groups, config.rollout.concurrency = 1, 2
+    return Member(EnvironmentSource(name="echo", file=str(file), attribute="Echo"), config)
+
+
+def test_the_worker_gets_the_keys_that_the_owner_named_for_it_and_the_first_task_scores(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "j")
+    monkeypatch.setenv("TOPROPE_RUN_SECRET", "s")
+    driver = Driver(member)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        await driver._start()
+        try:
+            await driver._check()
+        finally:
+            await asyncio.gather(*(host.close() for host in driver._hosts))
+
+    asyncio.run(run())
+    [checked] = [report for report in member.reports if isinstance(report, Checked)]
+    assert checked.detail["tasks"] == {"train": 1, "validation": 2, "heldout": 3}
+    assert checked.detail["reference_outcome"]["success"] is True
+
+
+class FullApi:
+    """Has no room; says so when asked, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked, self.given_up = error, asyncio.Event(), False
+
+    async def post_group(self, group: Group) -> int:
+        return 1
+
+    async def wait_for_room(self, below: int, wait_s: float) -> bool:
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+        return True
+
+
+def test_prompts_that_are_too_long_are_failed_groups_and_end_the_run_only_when_nothing_else_comes(
+    member: Member,
+) -> None:
+    class Maker:
+        made = 0
+
+        async def make(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            Maker.made += 1
+            raise PromptTooLong("no room for an answer")
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await produce(member, FullApi(), Maker())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "one after the other; the last: no room" in str(caught.value.exceptions[0])
+    assert Maker.made >= 32
+
+
+class Maker:
+    async def make(self, *arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        turn = Turn([], [1], [-0.1], [(0, 1)], "stop")
+        return Made("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
+
+
+class Only:
+    """The players of one environment, all of whose groups a maker makes."""
+
+    def __init__(self, member: Member, maker: Any) -> None:
+        [plan] = members_of(member.spec.config.environment)
+        self.hosts, self._maker = {"echo": SimpleNamespace(plan=plan, parts={})}, maker
+
+    async def play(self, label: str, *arguments: Any) -> Any:
+        return await self._maker.make(*arguments)
+
+
+def produce(member: Member, api: FullApi, maker: Any = None) -> Any:
+    member.spec.config.environment.name = "echo"
+    players = Only(member, maker or Maker())
+    choice = Choice(member, players)  # type: ignore[arg-type]
+    return Producer(member, players, api, None, None, choice).run()  # type: ignore[arg-type]
+
+
+def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await produce(member, FullApi(ComponentFailed("the api is gone")))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "the api is gone" in str(caught.value.exceptions[0])
+
+
+def test_nobody_waits_for_room_once_production_has_ended(member: Member) -> None:
+    async def run() -> FullApi:
+        api = FullApi()
+        task = asyncio.create_task(produce(member, api))
+        async with asyncio.timeout(10):
+            await api.asked.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert api.given_up
+        return api
+
+    asyncio.run(run())
+
+
+def test_every_group_that_was_begun_is_posted_or_given_up_with_a_reason_and_ids_name_the_life(member: Member) -> None:
+    class Mixed:
+        """Goes wrong in every way once, then well, and at last for ever."""
+
+        def __init__(self) -> None:
+            self.turns = [
+                SessionLost("gone"),
+                PromptTooLong("long"),
+                WorkerError("raised", "ValueError", "no"),
+                None,
+                None,
+            ]
+
+        async def make(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            if not self.turns:
+                await asyncio.Event().wait()
+            if (error := self.turns.pop(0)) is not None:
+                raise error
+            return await Maker().make()
+
+    class Api(FullApi):
+        posted: list[Group] = []
+
+        async def counts(self) -> Any:
+            return SimpleNamespace(accepted=40)
+
+        async def post_group(self, group: Group) -> int:
+            self.posted.append(group)
+            return 0
+
+    async def run() -> None:
+        task = asyncio.create_task(produce(member, Api(), Mixed()))
+        async with asyncio.timeout(10):
+            while len(Api.posted) < 2 or making().begun < 7:
+                await asyncio.sleep(0.005)
+        # Two more are in the making: they come to nothing when the production is ended.
+        assert making().posted == 2 and sum(making().given_up.values()) == 3
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def making() -> Making:
+        return [report for report in member.reports if isinstance(report, Making)][-1]
+
+    member.life = 2
+    asyncio.run(run())
+    assert making() == Making(
+        7,
+        0,
+        2,
+        {
+            "inference was started again": 1,
+            "the prompt left no room": 1,
+            "the environment failed": 1,
+            "training had ended": 2,
+        },
+        rollouts=2,
+    )
+    assert [group.group_id.rpartition("-")[0] for group in Api.posted] == ["run-1.2"] * 2
+    assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)

@@ -1,0 +1,343 @@
+"""Several environments in one run: real workers, a scripted policy, the driver's own parts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.training.rollouts.test_rollouts import SAMPLING, ScriptedPolicy
+from toprope.errors import ComponentFailed, LockedField
+from toprope.records.journal.groups import Group
+from toprope.records.messages import ENV_CHECKPOINT, Leveled, Renewed
+from toprope.records.run.curriculum import Curricula
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification
+from toprope.sdk.errors import WorkerDied
+from toprope.settings.schema import Config
+from toprope.training.driver.producer import Producer
+from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.rollouts.environment_host import Hosted, measured_by, plans_of
+from toprope.training.rollouts.environment_set import Players
+from toprope.training.rollouts.task_sampler import Choice
+
+CODE = '''
+"""Two environments and a reward function."""
+import os
+from toprope.sdk import Environment, Part, Task, knob
+
+
+class Sums(Environment):
+    """Adds."""
+
+    class Knobs:
+        largest: int = knob(9, ge=1, le=99)
+
+    def tasks(self):
+        for a in range(100):
+            yield Task(f"sum {a} of {self.knobs.largest}", reference=str(a), data={"largest": self.knobs.largest})
+
+    def score(self):
+        if self.answer == "die":
+            os._exit(3)
+        return float(self.answer == self.task.reference)
+
+
+class Words(Environment):
+    """Says a word, in two turns."""
+
+    max_turns = 2
+    parts = {"said": Part(2.0)}
+
+    def tasks(self):
+        for a in range(100):
+            if os.environ.get("WORDS_RAISE"):
+                raise OSError("no words")
+            yield Task(f"word {a}", reference=str(a))
+
+    def step(self, text):
+        return "again", self.turns == 2
+
+    def score(self):
+        return float(self.answer == self.task.reference)
+
+
+def short(answer):
+    return float(len(answer) < 3)
+'''
+
+
+class Member:
+    """What a driver needs of its membership."""
+
+    attempt, life, secret = 1, 0, ""
+
+    def __init__(self, spec: Specification, folder: Path) -> None:
+        self.spec, self.folder, self.reports = spec, RunFolder(folder), []
+        self.report = self.reports.append
+
+    async def hold_async(self) -> None: ...
+
+
+def member_of(tmp_path: Path, changes: dict[str, Any] | None = None, **mixture: Any) -> Member:
+    file = tmp_path / "mixed.py"
+    file.write_text(CODE)
+    config = Config()
+    section = config.environment
+    section.name = "sums"
+    section.mixture = [{"name": "words", **mixture}]
+    for name, value in (changes or {}).items():
+        head, _, field = name.partition(".")
+        setattr(getattr(config, head), field, value)
+    added = [RewardSource(name="short", weight=0.5, file=str(file), attribute="short")]
+    spec = Specification(
+        run_id="run-a", kind="train", created_at=0.0, toprope_version="0", config=config, policy_cache="",
+        environment=EnvironmentSource(name="sums", file=str(file), attribute="Sums"),
+        mixture=[EnvironmentSource(name="words", file=str(file), attribute="Words", rewards=added)],
+    )  # fmt: skip
+    return Member(spec, tmp_path)
+
+
+def hosted(member: Member, policy: Any, work: Callable[[Players], Awaitable[Any]], **needed: int) -> Any:
+    """Runs `work` with all environments of a run, started and checked."""
+
+    async def run() -> Any:
+        plans, hosts = plans_of(member.spec), []
+        try:
+            for plan, source in plans:
+                hosts.append(await Hosted.start(member.spec, plan, source, member.report, alone=len(plans) == 1))
+                await hosts[-1].check({"train": 1, "validation": 4, "heldout": 5} | needed)
+            async with asyncio.timeout(120):
+                return await work(Players(hosts, policy))
+        finally:
+            await asyncio.gather(*(host.close() for host in hosts))
+
+    return asyncio.run(run())
+
+
+def told(messages: list[dict[str, Any]], index: int) -> str:
+    """The right answer to every sum, and to the words below 50."""
+    kind, number, *_ = messages[0]["content"].split()
+    return number if kind == "sum" or int(number) < 50 else "no"
+
+
+def test_evaluations_count_all_tasks_together_and_each_environment_by_itself(tmp_path: Path) -> None:
+    member, policy = member_of(tmp_path), ScriptedPolicy(told)
+
+    async def work(players: Players) -> Any:
+        evaluator = Evaluator(
+            member.folder, players, SAMPLING, concurrency=8, progress=lambda *said: None,
+            evaluator=lambda: measured_by(list(players.hosts.values())),
+        )  # fmt: skip
+        assert players.count("heldout", 5) == 10 and players.count("heldout", 2) == 4
+        order = [players.environment_of("heldout", index) for index in range(10)]
+        assert order == ["sums", "words"] * 5
+        return await evaluator.heldout("before", 10, 4, greedy=False)
+
+    (tmp_path / "evaluations").mkdir()
+    summary = hosted(member, policy, work)
+    whole = read_json(member.folder.evaluation("before"))
+    each = whole["sampled"]["environments"]
+    assert summary["tasks"] == 10 and {label: one["tasks"] for label, one in each.items()} == {"sums": 5, "words": 5}
+    assert each["sums"]["accuracy"] == 1.0 > each["words"]["accuracy"]
+    assert summary["successes"] == sum(one["successes"] for one in each.values())
+    assert summary["environments"]["words"]["accuracy"] == each["words"]["accuracy"]
+    assert each["words"]["parts"].keys() == {"said", "short"} and each["sums"]["parts"].keys() == {"score"}
+    owners = Counter(task.partition("/")[0] for task in whole["sampled"]["by_task"]["tasks"])
+    assert owners == {"sums": 5, "words": 5}, "the same content in two environments is two tasks"
+    assert (
+        whole["evaluator"]["environments"].keys() == {"sums", "words"} and whole["evaluator"]["loaded"]["environment"]
+    )
+    assert {one["environment"] for one in whole["examples"]} == {"sums", "words"}
+
+
+class Api:
+    """Takes groups; the trajectory API as far as a producer asks."""
+
+    def __init__(self, enough: int) -> None:
+        self.groups: list[Group] = []
+        self.enough, self.done = enough, asyncio.Event()
+
+    async def counts(self) -> Any:
+        return SimpleNamespace(accepted=len(self.groups))
+
+    async def wanted(self, wait_s: float) -> Any:
+        if len(self.groups) >= self.enough:
+            await asyncio.Event().wait()
+        return SimpleNamespace(rows=8, version=len(self.groups))
+
+    async def post_group(self, group: Group) -> int:
+        self.groups.append(group)
+        if len(self.groups) >= self.enough:
+            self.done.set()
+        return 0
+
+    async def wait_for_room(self, below: int, wait_s: float) -> bool:
+        return True
+
+
+async def produced(member: Member, players: Players, api: Api) -> Choice:
+    """Makes groups until there are enough of them."""
+    choice = Choice(member, players)  # type: ignore[arg-type]
+    producer = Producer(member, players, api, SAMPLING, None, choice)  # type: ignore[arg-type]
+    making, enough = asyncio.ensure_future(producer.run()), asyncio.ensure_future(api.done.wait())
+    await asyncio.wait({making, enough}, return_when=asyncio.FIRST_COMPLETED)
+    if making.done():
+        enough.cancel()
+        making.result()
+    making.cancel()
+    await asyncio.gather(making, return_exceptions=True)
+    return choice
+
+
+def owners(groups: list[Group]) -> list[str]:
+    return [group.environment or "" for group in groups]
+
+
+def test_groups_come_by_their_shares_and_an_attempt_that_goes_on_takes_up_their_numbers(tmp_path: Path) -> None:
+    member = member_of(tmp_path, {"environment.weight": 3.0, "algorithm.deterministic": True})
+    policy = ScriptedPolicy(told)
+
+    async def work(players: Players) -> tuple[list[Group], list[Group]]:
+        whole = Api(24)
+        await produced(member, players, whole)
+        (tmp_path / "mixture.json").unlink()
+        first = Api(10)
+        await produced(member, players, first)
+        member.attempt, first.enough = 2, 24
+        first.done.clear()
+        await produced(member, players, first)
+        return whole.groups, first.groups
+
+    whole, halves = hosted(member, policy, work)
+    assert Counter(owners(whole)) == {"sums": 18, "words": 6}
+    assert [(group.environment, group.task_id) for group in halves] == [(g.environment, g.task_id) for g in whole]
+    assert len({group.task_id for group in whole}) == 24 and {group.group_id for group in halves}.__len__() == 24
+    assert all(group.task_id.startswith(f"{group.environment}/") for group in whole if group.task_id)
+    # Rollouts of several turns are played under sessions, whose names nobody else has.
+    names = [name for name, count in policy.requests if name and count > 1]
+    assert len(names) == len(set(names))
+
+
+def test_an_environment_that_fails_for_good_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    member = member_of(tmp_path, {"launcher.restarts": 1, "launcher.restart_backoff_s": 0.0})
+
+    async def killed(players: Players) -> None:
+        assert not player_error(await attempt(players.play("words", "train", 0, 2, SAMPLING)))
+        link = await players.hosts["sums"].worker.link()
+        os.kill(link.pid, signal.SIGKILL)  # once: it is started again, and the other one does not notice
+        assert not player_error(await attempt(players.play("sums", "train", 0, 2, SAMPLING)))
+        [renewed] = [report for report in member.reports if isinstance(report, Renewed)]
+        assert renewed.what == "worker of sums"
+        link = await players.hosts["sums"].worker.link()
+        os.kill(link.pid, signal.SIGKILL)
+        error = player_error(await attempt(players.play("sums", "train", 1, 2, SAMPLING)))
+        assert isinstance(error, WorkerDied) and str(error).startswith("sums: ") and error.environment == "sums"
+        assert not player_error(await attempt(players.play("words", "train", 1, 2, SAMPLING)))
+
+    hosted(member, ScriptedPolicy(told), killed)
+
+    class Wrong(ScriptedPolicy):
+        async def chat(self, messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> Any:
+            if messages[0]["content"].startswith("word"):
+                from toprope.training.inference.client import PromptTooLong
+
+                raise PromptTooLong("no room")
+            return await super().chat(messages, sampling, n=n, session=session)
+
+    async def work(players: Players) -> None:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await produced(member, players, Api(10_000))
+        cause: BaseException = caught.value
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        assert isinstance(cause, ComponentFailed)
+        assert "The environment words failed 32 groups one after the other; the last: no room" in str(cause)
+
+    hosted(member, Wrong(told), work)
+
+
+async def attempt(work: Awaitable[Any]) -> Any:
+    return (await asyncio.gather(work, return_exceptions=True))[0]
+
+
+def player_error(found: Any) -> BaseException | None:
+    return found if isinstance(found, BaseException) else None
+
+
+def test_owners_locks_hold_for_the_defaults_of_environments_that_are_mixed_in(tmp_path: Path) -> None:
+    member = member_of(tmp_path, knobs={})
+    file = member.spec.environment.file
+    spec = member.spec.model_copy(
+        update={
+            "mixture": [EnvironmentSource(name="words", file=file, attribute="Sums")],
+            "locks": {"environment.knobs.largest": {"max": 5, "reason": "small sums only"}},
+        }
+    )
+    spec.config.environment.knobs = {"largest": 4}
+    member.spec = spec
+
+    async def nothing(players: Players) -> None: ...
+
+    with pytest.raises(LockedField, match="words: environment.knobs.largest is locked .* not 9. Reason: small sums"):
+        hosted(member, ScriptedPolicy(told), nothing)
+
+
+CLIMB = {"knob": "largest", "levels": [3, 5, 7], "success": 0.75, "min_steps": 4, "window": 4, "earlier_share": 0.25}
+
+
+def test_a_curriculum_moves_on_validation_tasks_of_its_level_and_is_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = member_of(tmp_path, {"environment.curriculum": CLIMB, "algorithm.deterministic": True})
+    asked: list[str] = []
+
+    def able(messages: list[dict[str, Any]], index: int) -> str:
+        """Right below the last level."""
+        asked.append(messages[0]["content"])
+        return told(messages, index) if not messages[0]["content"].endswith("of 7") else "no"
+
+    async def work(players: Players) -> tuple[Choice, Choice, Choice]:
+        api = Api(40)
+        first = await produced(member, players, api)
+        member.attempt = 2
+        monkeypatch.setenv(ENV_CHECKPOINT, str(tmp_path / "step-000005"))
+        back = Choice(member, players)  # type: ignore[arg-type]
+        member.attempt, member.life = 1, 1
+        Curricula(environments={"sums": first.climbs["sums"].stands}).write(member.folder)
+        return first, back, Choice(member, players)  # type: ignore[arg-type]
+
+    first, back, again = hosted(member, ScriptedPolicy(able), work)
+    moves = [report for report in member.reports if isinstance(report, Leveled)]
+    assert [(one.environment, one.value, one.level, one.levels) for one in moves] == [
+        ("sums", 5, 1, 3),
+        ("sums", 7, 2, 3),
+    ]
+    assert all(one.successes == one.tasks == 4 for one in moves) and moves[0].step < moves[1].step
+    assert first.climbs["sums"].level == again.climbs["sums"].level == 2, "a driver that is started again goes on there"
+    assert back.climbs["sums"].level == 1 and back.climbs["sums"].stands.since == moves[0].step
+    trained = Counter(text.rpartition(" ")[2] for text in asked if text.startswith("sum"))
+    assert trained["3"] and trained["5"] and trained["7"]
+    assert "9" not in trained, "the knob's own value is at no level"
+
+
+def test_evaluations_measure_the_last_level_whatever_is_trained(tmp_path: Path) -> None:
+    member = member_of(tmp_path, {"environment.curriculum": CLIMB})
+    member.spec = member.spec.model_copy(update={"mixture": []})
+    member.spec.config.environment.mixture = []
+
+    async def work(players: Players) -> list[str]:
+        made = await players.make("validation", 0, 1, SAMPLING)
+        level = await players.play("sums", "validation", 0, 1, SAMPLING, "level-0")
+        return [one.messages[0]["content"] for one in (made, level)]
+
+    assert [text.rpartition(" ")[2] for text in hosted(member, ScriptedPolicy(told), work)] == ["7", "3"]
+    member.spec.config.environment.curriculum = {**CLIMB, "measured_level": 1}
+    assert [text.rpartition(" ")[2] for text in hosted(member, ScriptedPolicy(told), work)] == ["5", "3"]

@@ -1,0 +1,90 @@
+"""A run is refused where its reward never varies, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toprope.errors import ComponentFailed
+from toprope.records.messages import Renewed
+from toprope.sdk.worker.client import Link
+from toprope.settings.schema import EnvironmentSection, LauncherSection
+from toprope.training.driver.reward_signal_check import require_teaching
+from toprope.training.rollouts.restarting_worker import Worker
+
+HEAD = """import os
+from toprope.sdk import Environment, Task
+class Mine(Environment):
+    def tasks(self):
+        for n in range(60): yield Task(f"Say {n}", reference=str(n))
+"""
+
+
+def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
+    """What the keeper was told, and how often an answer was scored."""
+    (folder / "mine.py").write_text(HEAD + code)
+    reports: list[Any] = []
+    card: dict[str, Any] = {}
+    asked: list[str] = []
+
+    async def opened() -> Link:
+        link = await Link.start()
+        card.update(await link.call("open", source={"file": str(folder / "mine.py"), "attribute": "Mine"}))
+        call = link.call
+
+        async def counted(op: str, **arguments: Any) -> Any:
+            asked.append(op)
+            return await call(op, **arguments)
+
+        link.call = counted  # type: ignore[method-assign]
+        return link
+
+    async def run() -> None:
+        launcher = LauncherSection(restarts=2, restart_backoff_s=0.01)
+        async with asyncio.timeout(120), await Worker.start(opened, launcher, reports.append) as worker:
+            plan = SimpleNamespace(section=EnvironmentSection(**section))
+            host: Any = SimpleNamespace(worker=worker, plan=plan, card=card, alone=True, label="mine")
+            await require_teaching(host)
+            assert (await worker.link()).alive
+
+    asyncio.run(run())
+    return reports, asked.count("score")
+
+
+def test_a_sound_environment_costs_two_calls(tmp_path: Path) -> None:
+    code = "    def score(self): return float(self.answer == self.task.reference)\n"
+    assert tried(tmp_path, code) == ([], 2)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "    def score(self): return 0.5\n",
+        "    def score(self): return len(self.task.prompt) % 2\n",
+        "    def score(self): raise ValueError('always')\n",
+    ],
+)
+def test_what_cannot_teach_is_refused_unless_somebody_said_why(tmp_path: Path, code: str) -> None:
+    with pytest.raises(ComponentFailed, match="cannot teach anything") as refusal:
+        tried(tmp_path, code)
+    assert "environment.unchecked_reason" in refusal.value.hint and "check_environment" in refusal.value.hint
+    tried(tmp_path, code, unchecked_reason="a control run")
+
+
+def test_what_nobody_can_tell_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    unknown = "        for n in range(60): yield Task(f'Ask {n}')\n    def score(self): return 0.0\n"
+    tried(tmp_path, "    def tasks(self):\n" + unknown)
+    tried(tmp_path, "    max_turns = 5\n    def score(self): return 0.0\n    def solve(self, variant=0): return None\n")
+
+
+def test_an_answer_that_ends_the_worker_costs_that_answer(tmp_path: Path) -> None:
+    code = (
+        "    def score(self):\n        if not self.answer: os._exit(3)\n"
+        "        return float(self.answer == self.task.reference)\n"
+    )
+    reports, _ = tried(tmp_path, code)
+    assert [type(report) for report in reports] == [Renewed]

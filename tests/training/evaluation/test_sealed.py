@@ -1,0 +1,232 @@
+"""Held-out tasks stay sealed: whatever an author's code prints, raises or dies of, their texts reach no file and no
+message; and what is trained on is held against what is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.rollouts.test_rollouts import SAMPLING, ScriptedPolicy
+from toprope.errors import ComponentFailed
+from toprope.records.run.digests import environment_digest, measuring
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.worker.client import Link
+from toprope.settings.schema import LauncherSection
+from toprope.training.driver.contamination import Contents, words_of, write_contents
+from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.rollouts.group_sampler import RolloutMaker
+from toprope.training.rollouts.restarting_worker import Worker
+
+CHATTY = '''
+"""Prints and raises what it is asked."""
+import os
+import sys
+from toprope.sdk import Environment, Part, Task
+
+
+class Chatty(Environment):
+    """Talks too much."""
+
+    parts = {"right": Part()}
+
+    def tasks(self):
+        for number in range(800):
+            yield Task(f"canary{number:04d}", reference=str(number % 2))
+
+    def reset(self, task):
+        print("playing", task.prompt)
+        if int(task.prompt[-4:]) % 5 == 0:
+            raise ValueError(f"cannot play {task.prompt}")
+        return task.messages
+
+    def score(self):
+        print("scoring", self.task.prompt, file=sys.stderr)
+        if self.answer == "die":
+            os.write(2, f"dying of {self.task.prompt}".encode())
+            os._exit(3)
+        if self.answer == "raise":
+            raise KeyError(self.task.prompt)
+        return {"right": float(self.answer == self.task.reference)}
+'''
+
+
+class Heard:
+    """What a worker's log got."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes, /) -> None:
+        self.data += data
+
+
+def play(tmp_path: Path, answer: str, work: Any) -> tuple[Any, Heard]:
+    file = tmp_path / "chatty.py"
+    file.write_text(CHATTY)
+    heard = Heard()
+
+    async def opened() -> Link:
+        link = await Link.start(stderr=heard)
+        await link.call("open", source={"file": str(file), "attribute": "Chatty"})
+        return link
+
+    async def run() -> Any:
+        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
+            link = await worker.link()
+            policy = ScriptedPolicy(lambda messages, index: answer)
+            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=30)  # type: ignore[arg-type]
+            folder = RunFolder(tmp_path / "run")
+            folder.evaluations.mkdir(parents=True)
+            contents = Contents()
+            evaluator = Evaluator(
+                folder,
+                maker,
+                SAMPLING,
+                concurrency=4,
+                progress=lambda *told: None,
+                evaluator=lambda: {"loaded": {"environment": "e"}},
+                seen=lambda split, made: contents.saw(split, made.task_id, made.messages),
+            )
+            return await work(evaluator, link, contents)
+
+    return asyncio.run(run()), heard
+
+
+def canaries(text: str) -> set[str]:
+    return {word for word in text.replace("'", " ").replace('"', " ").replace("\\n", " ").split() if "canary" in word}
+
+
+@pytest.mark.parametrize("answer", ["1", "raise"])
+def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
+    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> set[str]:
+        await evaluator.heldout("before", 30, 3, greedy=True)
+        write_contents(RunFolder(tmp_path / "run"), 1, contents)
+        sealed = await link.call("tasks", split="heldout", start=0, count=800)
+        await link.call("score", split="validation", index=1, answer="1")
+        return {task["messages"][0]["content"] for task in sealed["tasks"]}
+
+    sealed, heard = play(tmp_path, answer, work)
+    assert len(sealed) > 30
+    log = heard.data.decode()
+    # Examples and the score beside are of the validation split, and are told.
+    assert canaries(log) and not canaries(log) & sealed
+    assert "bytes printed while held-out tasks were played are not kept" in log
+    for path in (tmp_path / "run").rglob("*.json"):
+        assert not canaries(path.read_text()) & sealed, path
+    measured = read_json(tmp_path / "run" / "evaluations" / "before.json")
+    assert measured["evaluator"] == {"loaded": {"environment": "e"}}
+    kinds = measured["sampled"]["error_kinds"]
+    assert "ValueError (its text is sealed)" in kinds
+    assert ("KeyError (its text is sealed)" in kinds) == (answer == "raise")
+    by_task = measured["sampled"]["by_task"]
+    assert len(by_task["tasks"]) == len(by_task["wins"]) == 30
+    assert sum(by_task["wins"]) == measured["sampled"]["successes"]
+    assert by_task["tasks"] == measured["greedy"]["by_task"]["tasks"]
+    assert measured["sampled"]["answer_tokens"] > 0
+
+
+def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
+    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+        await evaluator.heldout("before", 10, 1, greedy=False)
+
+    with pytest.raises(ComponentFailed, match="sealed") as failed:
+        play(tmp_path, "die", work)
+    assert "canary" not in str(failed.value)
+
+
+def test_the_worker_is_heard_again_after_a_seal(tmp_path):
+    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+        for _ in range(3):
+            async with link.sealed():
+                await link.call("score", split="heldout", index=1, answer="1")
+        await link.call("score", split="validation", index=1, answer="1")
+
+    _, heard = play(tmp_path, "1", work)
+    assert heard.data.count(b"are not kept") == 3 and heard.data.count(b"scoring") == 1
+
+
+def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_path):
+    """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
+    played: list[str] = []
+
+    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+        ask_worker = link.call
+
+        async def call(op: str, /, **arguments: Any) -> Any:
+            played.extend([arguments["split"]] if op == "begin" else [])
+            return await ask_worker(op, **arguments)
+
+        link.call = call  # type: ignore[method-assign]
+        await evaluator.along("step-5", 5)
+        await evaluator.test(4, 2)
+        assert played and set(played) == {"validation"}
+        with pytest.raises(ValueError, match="under seal"):
+            await evaluator._players.make("heldout", 0, 1, SAMPLING)
+        await evaluator.heldout("after", 3, 1, greedy=True)
+        with pytest.raises(ValueError, match="under seal"):
+            await evaluator._players.make("heldout", 0, 1, SAMPLING)
+
+    play(tmp_path, "1", work)
+    assert played.count("heldout") == 6
+
+
+def ask(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def long_text(start: int) -> str:
+    return "Read this: " + " ".join(f"word{start * 100 + number}" for number in range(30))
+
+
+def test_copies_under_another_spelling_and_shared_passages_are_counted():
+    contents = Contents()
+    for number in range(25):
+        contents.saw("heldout", f"h{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
+    contents.saw("heldout", "copied", ask(long_text(1)))
+    contents.saw("heldout", "quoted", ask(long_text(2)))
+    contents.saw("validation", "v0", ask("Something else"))
+    for number in range(100, 160):
+        contents.saw("train", f"t{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
+    clean = contents.report()
+    assert clean["seen"] == {"train": 60, "validation": 1, "heldout": 27}
+    assert set(clean["copies"].values()) == {0} and clean["heldout_sharing_passages"] == 0
+    contents.saw("train", "copy", ask("  " + long_text(1).upper() + " ."))
+    contents.saw("train", "quotes", ask("Before. " + long_text(2)[40:180] + " And after."))
+    found = contents.report()
+    assert found["copies"]["train_heldout"] == 1
+    assert found["heldout_sharing_passages"] == 2
+    assert words_of(ask("Ｗｈａｔ\u200b is it??")) == words_of(ask("what IS it"))
+
+
+def test_what_measures_is_known_by_its_source(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("a = 1\n")
+    source = EnvironmentSource(name="mine", file=str(file), attribute="A")
+    first = measuring(source)
+    assert measuring(source) == first and set(first) == {"environment", "toprope"}
+    file.write_text("a = 2\n")
+    assert environment_digest(source) != first["environment"]
+    os.unlink(file)
+    assert environment_digest(source) == "missing"
+    adapter = EnvironmentSource(name="x", adapter="reasoning_gym", target="spell_backward")
+    assert environment_digest(adapter) not in (
+        "missing",
+        environment_digest(adapter.model_copy(update={"target": "y"})),
+    )
+
+
+def test_what_earlier_attempts_saw_stays(tmp_path):
+    folder, contents = RunFolder(tmp_path), Contents()
+    contents.saw("train", "t", ask("x"))
+    write_contents(folder, 1, contents)
+    write_contents(folder, 2, Contents())
+    assert {
+        key: one["seen"]["train"]
+        for key, one in json.loads((tmp_path / "contents.json").read_text())["attempts"].items()
+    } == {"1": 1, "2": 0}

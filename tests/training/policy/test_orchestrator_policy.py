@@ -1,0 +1,129 @@
+"""The policy alone, for other programs: it sees states as training showed them, and what it learned survives files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.training.trainer.test_resume import StandInMember, small
+from toprope.errors import InvalidValue, NotFound
+from toprope.records.journal.traces import Trace, append_traces
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.sdk.orchestration import OrchestratorEnvironment, Toolbox
+from toprope.sdk.orchestration.tools import calculator, think
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import embedded_folder
+from toprope.training.policy.orchestrator import OrchestratorPolicy
+from toprope.training.trainer.base import all_finite, make_optimizer
+from toprope.training.trainer.grpo import arguments
+from toprope.training.trainer.sft import FineTuning
+
+TOOLS = [calculator(), think()]
+TALK = [
+    {"role": "user", "content": "What is 3 + 4?"},
+    {"role": "assistant", "content": "THOUGHT: I compute it.\nTOOL: calculator\nINPUT: 3 + 4"},
+    {"role": "user", "content": "OBSERVATION: 7"},
+    {"role": "assistant", "content": "FINAL_ANSWER: 7"},
+]
+
+
+class _Member(StandInMember):
+    def address(self, peer: str) -> str:
+        return str(self.folder.path / "traces.jsonl") if peer == "environment" else super().address(peer)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("policies")
+    OrchestratorPolicy.from_pretrained("embedded-tools", cache=cache)
+    return embedded_folder(cache, "embedded-tools")
+
+
+@pytest.fixture(scope="module")
+def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that learned one conversation by heart, told nothing of its tools."""
+    runs = tmp_path_factory.mktemp("runs")
+    folder = RunFolder.create(runs, "orchestrator-1")
+    append_traces(folder.path / "traces.jsonl", [Trace(str(number), 0, TALK) for number in range(4)])
+    folder.crew.mkdir(exist_ok=True)
+    config = small(sft__epochs=60, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64, sft__save_epochs=60)
+    config.environment.knobs = {"system_prompt": "none"}
+    member = _Member(folder, untrained, config)
+    member.spec = SimpleNamespace(config=config, kind="sft")
+    FineTuning(member).run()
+    Specification(
+        run_id="orchestrator-1", kind="sft", created_at=0.0, toprope_version="0", config=config,
+        environment=EnvironmentSource(name="orchestrator", file="", attribute=""), policy_cache="",
+    ).write(folder)  # fmt: skip
+    return folder.path
+
+
+def played(policy: OrchestratorPolicy) -> list[tuple[str, str]]:
+    environment = OrchestratorEnvironment(Toolbox(TOOLS), max_turns=3)
+    state = environment.reset(TALK[0]["content"])
+    while not environment.done(state):
+        environment.step(state, policy.predict_action(state, TOOLS))
+    return [(step.action.tool_name, step.action.tool_input) for step in state.history]
+
+
+def test_a_trained_policy_solves_a_task_as_it_did_in_training(run: Path, tmp_path: Path):
+    policy = OrchestratorPolicy.from_checkpoint(run, device="cpu", temperature=0)
+    assert policy.told == "none", "it is told what its run was told"
+    assert played(policy) == [("calculator", "3 + 4"), ("", "7")]
+    action = policy.predict_action(OrchestratorEnvironment(Toolbox(TOOLS)).reset(TALK[0]["content"]), ["calculator"])
+    assert action.raw_text == TALK[1]["content"] and 0.5 < action.confidence <= 1
+    saved = policy.save(tmp_path / "saved")
+    assert not list(saved.glob("*.bin")) and (saved / "model.safetensors").is_file()
+    again = OrchestratorPolicy.from_pretrained(saved, device="cpu", temperature=0, told="none")
+    checkpoint = next((run / "checkpoints").iterdir())
+    third = OrchestratorPolicy.from_checkpoint(checkpoint, device="cpu", temperature=0, told="none")
+    assert played(again) == played(third) == played(policy)
+
+
+def test_a_policy_that_knows_nothing_still_answers_with_an_action(untrained: Path):
+    policy = OrchestratorPolicy.from_pretrained(untrained, device="cpu", max_tokens=8, gradient_checkpointing=True)
+    assert (policy.temperature, policy.model.is_gradient_checkpointing) == (0.7, True)
+    policy.model.train()
+    torch.manual_seed(1)
+    state = OrchestratorEnvironment(Toolbox(TOOLS)).reset("What is 1 + 1?")
+    answers = {policy.predict_action(state, TOOLS).raw_text for _ in range(4)}
+    assert len(answers) > 1 and policy.model.training
+    assert all(len(answer) <= 8 * 30 for answer in answers), "no token has more characters"
+    state = OrchestratorEnvironment(Toolbox(TOOLS)).reset("long " * 1000)
+    with pytest.raises(InvalidValue, match="context 4096"):
+        policy.predict_action(state, TOOLS)
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path, untrained: Path):
+    with pytest.raises(NotFound, match="neither"):
+        OrchestratorPolicy.from_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "pickled").mkdir()
+    for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin"):
+        (tmp_path / "pickled" / name).write_text("{}")
+    with pytest.raises(InvalidValue, match="safetensors"):
+        OrchestratorPolicy.from_pretrained(tmp_path / "pickled")
+    with pytest.raises(InvalidValue, match="give cache"):
+        OrchestratorPolicy.from_pretrained("embedded-tools")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_eight_bits_without_a_gpu_are_refused_with_the_fields_name(untrained: Path):
+    with pytest.raises(InvalidValue, match="load_in_8bit needs an NVIDIA GPU"):
+        OrchestratorPolicy.from_pretrained(untrained, load_in_8bit=True)
+    config = Config()
+    config.algorithm.beta, config.algorithm.reference_8bit, config.optimizer.eight_bit = 0.1, True, True
+    with pytest.raises(InvalidValue, match="algorithm.reference_8bit needs"):
+        arguments(config, "out", "cpu", [])
+    with pytest.raises(InvalidValue, match="optimizer.eight_bit needs"):
+        make_optimizer(config, {"w": torch.zeros(2, 2)})
+    config.policy.lora = True  # its reference is the model without adapters: there is no second one
+    assert arguments(config, "out", "cpu", []).model_init_kwargs is None
+
+
+def test_moments_in_eight_bits_are_not_asked_whether_they_are_finite():
+    assert all_finite([torch.tensor([3], dtype=torch.uint8), torch.ones(2)])
+    assert not all_finite([torch.tensor([3], dtype=torch.uint8), torch.tensor([float("nan")])])

@@ -1,0 +1,176 @@
+"""Models at endpoints that refuse, limit, hang and talk nonsense; and the contest that none of them may spoil."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.openai_stand_in import OpenAiStandIn
+from toprope.errors import ComponentFailed
+from toprope.records.run.specification import ModelUnderTest, TestPlan
+from toprope.sdk.worker.client import Link
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.schema import LauncherSection
+from toprope.training.evaluation.model_comparison import best_of, contest
+from toprope.training.inference.client import Sampling
+from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
+from toprope.training.rollouts.group_sampler import RolloutMaker
+from toprope.training.rollouts.restarting_worker import Worker
+
+SAMPLING = Sampling(0.7, 1.0, 32)
+KEY = "sk-very-secret-0123456789"
+ADD = '''
+from toprope.sdk import Environment, Task
+
+
+class Add(Environment):
+    """Adds."""
+
+    def tasks(self):
+        for a in range(20):
+            for b in range(20):
+                yield Task(f"{a} + {b}", reference=str(a + b))
+
+    def score(self):
+        return float(self.answer.strip() == self.task.reference)
+'''
+
+
+@pytest.fixture
+def server():
+    stand_in = OpenAiStandIn(lambda question: str(sum(int(word) for word in question.split() if word.isdigit())))
+    yield stand_in
+    stand_in.close()
+
+
+def chat(server: OpenAiStandIn, model: str, n: int = 1, **options: Any) -> tuple[Any, EndpointClient]:
+    async def work() -> tuple[Any, EndpointClient]:
+        client = EndpointClient(Endpoint(base_url=server.url, model=model), KEY, pause_s=0.01, **options)
+        try:
+            return await client.chat([{"role": "user", "content": "1 + 2"}], SAMPLING, n=n), client
+        finally:
+            await client.close()
+
+    return asyncio.run(work())
+
+
+def test_an_answer_costs_what_the_endpoint_says_or_the_owner(server: OpenAiStandIn) -> None:
+    answers, client = chat(server, "right", n=3)
+    assert [(answer.text, answer.truncated) for answer in answers] == [("3", False)] * 3
+    path, key, body = server.seen[0]
+    assert (path, key) == ("/v1/chat/completions", f"Bearer {KEY}")
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("right", 32, 0.7)
+    assert "n" not in body and "stop" not in body and len(server.seen) == 3
+    assert (client.usage.prompt_tokens, client.usage.completion_tokens) == (30, 12)
+    prices = Endpoint(base_url=server.url, model="right", prompt_usd=1.0, completion_usd=2.0)
+    assert client.usage.cost(prices) == pytest.approx((30 + 24) / 1e6)
+    assert client.usage.cost(Endpoint(base_url=server.url, model="right")) is None
+    assert chat(server, "priced", n=2)[1].usage.cost(prices) == 0.5
+
+
+def test_a_wrong_key_is_said_at_once_and_never_repeated(server: OpenAiStandIn) -> None:
+    with pytest.raises(ModelFailed, match="HTTP 401") as refused:
+        chat(server, "forbidden")
+    assert KEY not in str(refused.value) and "***" in str(refused.value)
+    assert len(server.seen) == 1
+
+
+def test_a_limit_is_waited_out_for_as_long_as_the_endpoint_asks(server: OpenAiStandIn) -> None:
+    answers, client = chat(server, "limited")
+    assert answers[0].text == "3" and client.usage.retries == 1
+    assert server.times[1] - server.times[0] >= 0.4
+
+
+def test_what_stays_wrong_is_an_unanswered_question(server: OpenAiStandIn) -> None:
+    with pytest.raises(Unanswered, match=r"3 tries.*HTTP 500"):
+        chat(server, "broken", tries=3)
+    assert len(server.seen) == 3
+    with pytest.raises(Unanswered, match="no chat completion: <html>"):
+        chat(server, "nonsense")
+    assert len(server.seen) == 5
+    with pytest.raises(Unanswered, match="no answer within 0.2 s"):
+        chat(server, "silent", tries=2, timeout_s=0.2)
+
+
+def test_a_redirect_takes_the_key_nowhere(server: OpenAiStandIn) -> None:
+    with pytest.raises(ModelFailed, match="HTTP 307"):
+        chat(server, "moved")
+    assert [path for path, _, _ in server.seen] == ["/v1/chat/completions"]
+
+
+def test_nobody_there_is_unanswered() -> None:
+    async def work() -> None:
+        client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, tries=2, pause_s=0.01)
+        try:
+            await client.chat([{"role": "user", "content": "?"}], SAMPLING)
+        finally:
+            await client.close()
+
+    with pytest.raises(Unanswered, match="cannot be reached"):
+        asyncio.run(work())
+
+
+def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 10, **plan: Any) -> list[Any]:
+    file = tmp_path / "add.py"
+    file.write_text(ADD)
+
+    async def policy() -> Any:
+        raise ComponentFailed("The policy could not be brought up: no memory")
+
+    async def work() -> list[Any]:
+        async def opened() -> Link:
+            link = await Link.start()
+            await link.call("open", source={"file": str(file), "attribute": "Add"})
+            return link
+
+        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
+            named = [
+                ModelUnderTest(
+                    name=name, endpoint=None if name == "base" else Endpoint(base_url=server.url, model=name)
+                )
+                for name in models
+            ]
+            return await contest(
+                TestPlan(tasks=tasks, group_size=2, models=named, **plan),
+                tasks,
+                SAMPLING,
+                policy_name="tiny",
+                policy=policy,
+                keys={},
+                players_of=lambda player: RolloutMaker(worker, player, multi_turn=False, call_timeout_s=10),
+                progress=lambda what, done, total: None,
+            )
+
+    return asyncio.run(work())
+
+
+def test_each_model_is_measured_by_itself(tmp_path: Path, server: OpenAiStandIn) -> None:
+    found = play(tmp_path, server, ["forbidden", "base", "right", "mute"])
+    began = time.monotonic()
+    found += play(tmp_path, server, ["silent"], seconds_per_model=3.0)
+    assert time.monotonic() - began < 15  # the model that never answers would take for ever
+    forbidden, base, right, mute, silent = found
+    assert right.sampled["accuracy"] == 1.0 and right.sampled["rollouts"] == 20 and right.error is None
+    assert right.sampled["parse_failures"] == 0 and len(right.examples) == 6
+    assert mute.error is None and mute.sampled["accuracy"] == 0.0
+    assert mute.sampled["truncated"] == 1.0 and mute.sampled["parse_failures"] == 1.0
+    # What failed has no number at all: a zero would be a measurement.
+    for failed, why in [(forbidden, "401"), (base, "no memory"), (silent, "time limit of 3 s")]:
+        assert failed.sampled is None and why in failed.error
+    best = best_of(found)
+    assert best is not None and best.name == "right"
+
+
+def test_a_few_refused_questions_are_left_out_and_many_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:
+    picky = play(tmp_path, server, ["picky"], tasks=30)[0]
+    asked = {body["messages"][-1]["content"] for _, _, body in server.seen}
+    refused = sum("3" in question for question in asked)
+    assert refused > 3 and (picky.unanswered, picky.answered) == (refused, 30 - refused)
+    assert picky.sampled is None and f"{refused} of 30 tasks were not answered" in picky.error
+    assert "too long" in picky.error
+    nonsense = play(tmp_path, server, ["nonsense"], tasks=30)[0]
+    assert nonsense.sampled is None and "No task was answered" in nonsense.error and nonsense.answered == 0

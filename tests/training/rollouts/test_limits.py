@@ -1,0 +1,144 @@
+"""Limits of an environment: memory and network; what a leak costs, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.records.messages import Renewed
+from toprope.sdk.errors import WorkerDied, WorkerError
+from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.settings.schema import LauncherSection
+from toprope.training.driver.mishaps import Errors, reason_of
+from toprope.training.rollouts import restarting_worker as workers
+from toprope.training.rollouts.memory_watch import held_mb, watch_memory
+from toprope.training.rollouts.restarting_worker import Worker
+
+GREEDY = """import socket, subprocess, sys
+from toprope.sdk import Environment, Task
+kept = []
+class Greedy(Environment):
+    def tasks(self):
+        for n in range(60): yield Task(f"Say {n}", reference=str(n))
+    def score(self):
+        word, _, size = self.answer.partition(" ")
+        if word == "keep": kept.append(bytearray(b"x" * (int(size) << 20)))
+        if word == "dial": socket.create_connection(("127.0.0.1", int(size)), 5).close()
+        if word == "start": subprocess.run([sys.executable, "-c", f"import socket; socket.create_connection(('127.0.0.1', {size}))"], check=True)
+        if word == "pair": [end.close() for end in socket.socketpair()]
+        return 1.0
+"""  # noqa: E501
+
+
+async def opened(folder: Path, **limits: Any) -> Link:
+    (folder / "greedy.py").write_text(GREEDY)
+    link = await Link.start()
+    if limits:
+        await link.call("limit", **limits)
+    await link.call("open", source={"file": str(folder / "greedy.py"), "attribute": "Greedy"})
+    return link
+
+
+async def said(link: Link, answer: str) -> dict[str, Any]:
+    found: dict[str, Any] = await link.call("score", split="train", index=0, answer=answer)
+    return found
+
+
+@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
+def test_a_denied_network_is_denied_to_children_too_and_leaves_the_machines_own_sockets(tmp_path: Path) -> None:
+    async def run() -> None:
+        async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        server = await asyncio.start_server(nothing, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, await opened(tmp_path) as free:
+            assert (await said(free, f"dial {port}"))["error"] is None
+        async with await asyncio.start_server(nothing, "127.0.0.1", 0), await opened(tmp_path, network=False) as held:
+            assert "unreachable" in (await said(held, f"dial {port}"))["error"]
+            assert "CalledProcessError" in (await said(held, f"start {port}"))["error"]
+            assert (await said(held, "pair"))["error"] is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_too_much_at_once_is_an_error_of_that_rollout(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with await opened(tmp_path, memory_mb=300) as link:
+            assert "MemoryError" in (await said(link, "keep 600"))["error"]
+            assert (await said(link, "fine"))["reward"] == 1.0
+
+    asyncio.run(run())
+
+
+def test_what_creeps_up_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        link = await opened(tmp_path)
+        limit = round(held_mb(link.pid)) + 60
+        watch = asyncio.create_task(watch_memory(link, limit, 0.02))
+        with pytest.raises(WorkerDied, match=r"more than environment.memory_mb \(\d+\)") as ended:
+            async with asyncio.timeout(60):
+                while True:
+                    await said(link, "keep 8")
+        assert ended.value.code is None  # not as by a stranger's kill: what it was at is given up
+        await watch
+        await link.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_did_its_work_may_end_without_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "ENOUGH_WORK", 5)
+    reports: list[Any] = []
+
+    async def run() -> None:
+        section = LauncherSection(restarts=1, restart_backoff_s=0.01)
+        async with await Worker.start(lambda: opened(tmp_path), section, reports.append) as worker:
+            for groups in (5, 7, 0):
+                for _ in range(groups):
+                    worker.played()
+                await worker.lost(await worker.link(), WorkerDied("gone", 7))
+            with pytest.raises(WorkerDied, match="once more"):
+                await worker.lost(await worker.link(), WorkerDied("gone", 7))
+
+    asyncio.run(run())
+    assert [(one.number, one.limit) for one in reports if isinstance(one, Renewed)] == [(0, 1), (0, 1), (1, 1)]
+
+
+def test_failures_have_few_names() -> None:
+    from toprope.records.journal.groups import Outcome
+
+    assert reason_of(WorkerError("raised", "KeyError", "x")) == "the environment failed"
+    assert reason_of(WorkerError("ended", "WorkerTimeout", "x")) == "the environment hung"
+    assert reason_of(WorkerError("ended", "WorkerDied", "x")) == "the environment's process ended"
+    errors = Errors()
+    errors.add([Outcome(1.0), Outcome(0.0, error="ValueError: no (a.py:3)"), Outcome(0.0, error="context is full")])
+    errors.add([Outcome(0.0, error=f"Kind{number}: x") for number in range(40)])
+    assert (errors.rollouts, errors.counted["ValueError"], errors.counted["context is full"]) == (43, 1, 1)
+    assert len(errors.counted) <= 13 and errors.counted["other"] == 30
+
+
+def test_halves_of_characters_reach_nobody(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "from toprope.sdk import Environment, Task\nclass Odd(Environment):\n    max_turns = 2\n"
+        "    def tasks(self):\n        for n in range(60): yield Task(f'Say \\ud800 {n}')\n"
+        "    def step(self, text): return 'more \\udfff', False\n"
+        "    def score(self): raise ValueError('no \\ud801')\n"
+    )
+
+    async def run() -> None:
+        async with await Link.start() as link:
+            await link.call("open", source={"file": str(tmp_path / "odd.py"), "attribute": "Odd"})
+            begun = await link.call("begin", split="train", index=0, count=1)
+            [first] = await link.call("advance", moves=[[begun["rollouts"][0], "a"]])
+            [last] = await link.call("advance", moves=[[begun["rollouts"][0], "b"]])
+            said = [begun["messages"][0]["content"], first["messages"][0]["content"], last["outcome"]["error"]]
+            assert all("?" in text and text.encode() for text in said), said
+
+    asyncio.run(run())

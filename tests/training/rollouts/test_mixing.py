@@ -1,0 +1,179 @@
+"""Shares of environments in one run: the order, minimum shares, levels, and what a step tells of each."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.run.curriculum import Curricula
+from toprope.records.run.folder import RunFolder
+from toprope.settings.fields import apply
+from toprope.settings.mixing import Curriculum, members_of
+from toprope.settings.schema import Config
+from toprope.training.rollouts.curriculum import Climb
+from toprope.training.rollouts.mixture_weights import Claim, Mixer, shares
+from toprope.training.trainer.environment_metrics import Several
+
+CLAIMS = [Claim("sums", 3), Claim("words", 1), Claim("games", 1, 0.3)]
+
+
+def order(mixer: Mixer, count: int) -> list[str]:
+    found = []
+    for _ in range(count):
+        label = mixer.take()
+        assert label is not None
+        mixer.done(label)
+        found.append(label)
+    return found
+
+
+def test_shares_hold_after_any_number_of_groups_and_the_seed_decides_ties_alone() -> None:
+    assert shares(CLAIMS) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
+    found = order(Mixer(CLAIMS), 400)
+    for count in range(1, 401):
+        for label, share in shares(CLAIMS).items():
+            assert abs(Counter(found[:count])[label] - share * count) <= 1.0 + 1e-9
+    assert found == order(Mixer(CLAIMS), 400)
+    even = [Claim(label) for label in "abcd"]
+    starts = {tuple(order(Mixer(even, seed=seed), 4)) for seed in range(8)}
+    assert len(starts) > 1 and all(sorted(start) == list("abcd") for start in starts)
+
+
+def test_an_order_goes_on_where_it_was() -> None:
+    whole, first = Mixer(CLAIMS), Mixer(CLAIMS)
+    found = order(whole, 40)
+    assert order(first, 17) == found[:17]
+    second = Mixer(CLAIMS)
+    second.take_up(first.state())
+    assert order(second, 23) == found[17:]
+    with pytest.raises(KeyError):
+        second.take_up(Mixer([Claim("others")]).state())
+
+
+def test_a_slow_environment_leaves_room_for_the_others_until_its_minimum_is_at_stake() -> None:
+    def begun(claims: list[Claim], groups: int) -> Counter[str]:
+        mixer, found = Mixer(claims, places=16), []
+        while len(found) < groups and (label := mixer.take()) is not None:
+            found.append(label)
+            if label != "slow":  # whose groups do not end
+                mixer.done(label)
+        return Counter(found)
+
+    free = begun([Claim("a"), Claim("b"), Claim("slow")], 500)
+    assert sum(free.values()) == 500 and free["slow"] < 16
+    held = begun([Claim("a"), Claim("b"), Claim("slow", min_share=0.25)], 500)
+    assert sum(held.values()) < 500 and held["slow"] / sum(held.values()) == pytest.approx(0.25, abs=0.03)
+
+
+def test_whose_groups_are_dropped_is_chosen_more_often_and_the_others_keep_half_of_theirs() -> None:
+    mixer = Mixer([Claim("a"), Claim("b", min_share=0.4)])
+    draw, trained = random.Random(0), Counter({"a": 1})
+    for _ in range(60):
+        for label in order(mixer, 20):
+            trained[label] += label == "a" or draw.random() < 0.4  # six of ten groups of b carry no signal
+        total = sum(trained.values())
+        mixer.trained({label: count / total for label, count in trained.items()})
+        trained = Counter({label: count // 2 for label, count in trained.items()})
+    assert trained["b"] / sum(trained.values()) == pytest.approx(0.4, abs=0.1)
+    hopeless = Mixer([Claim("a"), Claim("b", min_share=0.4)])
+    for _ in range(100):
+        hopeless.trained({"a": 1.0})
+    assert hopeless.shares == pytest.approx({"a": 0.25, "b": 0.75})
+    for _ in range(100):
+        hopeless.trained({"a": 0.5, "b": 0.5})
+    assert hopeless.shares == pytest.approx({"a": 0.5, "b": 0.5})
+
+
+def test_a_turn_that_came_to_nothing_is_given_back() -> None:
+    mixer, counted = Mixer([Claim("a"), Claim("b")]), Counter()
+    for number in range(60):
+        label = mixer.take()
+        assert label is not None
+        lost = label == "a" and number % 3 == 0
+        mixer.done(label, counts=not lost)
+        counted[label] += not lost
+    assert abs(counted["a"] - counted["b"]) <= 3
+
+
+def group(environment: str, *rewards: float) -> Group:
+    outcomes = [Outcome(reward, success=reward >= 1) for reward in rewards]
+    return Group([[1]], [[1]], [0.0], environment=environment, outcomes=outcomes)
+
+
+def test_a_step_tells_of_each_environment() -> None:
+    several = Several(["sums", "words", "games"])
+    seen = [group("sums", 1, 0), group("sums", 0, 0), group("words", 1, 1)]
+    numbers = several.numbers(seen, seen[:1])
+    assert numbers["environments/sums/reward"] == numbers["environments/sums/success"] == 0.25
+    assert numbers["environments/sums/frac_reward_zero_std"] == 0.5
+    assert numbers["environments/words/frac_reward_zero_std"] == 1.0
+    shown = {name: value for name, value in numbers.items() if name.endswith("share")}
+    assert shown == {"environments/sums/share": 1, "environments/words/share": 0, "environments/games/share": 0}
+    assert several.numbers(seen, seen[2:] * 3)["environments/words/share"] == 0.75
+    assert Several(["sums"]).numbers(seen, seen) == {}
+
+
+def test_levels_open_on_success_and_some_groups_stay_at_earlier_ones() -> None:
+    curriculum = Curriculum(knob="digits", levels=[1, 2, 4], success=0.75, min_steps=10, window=8, earlier_share=0.25)
+    climb = Climb(curriculum)
+    assert {climb.next_level() for _ in range(20)} == {0} and not climb.due(9) and climb.due(10)
+    assert not climb.measured(10, 5, 8).moved and not climb.due(19)
+    assert climb.measured(20, 6, 8).moved and climb.level == 1 and climb.stands.value == 2
+    levels = Counter(climb.next_level() for _ in range(40))
+    assert levels == {1: 30, 0: 10}
+    assert climb.measured(30, 8, 8).moved and climb.at_the_top and not climb.due(1000)
+    assert Counter(climb.next_level() for _ in range(80)) == {2: 60, 0: 10, 1: 10}
+    again = Climb(curriculum, climb.stands)
+    assert again.level == 2
+    # What was reached after the checkpoint is not reached yet; other levels begin anew.
+    assert Climb(curriculum, climb.stands.at(25)).level == 1 and Climb(curriculum, climb.stands.at(19)).level == 0
+    assert Climb(curriculum, climb.stands.at(25)).due(30) and not Climb(curriculum, climb.stands.at(25)).due(29)
+    assert Climb(curriculum.model_copy(update={"levels": [1, 3]}), climb.stands).level == 0
+
+
+def test_where_curricula_stand_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert Curricula.read(folder) is None
+    climb = Climb(Curriculum(knob="digits", levels=["a", "b"]))
+    climb.measured(20, 32, 32)
+    Curricula(environments={"sums": climb.stands}).write(folder)
+    found = Curricula.read(folder)
+    assert found is not None and found.environments == {"sums": climb.stands}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("mixture", [{"nme": "a"}], "entry 1: name is missing; there is no 'nme'; it has name, label, weight"),
+        ("mixture", [{"name": "a"}, {"name": "a"}], "the label 'a' is there twice"),
+        ("mixture", [{"name": "a", "weight": 0}], "weight: Input should be greater than 0"),
+        ("mixture", [{"name": "a", "curriculum": {"knob": "k", "levels": [1]}}], "entry 1 (a): the curriculum: levels"),
+        ("curriculum", {"knob": "k", "levels": [1, 1]}, "levels holds a value twice"),
+        ("curriculum", {"knob": "k", "levels": [1, 2], "measured_level": 2}, "is no number of its 2 levels"),
+        ("rewards", [{"name": "x", "fn": "x.py"}], "entry 1: fn is not of the form 'file.py:function'"),
+        ("rewards", [{"name": "x", "fn": "x.py:f", "low": 2}], "low 2 is above high 1"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(field: str, value: object, says: str) -> None:
+    with pytest.raises(Exception) as refused:
+        apply(Config(), {f"environment.{field}": value})
+    assert says in str(refused.value) and "Value error" not in str(refused.value)
+
+
+def test_each_environment_has_settings_of_its_own_and_shares_that_are_possible() -> None:
+    config = Config()
+    config.environment.name = "sums"
+    given = [{"name": "words", "weight": 2, "max_turns": 3, "knobs": {"k": 1}}, {"name": "sums", "label": "more sums"}]
+    config, _ = apply(config, {"environment.mixture": given, "environment.call_timeout_s": 5})
+    first, words, more = members_of(config.environment)
+    assert [one.label for one in (first, words, more)] == ["sums", "words", "more sums"]
+    assert (words.weight, words.section.max_turns, words.section.knobs) == (2, 3, {"k": 1})
+    assert words.section.call_timeout_s == 5 and more.section.max_turns == 10 and not words.section.mixture
+    with pytest.raises(Exception, match="add up to 1.2"):
+        apply(config, {"environment.min_share": 0.6, "environment.mixture": [{"name": "words", "min_share": 0.6}]})
+    with pytest.raises(Exception, match="give the entry a label"):
+        apply(config, {"environment.mixture": [{"name": "sums"}]})

@@ -1,0 +1,306 @@
+"""Environments that play their rollouts themselves: a real worker against a real inference server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from tests.support.openai_stand_in import OpenAiStandIn
+from toprope.sdk.errors import WorkerError
+from toprope.sdk.worker.client import Link
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.schema import LauncherSection
+from toprope.training.component.http_server import serve
+from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.inference.engine import Engine
+from toprope.training.inference.sessions import Turn
+from toprope.training.policy.loading import load_tokenizer
+from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
+from toprope.training.rollouts.endpoint_proxy import Relay
+from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker, chain_of
+from toprope.training.rollouts.restarting_worker import Worker
+
+SECRET = "s3cret"
+SAMPLING = Sampling(1.0, 1.0, 6)
+
+TALK = '''
+"""Two turns, one retry, one judge."""
+import asyncio, json, os, urllib.error, urllib.request
+from toprope.sdk import OwnLoop, Part, Played, Task
+
+async def ask(session, messages, key=None, path="/chat/completions", n=1):
+    body = {"model": session.model, "messages": messages, "max_tokens": session.max_tokens, "n": n}
+    head = {"Authorization": f"Bearer {key or session.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(session.base_url + path, json.dumps(body).encode(), head)
+    def send():
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())["choices"][n // 2]["message"]
+    return await asyncio.to_thread(send)
+
+class Talk(OwnLoop):
+    parts = {"kind": Part(), "length": Part(0.0, high=1000)}
+    max_turns = 2
+
+    def tasks(self):
+        for number in range(60):
+            yield Task(f"task {number}")
+
+    async def rollout(self, session):
+        said = list(self.task.messages)
+        if "task 3" in said[0]["content"]:
+            raise ValueError("no task for me")
+        if "task 4" in said[0]["content"]:
+            await asyncio.sleep(60)
+        if "task 5" in said[0]["content"]:
+            os._exit(9)
+        if "task 7" in said[0]["content"]:
+            said.append(await ask(session, said, n=3))    # the second of three
+            return Played({"kind": 1, "length": 1}, messages=said)
+        await ask(session, said)                      # nobody takes this answer
+        said.append(await ask(session, said))
+        said.append({"role": "user", "content": "go on"})
+        await ask(session, [{"role": "user", "content": "judge"}], session.judge_key)
+        said.append(await ask(session, said))
+        try:
+            await ask(session, said, path="/../v1/sessions/g0")
+        except urllib.error.HTTPError as error:
+            assert error.code in (401, 404, 405), error.code
+        return Played({"kind": 1, "length": len(said)}, messages=said, turns=2)
+'''
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_policy: Path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
+    engine = Engine(model, load_tokenizer(tiny_policy), max_context=256)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def play(
+    engine: Engine, tiny_policy: Path, folder: Path, body: Callable[[OwnLoopMaker, list[Any], Any], Awaitable[None]]
+) -> None:
+    """Runs `body` with a maker, the reports of its worker, and the server."""
+    (folder / "talk.py").write_text(TALK)
+    server = InferenceServer(engine, load_tokenizer(tiny_policy), model_name="policy", secret=SECRET)
+
+    async def opened() -> Link:
+        link = await Link.start(timeout=60)
+        await link.call("open", timeout=60, source={"file": str(folder / "talk.py"), "attribute": "Talk"})
+        return link
+
+    async def work() -> None:
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        ending, reports = asyncio.Event(), []
+        serving = asyncio.create_task(serve(server.app, address.set_result, ending))
+        policy = PolicyClient(await address, SECRET)
+        section = LauncherSection(restart_backoff_s=0)
+        async with await Worker.start(opened, section, reports.append) as worker:
+            try:
+                await body(OwnLoopMaker(worker, policy, multi_turn=True, call_timeout_s=30), reports, server)
+            finally:
+                await policy.close()
+                ending.set()
+                await serving
+
+    asyncio.run(work())
+
+
+async def numbers(maker: OwnLoopMaker) -> dict[str, int]:
+    """The index of each training task by its prompt."""
+    link = await maker._worker.link()
+    found = (await link.call("tasks", split="train", start=0, count=100))["tasks"]
+    return {task["messages"][0]["content"]: index for index, task in enumerate(found)}
+
+
+def test_what_a_rollout_rests_on_is_trained_and_nothing_else(engine: Engine, tiny_policy: Path, tmp_path: Path) -> None:
+    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+        places = await numbers(maker)
+        good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
+        groups = await asyncio.gather(*(maker.make("train", index, 3, SAMPLING) for index in good))
+        for made in groups:
+            assert [outcome.error for outcome in made.outcomes] == [None] * 3
+            assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
+            assert made.outcomes[0].parts == {"kind": 1.0, "length": 4.0} and made.outcomes[0].turns == 2
+            group = made.group("talk", "g")
+            # A random policy says special tokens, which no client gives back: such a conversation is not continued.
+            whole = [not any(token < 4 for token in turns[0].completion_ids[:-1]) for turns in made.turns]
+            for turns, plain in zip(made.turns, whole, strict=True):
+                assert len(turns) == 2, "the retry and the judge are not in it"
+                continued = turns[0].prompt_ids + turns[0].completion_ids
+                assert not plain or turns[1].prompt_ids[: len(continued)] == continued
+            assert len(group.tokens) <= 3 + whole.count(False), "two turns of a rollout are one sequence"
+            assert all("assistant" in talk and "go on" in talk for talk in made.talks)
+        assert len(server.sessions) == 0, "sessions are forgotten with their group"
+
+    play(engine, tiny_policy, tmp_path, body)
+
+
+def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
+    engine: Engine, tiny_policy: Path, tmp_path: Path
+) -> None:
+    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+        index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
+        made = await maker.make("train", index, 4, SAMPLING)
+        assert [outcome.error for outcome in made.outcomes] == [None] * 4
+        for turns, text in zip(made.turns, made.texts, strict=True):
+            assert len(turns) == 1 and turns[0].completion_ids
+            # A random policy says special tokens, which no client gives back.
+            assert any(token < 4 for token in turns[0].completion_ids[:-1]) or text.strip() in turns[0].completion_text
+        assert len(server.sessions) == 0
+
+    play(engine, tiny_policy, tmp_path, body)
+
+
+def test_a_bad_rollout_is_data_and_a_dead_worker_costs_its_own_group_only(
+    engine: Engine, tiny_policy: Path, tmp_path: Path
+) -> None:
+    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+        places = await numbers(maker)
+        raising, sleeping, dying, fine = (
+            next(index for name, index in places.items() if name.startswith(start))
+            for start in ("task 3", "task 4", "task 5", "task 6")
+        )
+        made = await maker.make("train", raising, 2, SAMPLING)
+        assert all("no task for me" in (outcome.error or "") for outcome in made.outcomes)
+        assert made.outcomes[0].reward == 0.0
+        maker.rollout_timeout_s = 0.5
+        made = await maker.make("train", sleeping, 2, SAMPLING)
+        assert all("longer than 0.5 s" in (outcome.error or "") for outcome in made.outcomes)
+        maker.rollout_timeout_s = 60.0
+        neighbour, dead = await asyncio.gather(
+            maker.make("train", fine, 2, SAMPLING), maker.make("train", dying, 2, SAMPLING), return_exceptions=True
+        )
+        assert isinstance(dead, WorkerError) and dead.kind == "ended"
+        assert not isinstance(neighbour, BaseException) or neighbour.kind == "ended"
+        assert len(reports) >= 2
+        made = await maker.make("train", fine, 2, SAMPLING)
+        assert [outcome.error for outcome in made.outcomes] == [None, None]
+
+    play(engine, tiny_policy, tmp_path, body)
+
+
+def test_a_fixed_answer_is_scored_by_letting_the_environment_play(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(TALK)
+
+    async def work() -> None:
+        async with await Link.start(timeout=60) as link:
+            card = await link.call("open", timeout=60, source={"file": str(tmp_path / "talk.py"), "attribute": "Talk"})
+            assert card["own_loop"]
+            outcome = await link.call("score", timeout=60, split="heldout", index=0, answer="hello")
+            assert outcome["error"] is None, outcome
+            assert outcome["parts"] == {"kind": 1.0, "length": 4.0} and outcome["error"] is None
+            with pytest.raises(WorkerError, match="`run`"):
+                await link.call("begin", split="train", index=0, count=1)
+
+    asyncio.run(work())
+
+
+def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(TALK)
+    stand_in = OpenAiStandIn(lambda question: f"heard {question[:6]}")
+    key = "sk-very-secret-0123456789"
+
+    async def opened() -> Link:
+        link = await Link.start(timeout=60)
+        await link.call("open", timeout=60, source={"file": str(tmp_path / "talk.py"), "attribute": "Talk"})
+        return link
+
+    async def work() -> None:
+        async with await Worker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
+
+            def maker(model: str) -> tuple[OwnLoopMaker, EndpointClient]:
+                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, pause_s=0.01, tries=2)
+                return OwnLoopMaker(worker, client, multi_turn=True, call_timeout_s=30), client
+
+            good, client = maker("priced")
+            places = await numbers(good)
+            fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
+            made = await good.make("train", fine, 2, SAMPLING)
+            assert [(outcome.error, outcome.reward) for outcome in made.outcomes] == [(None, 1.0)] * 2
+            assert made.texts == ["heard go on"] * 2 and all("heard task" in talk for talk in made.talks)
+            assert [len(turns) for turns in made.turns] == [2, 2], "neither the retry nor the judge"
+            assert client.usage.requests == 8 and client.usage.cost_usd == 2.0
+            sent = [body for _, told, body in stand_in.seen if told == f"Bearer {key}"]
+            assert len(sent) == 8 and {body["max_tokens"] for body in sent} == {6}
+            await client.close()
+            for model, error in (("forbidden", ModelFailed), ("broken", Unanswered)):
+                bad, client = maker(model)
+                with pytest.raises(error) as failure:
+                    await bad.make("train", fine, 2, SAMPLING)
+                assert key not in str(failure.value)
+                await client.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        stand_in.close()
+
+
+def test_the_relay_opens_to_its_rollouts_only_and_speaks_the_dialect() -> None:
+    stand_in = OpenAiStandIn(lambda question: "hm")
+
+    async def work() -> None:
+        client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None)
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 99, "stream": True}
+        async with Relay(client, 1, SAMPLING) as relay, aiohttp.ClientSession() as http:
+            for bad in ("", "Bearer x", f"Basic {relay.keys[0]}"):
+                headers = {"Authorization": bad}
+                async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                    assert answer.status == 401
+            headers = {"Authorization": f"Bearer {relay.keys[0]}"}
+            for wrong in ({"max_tokens": "many"}, {"temperature": []}, {"top_p": "high"}):
+                async with http.post(f"{relay.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
+                    assert answer.status == 400 and "must be numbers" in await answer.text()
+            async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                assert (await answer.text()).count('"content":"hm"') == 2
+            assert [turn.completion_text for turn in relay.turns[0]] == ["hm", "hm"]
+            for wrong in (b"{", b'{"n": "x"}'):
+                async with http.post(f"{relay.url}/v1/chat/completions", data=wrong, headers=headers) as answer:
+                    assert answer.status == 400
+        await client.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        stand_in.close()
+
+
+def turn(prompt: str, answer: str) -> Turn:
+    return Turn([ord(letter) for letter in prompt], [1], [-0.1], [(0, 1)], "stop", prompt, answer + "<eos>")
+
+
+def test_the_chain_follows_the_conversation() -> None:
+    first, again, branch, second = turn("a", "one"), turn("a", "uno"), turn("ab", "lost"), turn("abc", "two")
+    turns = [first, again, branch, second]
+
+    def said(*texts: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "a"}] + [{"role": "assistant", "content": text} for text in texts]
+
+    assert chain_of(turns, said("one", "two")) == [first, second]
+    assert chain_of(turns, said("uno", "two")) == [again, second]
+    assert chain_of(turns, []) == [again, branch, second], "without a conversation only retries are known"
+    assert chain_of(turns, said("something else")) == [again, branch, second]
+
+
+def test_the_fixed_answer_streams_for_clients_that_want_that() -> None:
+    import urllib.request
+
+    from toprope.sdk.worker.scripted_policy import scripted
+
+    with scripted("so be it") as session:
+        body = b'{"messages": [], "stream": true}'
+        with urllib.request.urlopen(f"{session.base_url}/chat/completions", body, timeout=30) as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream"
+            lines = answer.read().decode().split("\n\n")
+    assert '"delta": {"role": "assistant", "content": "so be it"}' in lines[0] and lines[2] == "data: [DONE]"

@@ -1,0 +1,210 @@
+"""The rollout loop between a real worker and a policy that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.errors import ComponentFailed
+from toprope.records.journal.groups import MASKED
+from toprope.records.run.folder import RunFolder
+from toprope.sdk.worker.client import Link
+from toprope.settings.schema import LauncherSection
+from toprope.training.evaluation.evaluator import Evaluator, summarize
+from toprope.training.inference.client import Answer, PromptTooLong, Sampling
+from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.group_sampler import Made, RolloutMaker
+from toprope.training.rollouts.restarting_worker import Worker
+
+SAMPLING = Sampling(1.0, 1.0, 16)
+
+COUNTDOWN = '''
+"""Say the number one lower than the last, until 0."""
+from toprope.sdk import Environment, Part, Task
+
+
+class Countdown(Environment):
+    """Counts down."""
+
+    max_turns = 5
+    parts = {"right": Part(description="share of right answers")}
+
+    def tasks(self):
+        for number in range(1, 200):
+            yield Task(f"Count down from {number % 3 + 1} (game {number})", reference=number % 3 + 1)
+
+    def reset(self, task):
+        self.at = task.reference
+        self.right = 0
+        return task.messages
+
+    def step(self, text):
+        if text == "boom":
+            raise ValueError("told to")
+        self.right += text == str(self.at - 1)
+        self.at -= 1
+        return ("" if self.at == 0 else "go on"), self.at == 0
+
+    def score(self):
+        return {"right": self.right / self.task.reference}
+'''
+
+
+class ScriptedPolicy:
+    """Answers by a function of the conversation; tokens are characters' code points."""
+
+    def __init__(self, answer: Callable[[list[dict[str, Any]], int], str], context: int = 10_000) -> None:
+        self.answer, self.context = answer, context
+        self.requests: list[tuple[str, int]] = []
+        self.closed: list[str] = []
+
+    async def chat(
+        self, messages: list[dict[str, Any]], sampling: Sampling, *, n: int = 1, session: str = ""
+    ) -> list[Answer]:
+        self.requests.append((session, n))
+        prompt = [ord(letter) for message in messages for letter in message["content"] + "\n"]
+        if len(prompt) >= self.context:
+            raise PromptTooLong("no room for an answer")
+        answers = []
+        for index in range(n):
+            text = self.answer(messages, index)
+            ids = [ord(letter) for letter in text + "\n"]
+            turn = Turn(prompt, ids, [-0.1] * len(ids), [(3, len(ids))], "stop")
+            answers.append(Answer(text, False, turn))
+        return answers
+
+    async def close_session(self, session: str) -> None:
+        self.closed.append(session)
+
+
+def play(tmp_path: Path, policy: ScriptedPolicy, work: Callable[[RolloutMaker, Link], Awaitable[Any]]) -> Any:
+    file = tmp_path / "countdown.py"
+    file.write_text(COUNTDOWN)
+
+    async def opened() -> Link:
+        link = await Link.start()
+        await link.call("open", source={"file": str(file), "attribute": "Countdown"})
+        return link
+
+    async def run() -> Any:
+        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
+            maker = RolloutMaker(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
+            return await work(maker, await worker.link())
+
+    return asyncio.run(run())
+
+
+def number_below(messages: list[dict[str, Any]], index: int) -> str:
+    said = sum(message["role"] == "assistant" for message in messages)
+    start = int(messages[0]["content"].split()[3])
+    return str(start - said - 1)
+
+
+def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> None:
+    policy = ScriptedPolicy(number_below)
+
+    async def work(maker: RolloutMaker, link: Link) -> list[Made]:
+        return [await maker.make("train", index, 3, SAMPLING) for index in range(6)]
+
+    for made in play(tmp_path, policy, work):
+        turns = int(made.messages[0]["content"].split()[3])
+        assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
+        assert [outcome.turns for outcome in made.outcomes] == [turns] * 3
+        group = made.group("countdown", "id-1")
+        assert len(group.tokens) == 3  # the turns of a rollout extend each other: one row each
+        assert group.rollouts is None
+        for row, masks in zip(group.tokens, group.masks, strict=True):
+            sampled = [token for token, mask in zip(row, masks, strict=True) if mask != MASKED]
+            said = "".join(map(chr, sampled)).split()
+            assert said == [str(turns - turn - 1) for turn in range(turns)]
+            assert len(row) == len(masks)
+        assert group.versions == [[(3, len(f"{turns - turn - 1}\n")) for turn in range(turns)]] * 3
+    assert policy.requests[0] == ("g0", 3)
+    assert {session for session, _ in policy.requests if "/" in session} >= {"g1/0", "g1/1", "g1/2"}
+    assert policy.closed == [f"g{index}" for index in range(6)]
+
+
+def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None:
+    policy = ScriptedPolicy(lambda messages, index: "boom" if index == 1 else number_below(messages, index))
+
+    async def work(maker: RolloutMaker, link: Link) -> Made:
+        return await maker.make("train", 0, 3, SAMPLING)
+
+    made = play(tmp_path, policy, work)
+    assert [outcome.error is not None for outcome in made.outcomes] == [False, True, False]
+    assert "told to" in (made.outcomes[1].error or "")
+    assert [outcome.reward for outcome in made.outcomes] == [1.0, 0.0, 1.0]
+
+
+def test_a_conversation_that_outgrows_the_context_is_a_truncated_rollout(tmp_path: Path) -> None:
+    policy = ScriptedPolicy(lambda messages, index: "x" * 30, context=60)
+
+    async def work(maker: RolloutMaker, link: Link) -> list[Made]:
+        return [await maker.make("train", index, 2, SAMPLING) for index in range(6)]
+
+    outcomes = [outcome for made in play(tmp_path, policy, work) for outcome in made.outcomes]
+    outgrown = [outcome for outcome in outcomes if outcome.error == "context is full"]
+    assert outgrown
+    assert all(outcome.truncated and outcome.reward == 0 and outcome.turns == 1 for outcome in outgrown)
+
+
+def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> None:
+    def answer(messages: list[dict[str, Any]], index: int) -> str:
+        raise RuntimeError("inference is gone")
+
+    async def work(maker: RolloutMaker, link: Link) -> int:
+        try:
+            await maker.make("train", 0, 3, SAMPLING)
+        except RuntimeError:
+            return await link.call("discard", rollouts=[1, 2, 3])
+        raise AssertionError("the failure was hidden")
+
+    assert play(tmp_path, ScriptedPolicy(answer), work) == 0
+
+
+def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
+    policy = ScriptedPolicy(number_below, context)
+
+    async def work(maker: RolloutMaker, link: Link) -> dict[str, Any]:
+        folder = RunFolder(tmp_path)
+        folder.evaluations.mkdir()
+        evaluator = Evaluator(folder, maker, SAMPLING, concurrency=4, progress=lambda *told: None)
+        return await evaluator.heldout("before", 12, 2, greedy=False)
+
+    return play(tmp_path, policy, work)
+
+
+def test_a_task_that_cannot_be_played_is_an_error_of_the_evaluation_and_not_its_end(tmp_path: Path) -> None:
+    summary = evaluate(tmp_path, context=len("Count down from 1 (game 100)\n"))
+    assert summary["tasks"] == 12
+    assert 0 < summary["errors"] < 12
+    assert summary["policy_version"] == 3
+    assert "no room for an answer" in (tmp_path / "evaluations" / "before.json").read_text()
+
+
+def test_an_evaluation_in_which_nothing_can_be_played_fails(tmp_path: Path) -> None:
+    with pytest.raises(ComponentFailed, match="None of the 12 tasks .* no room"):
+        evaluate(tmp_path, context=5)
+
+
+def test_the_summary_counts_and_averages() -> None:
+    from toprope.records.journal.groups import Outcome
+
+    summary = summarize(
+        [
+            Outcome(1.0, {"exact": 1.0}, True),
+            Outcome(0.5, {"exact": 0.0}, False, truncated=True),
+            Outcome(0.0, {}, False, error="ValueError: x"),
+            Outcome(0.0, {}, False, error="ValueError: x"),
+        ]
+    )
+    assert summary["accuracy"] == 0.25
+    assert summary["reward_mean"] == 0.375
+    assert summary["parts"] == {"exact": 0.25}
+    assert summary["truncated"] == 0.25
+    assert summary["errors"] == 2
+    assert summary["error_kinds"] == {"ValueError: x": 2}

@@ -1,0 +1,167 @@
+"""A worker that ends over one item: the others are played by the next one, what it died of is left out, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.records.messages import Renewed
+from toprope.sdk.errors import WorkerDied, WorkerError
+from toprope.sdk.worker.client import Link
+from toprope.settings.schema import LauncherSection
+from toprope.training.inference.client import Answer, Sampling, SessionLost
+from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.group_sampler import Made, RolloutMaker
+from toprope.training.rollouts.restarting_worker import Worker
+
+ODD = '''
+"""Some tasks end the worker."""
+import os
+import sys
+import time
+from toprope.sdk import Environment, Part, Task
+
+
+class Odd(Environment):
+    """Ends or hangs over what it is told to."""
+
+    parts = {"fine": Part()}
+
+    def tasks(self):
+        for number in range(200):
+            yield Task(f"{number}", reference=number)
+
+    def score(self):
+        if self.answer == "die":
+            print("goodbye", file=sys.stderr, flush=True)
+            os._exit(7)
+        if self.answer == "hang":
+            time.sleep(600)
+        return {"fine": 1.0}
+'''
+
+
+class Says:
+    """A policy that answers the n-th task that it sees with the n-th word; it may lose its sessions."""
+
+    def __init__(self, *words: str, losses: int = 0) -> None:
+        self.words, self.losses, self.asked = list(words), losses, 0
+        self.known: dict[str, str] = {}
+
+    async def chat(self, messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> list[Answer]:
+        self.asked += 1
+        if self.losses:
+            self.losses -= 1
+            raise SessionLost("a new server")
+        task = messages[0]["content"]
+        if task not in self.known:
+            self.known[task] = self.words.pop(0) if self.words else "fine"
+        word = self.known[task]
+        return [Answer(word, False, Turn([1], [2], [-0.1], [(0, 1)], "stop"))] * n
+
+    async def close_session(self, session: str) -> None:
+        pass
+
+
+def play(
+    tmp_path: Path,
+    policy: Says,
+    work: Callable[[RolloutMaker, Worker], Awaitable[Any]],
+    restarts: int,
+    call_timeout_s: float = 60.0,
+) -> tuple[Any, list[Any]]:
+    (tmp_path / "odd.py").write_text(ODD)
+    reports: list[Any] = []
+
+    async def opened() -> Link:
+        link = await Link.start()
+        await link.call("open", source={"file": str(tmp_path / "odd.py"), "attribute": "Odd"})
+        return link
+
+    async def run() -> Any:
+        section = LauncherSection(restarts=restarts, restart_backoff_s=0.01)
+        async with asyncio.timeout(120), await Worker.start(opened, section, reports.append) as worker:
+            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
+            return await work(maker, worker)
+
+    return asyncio.run(run()), reports
+
+
+SAMPLING = Sampling(1.0, 1.0, 8)
+
+
+async def all_of(maker: RolloutMaker, count: int, split: str = "train") -> list[Any]:
+    work = (maker.make(split, number, 2, SAMPLING) for number in range(count))
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Path) -> None:
+    """Eight at a time in one worker: one of them crashes it, one hangs in it."""
+    policy = Says("fine", "die", "fine", "hang")
+    made, reports = play(tmp_path, policy, lambda maker, _: all_of(maker, 8), restarts=2, call_timeout_s=5)
+    failed = [one for one in made if not isinstance(one, Made)]
+    assert len(failed) == 2 and all(isinstance(one, WorkerError) for one in failed), made
+    assert sorted(one.type for one in failed) == ["WorkerDied", "WorkerTimeout"]
+    assert all(outcome.reward == 1.0 for one in made if isinstance(one, Made) for outcome in one.outcomes)
+    assert [(one.what, one.number, one.limit) for one in reports if isinstance(one, Renewed)] == [
+        ("worker", 1, 2),
+        ("worker", 2, 2),
+    ]
+
+
+def test_a_worker_that_somebody_killed_leaves_nothing_out(tmp_path: Path) -> None:
+    async def work(maker: RolloutMaker, worker: Worker) -> list[Any]:
+        os.kill((await worker.link()).pid, signal.SIGKILL)
+        return await all_of(maker, 3)
+
+    made, reports = play(tmp_path, Says(), work, restarts=1)
+    assert all(isinstance(one, Made) for one in made), made
+    assert len(reports) == 1 and "SIGKILL" in reports[0].reason
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_worker_that_ends_too_often_is_given_up_with_its_last_words(tmp_path: Path, restarts: int) -> None:
+    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+        for number in range(restarts):
+            with pytest.raises(WorkerError):
+                await maker.make("train", number, 2, SAMPLING)
+        with pytest.raises(WorkerDied) as ended:
+            await maker.make("train", 9, 2, SAMPLING)
+        return ended.value
+
+    error, reports = play(tmp_path, Says("die", "die"), work, restarts=restarts)
+    assert "exit code 7" in str(error) and "goodbye" in str(error)
+    assert ("was started again once within 3600 s" in str(error)) == bool(restarts)
+    assert len(reports) == restarts
+
+
+def test_what_a_worker_says_last_of_sealed_tasks_is_told_to_nobody(tmp_path: Path) -> None:
+    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+        async with maker.sealed():
+            made = await all_of(maker, 3, "heldout")
+            # The seal holds for the worker that took the other's place.
+            assert (await worker.link())._sealed is not None
+        assert (await worker.link())._sealed is None
+        return made
+
+    made, reports = play(tmp_path, Says("die"), work, restarts=1)
+    assert sum(isinstance(one, WorkerError) for one in made) == 1
+    assert "goodbye" not in str(made)
+    assert [one.reason for one in reports] == ["The worker ended with exit code 7."]
+
+
+def test_a_lost_session_ends_a_group_for_training_and_only_repeats_an_evaluation(tmp_path: Path) -> None:
+    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+        with pytest.raises(SessionLost):
+            await maker.make("train", 0, 2, SAMPLING)
+        return await maker.make("validation", 0, 2, SAMPLING)
+
+    policy = Says(losses=3)
+    made, _ = play(tmp_path, policy, work, restarts=1)
+    assert isinstance(made, Made) and policy.asked == 4

@@ -1,0 +1,115 @@
+"""Checkpoints: complete or absent, no pickle, and everything needed to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toprope.errors import Corrupt
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.trainer.checkpoint_io import CheckpointState, latest, load, save
+
+
+def make(folder: Path) -> tuple[Any, Any, Any]:
+    config = Config()
+    config.launcher.device = "cpu"
+    model = load_model(folder, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, scheduler
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(4, 200, (4, 6))
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_goes_on_from_a_checkpoint_as_without_it(tiny_policy: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_policy)
+    model, optimizer, scheduler = make(tiny_policy)
+    torch.manual_seed(1)
+    train(model, optimizer, scheduler, 3)
+    state = CheckpointState(step=3, cursor=24, policy_version=3, train_seconds=1.5)
+    path = save(tmp_path, state, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler, keep=2)
+    numbers = [random.random() for _ in range(3)]
+    expected = train(model, optimizer, scheduler, 3)
+
+    torch.manual_seed(99)
+    random.seed(99)
+    model, optimizer, scheduler = make(path / "model")
+    assert load(path, model=model, optimizer=optimizer, scheduler=scheduler) == state
+    assert [random.random() for _ in range(3)] == numbers
+    assert train(model, optimizer, scheduler, 3) == expected
+    assert load_tokenizer(path / "model").chat_template == tokenizer.chat_template
+
+
+def test_nothing_in_it_is_a_pickle_and_only_the_newest_are_kept(tiny_policy: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_policy)
+    model, optimizer, scheduler = make(tiny_policy)
+    train(model, optimizer, scheduler, 1)
+    for step in (1, 2, 10):
+        save(
+            tmp_path,
+            CheckpointState(step, step * 8, step, 0.0),
+            model=model,
+            tokenizer=tokenizer,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            keep=2,
+        )
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000002", "step-000010"]
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-000010"
+    suffixes = {path.suffix for path in newest.rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".safetensors", ".jinja"}
+
+
+def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".writing-step-000004" / "model").mkdir(parents=True)
+    assert latest(tmp_path) is None
+
+
+def after_one_step(policy: Path, folder: Path) -> tuple[Path, Any, Any, Any]:
+    """A checkpoint of step 1, and what it was made from."""
+    model, optimizer, scheduler = make(policy)
+    train(model, optimizer, scheduler, 1)
+    path = save(
+        folder,
+        CheckpointState(1, 8, 1, 0.0),
+        model=model,
+        tokenizer=load_tokenizer(policy),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        keep=1,
+    )
+    return path, model, optimizer, scheduler
+
+
+@pytest.mark.parametrize("broken", ["state.json", "optimizer.safetensors", "random.safetensors"])
+def test_a_broken_checkpoint_is_refused_and_left(tiny_policy: Path, tmp_path: Path, broken: str) -> None:
+    path, model, optimizer, scheduler = after_one_step(tiny_policy, tmp_path)
+    content = (path / broken).read_bytes()[:-7]
+    (path / broken).write_bytes(content)
+    with pytest.raises(Corrupt, match="step-000001"):
+        load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert (path / broken).read_bytes() == content
+
+
+def test_the_state_names_its_version(tiny_policy: Path, tmp_path: Path) -> None:
+    path, *_ = after_one_step(tiny_policy, tmp_path)
+    assert json.loads((path / "state.json").read_text())["version"] == 2

@@ -1,0 +1,330 @@
+"""The contract with TRL's private loss, and what becomes of groups on their way into it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
+from toprope.settings.algorithms import ALGORITHMS
+from toprope.settings.fields import apply
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.trainer.batch_source import BatchSource, Ending, GroupBatch, advantages, rows_of
+from toprope.training.trainer.grpo import BATCH_KEYS, GroupTrainer, arguments, collate
+
+# What _compute_loss may ask for and do without: pictures, other samplers' corrections, the reference policy.
+OPTIONAL = {
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+    "ref_per_token_logps",
+    "importance_sampling_ratio",
+}
+
+
+def test_trl_reads_the_keys_that_we_give() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "inputs":
+            read.add(node.slice.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "inputs":
+                read.add(node.args[0].value)
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and isinstance(node.ops[0], ast.NotIn):
+            read.add(node.left.value)
+    assert read - OPTIONAL == set(BATCH_KEYS)
+
+
+def rollout_group(rewards: list[float], *, version: int = 0, task: str = "t") -> Group:
+    """A group of one-row rollouts: prompt 5 6, two sampled tokens and the end."""
+    tokens = [[5, 6, 10 + index, 20 + index, 1] for index in range(len(rewards))]
+    return Group(
+        tokens=tokens,
+        masks=[[MASKED, MASKED, *row[2:]] for row in tokens],
+        scores=rewards,
+        inference_logprobs=[[PROMPT_LOGPROB] * 2 + [-2.0, -1.5, -0.5] for _ in tokens],
+        versions=[[(version, 3)] for _ in tokens],
+        group_id=f"{task}-{version}-{rewards}",
+        outcomes=[Outcome(reward, {"exact": reward}, success=reward >= 1) for reward in rewards],
+    )
+
+
+def small_config(**changes: Any) -> Config:
+    config = Config()
+    config.rollout.group_size, config.rollout.groups_per_step, config.rollout.max_new_tokens = 4, 2, 4
+    config.policy.max_context = 64
+    config.launcher.device = "cpu"
+    config.budget.steps = 3
+    config.optimizer.warmup_steps = 0
+    config.optimizer.learning_rate = 1e-2
+    for name, value in changes.items():
+        section, field = name.split("__")
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def trained_loss(
+    tiny_policy: Path, tmp_path: Path, groups: list[Group], config: Config
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Trains on the same groups for budget.steps steps; returns the rows and the weights after."""
+    model, tokenizer = load_model(tiny_policy, config), load_tokenizer(tiny_policy)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.optimizer.learning_rate)
+    rows: list[dict[str, Any]] = []
+    trainer = GroupTrainer(
+        config,
+        model,
+        tokenizer,
+        arguments(config, str(tmp_path), "cpu", []),
+        next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}),
+        on_row=lambda step, numbers: rows.append({"step": step} | numbers),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        callbacks=[],
+    )
+    trainer.train()
+    return rows, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def test_garbage_logprobs_change_the_loss(tiny_policy: Path, tmp_path: Path) -> None:
+    groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
+    model = load_model(tiny_policy, small_config())
+    for group in groups:
+        with torch.no_grad():
+            ids = torch.tensor(group.tokens)
+            true = torch.log_softmax(model(ids).logits[:, 1:-1], -1).gather(2, ids[:, 2:].unsqueeze(2)).squeeze(2)
+        group.inference_logprobs = [[PROMPT_LOGPROB] * 2 + row for row in true.tolist()]
+    honest, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    for group in groups:
+        group.inference_logprobs = [[PROMPT_LOGPROB] * 2 + [-7.0, -4.0, -6.0] for _ in group.tokens]
+    garbage, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    assert honest[0]["loss"] != pytest.approx(garbage[0]["loss"], abs=1e-2)
+    assert honest[0]["clip_ratio/region_mean"] == 0.0
+    assert garbage[0]["clip_ratio/region_mean"] > 0.2
+
+
+def test_every_step_leaves_one_row_under_trls_names(tiny_policy: Path, tmp_path: Path) -> None:
+    groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
+    rows, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert {"loss", "grad_norm", "learning_rate", "entropy", "clip_ratio/region_mean", "reward"} <= set(rows[0])
+
+
+def test_the_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Path) -> None:
+    group = rollout_group([0.0, 0.0, 1.0, 0.0])
+    config = small_config(rollout__groups_per_step=1, budget__steps=20, optimizer__learning_rate=0.1)
+    config.algorithm.epsilon_high = 50.0
+    _, weights = trained_loss(tiny_policy, tmp_path, [group], config)
+    before, after = load_model(tiny_policy, config), load_model(tiny_policy, config)
+    after.load_state_dict(weights, strict=False)
+
+    def likelihood(model: Any, row: int) -> float:
+        ids = torch.tensor([group.tokens[row]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, 1:-1], -1)
+        return float(logprobs.gather(1, ids[0, 2:].unsqueeze(1)).sum())
+
+    assert likelihood(after, 2) > likelihood(before, 2) + 0.1
+    assert likelihood(after, 2) - likelihood(before, 2) > likelihood(after, 0) - likelihood(before, 0)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"])
+def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
+    tiny_policy: Path, tmp_path: Path, loss: str
+) -> None:
+    """7 rows of different lengths in 4 passes."""
+    groups = [rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
+    shorter = groups[1]
+    assert shorter.inference_logprobs is not None
+    for rows in (shorter.tokens, shorter.masks, shorter.inference_logprobs):
+        del rows[0][-1], rows[2][-2:]  # type: ignore[arg-type]
+    kind: Any = {"algorithm__loss_type": loss, "budget__steps": 1}
+    _, whole = trained_loss(tiny_policy, tmp_path, groups, small_config(**kind))
+    _, parts = trained_loss(tiny_policy, tmp_path, groups, small_config(**kind, optimizer__micro_batch_size=2))
+    for name, value in whole.items():
+        assert torch.allclose(value, parts[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":TrainingRun")])
+def test_every_name_of_the_family_trains_as_its_paper_has_it(tiny_policy: Path, tmp_path: Path, name: str) -> None:
+    groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
+    config, _ = apply(small_config(budget__steps=1), {"algorithm.name": name})
+    assert config.conflicts() == [] and config.algorithm.name == name
+    rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
+    start = dict(load_model(tiny_policy, config).named_parameters())
+    assert any(not torch.equal(value, start[key]) for key, value in weights.items()) and rows[0]["loss"] is not None
+    assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo") else "token")
+
+
+def test_a_name_and_the_fields_that_it_means_do_not_part() -> None:
+    config, changed = apply(Config(), {"algorithm.name": "gspo"})
+    told = {one.field: one.after for one in changed}
+    assert told["algorithm.loss_type"] == "grpo" and told["algorithm.epsilon"] == 3e-4
+    with pytest.raises(InvalidValue, match="gspo means sequence"):
+        apply(config, {"algorithm.importance_sampling_level": "token"})
+    back, _ = apply(config, {"algorithm.name": "grpo", "algorithm.loss_type": "sapo"})
+    assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
+
+
+def test_lora_trains_adapters_only_and_beta_pulls_to_the_start(tiny_policy: Path, tmp_path: Path) -> None:
+    groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
+    config = small_config(policy__lora=True, policy__lora_rank=4, algorithm__beta=0.1, budget__steps=2)
+    rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
+    start = dict(load_model(tiny_policy, config).named_parameters())
+    changed = {name for name, value in weights.items() if name in start and not torch.equal(value, start[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert rows[1]["kl"] > 0
+
+
+def test_collate_pads_prompts_left_and_completions_right() -> None:
+    segment = Group(
+        tokens=[[5, 9, 8, 7], [5, 6, 7, 9, 9, 1]],
+        masks=[[MASKED, 9, 8, 7], [MASKED, MASKED, MASKED, 9, MASKED, 1]],
+        scores=[1.0, 0.0],
+        inference_logprobs=[[1.0, -0.1, -0.2, -0.3], [1.0, 1.0, 1.0, -0.4, 1.0, -0.5]],
+    )
+    batch = collate(rows_of([segment], Config()), pad=0, mask_truncated=False)
+    assert batch["prompt_ids"].tolist() == [[0, 0, 5], [5, 6, 7]]
+    assert batch["prompt_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert batch["completion_ids"].tolist() == [[9, 8, 7], [9, 9, 1]]
+    assert batch["tool_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
+    assert batch["num_items_in_batch"].item() == 5
+    assert batch["old_per_token_logps"][1].tolist() == pytest.approx([-0.4, 0.0, -0.5])
+
+
+def test_segments_of_a_rollout_share_one_advantage() -> None:
+    group = Group(
+        tokens=[[5, 9], [6, 8], [5, 7]],
+        masks=[[MASKED, 9], [MASKED, 8], [MASKED, 7]],
+        scores=[1.0, 1.0, 0.0],
+        rollouts=[0, 0, 1],
+        outcomes=[Outcome(1.0), Outcome(0.0)],
+    )
+    found = [row.advantage for row in rows_of([group], Config())]
+    assert found[0] == found[1] == pytest.approx(-found[2])
+    assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
+
+
+def test_advantages_that_an_environment_gives_are_used_token_by_token() -> None:
+    given = Group(
+        tokens=[[5, 9, 8], [6, 8]], masks=[[MASKED, 9, 8], [MASKED, 8]], scores=[1.0, 1.0],
+        advantages=[[0.0, 0.5, -0.25], [0.0, 2.0]],
+    )  # fmt: skip
+    zeroed = Group(
+        tokens=[[5, 9, 7], [5, 7]], masks=[[MASKED, 9, 7], [MASKED, 7]], scores=[1.0, 0.0],
+        overrides=[{"set_advantage_to_zero": True}, {}],
+    )  # fmt: skip
+    config = Config()
+    config.algorithm.scale_rewards = "none"
+    batch = collate(rows_of([given, zeroed], config), pad=0, mask_truncated=False)
+    assert batch["advantages"].tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
+    assert collate(rows_of([zeroed], config)[1:], pad=0, mask_truncated=False)["advantages"].tolist() == [-0.5]
+    config.algorithm.shuffle_rewards = True  # the control knows nothing of the answers
+    assert all(row.token_advantages is None for row in rows_of([given, zeroed], config))
+
+
+def test_equal_scores_are_no_lack_of_signal_where_advantages_are_given() -> None:
+    group = rollout_group([1.0, 1.0])
+    config = Config()
+    source = BatchSource(Reader([]), config, ending=lambda: False)
+    assert source._reason_to_drop(group, 0) == "zero_signal"
+    group.advantages = [[0.0] * len(row) for row in group.tokens]
+    assert source._reason_to_drop(group, 0) == "zero_signal"
+    group.advantages[0][-1] = 1.0
+    assert source._reason_to_drop(group, 0) is None
+
+
+def test_advantages_by_scale() -> None:
+    assert advantages([1.0, 0.0], "none", 3.0) == [0.5, -0.5]
+    assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)
+
+
+def test_rloo_holds_each_answer_against_the_others() -> None:
+    config, _ = apply(Config(), {"algorithm.name": "rloo"})
+    found = [row.advantage for row in rows_of([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
+    assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
+
+
+def test_shuffled_rewards_keep_the_group_and_lose_the_owner() -> None:
+    group = rollout_group([0.0, 0.25, 0.5, 1.0])
+    config = Config()
+    plain = [row.advantage for row in rows_of([group], config)]
+    config.algorithm.shuffle_rewards = True
+    shuffled = []
+    for number in range(20):
+        group.group_id = f"g{number}"
+        shuffled.append([row.advantage for row in rows_of([group], config)])
+    assert all(sorted(values) == pytest.approx(sorted(plain)) for values in shuffled)
+    assert len({tuple(values) for values in shuffled}) > 5
+
+
+class Reader:
+    """Delivers prepared groups, as many as are asked for, and remembers what was reported."""
+
+    def __init__(self, groups: Iterator[Group]) -> None:
+        self.groups, self.reports, self.sent = groups, [], 0
+
+    def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
+        found: list[Group] = []
+        while sequences > 0 and (group := next(self.groups, None)) is not None:
+            found.append(group)
+            sequences -= len(group.tokens)
+        numbers = list(range(self.sent, self.sent + len(found)))
+        self.sent += len(found)
+        return Batch(found or None, self.sent, numbers)
+
+    def dropped(self, items: list[tuple[int, str]]) -> None:
+        self.reports += items
+
+
+def test_stale_and_signalless_groups_are_counted_then_dropped_with_the_reason() -> None:
+    config = small_config(rollout__max_staleness=2)
+    useful = [rollout_group([1.0, 0.0, 0.0, 0.0], version=9, task=str(n)) for n in range(2)]
+    reader = Reader(
+        iter([rollout_group([0.0] * 4, version=9), rollout_group([1.0, 0.0, 0.0, 1.0], version=3), *useful])
+    )
+    batch = BatchSource(reader, config, ending=lambda: False).next(version=10)
+    assert [group.group_id for group in batch.groups] == [group.group_id for group in useful]
+    assert reader.reports == [(0, "zero_signal"), (1, "stale")]
+    assert batch.metrics["groups/delivered"] == 4
+    assert batch.metrics["frac_reward_zero_std"] == 0.25
+    assert batch.metrics["reward"] == pytest.approx((0 + 0.5 + 0.25 + 0.25) / 4)
+    assert batch.metrics["staleness/max"] == 7
+    assert batch.metrics["dropped/stale"] == 1
+    assert batch.cursor == 4
+
+
+def test_an_ending_run_makes_no_further_batch() -> None:
+    with pytest.raises(Ending):
+        BatchSource(Reader(iter([])), small_config(), ending=lambda: True).next(0)
+
+
+def test_a_batch_that_never_came_about_is_not_passed_by_the_cursor() -> None:
+    """The checkpoint at the end commits the cursor: half a batch that nobody trained on must not be behind it."""
+    source = BatchSource(
+        Reader(iter([rollout_group([1.0, 0.0, 0.0, 0.0], task=str(n)) for n in range(3)])),
+        small_config(),
+        lambda: False,
+    )
+    assert source.next(0).cursor == source.cursor == 2
+    source._ending = iter([False, True]).__next__
+    with pytest.raises(Ending):
+        source.next(0)
+    assert source.cursor == 2

@@ -1,0 +1,215 @@
+"""PPO as a trainer: a value head beside the policy, taken up again exactly, fed by the same groups as GRPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, group, rows, small
+from toprope.records.journal.groups import Batch, Group
+from toprope.records.messages import Finished, Stepped
+from toprope.records.run.folder import RunFolder
+from toprope.settings.fields import apply
+from toprope.settings.schema import Config
+from toprope.training.api.clients import sync_client
+from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.trainer import program as trainer
+from toprope.training.trainer.batch_source import BatchSource, GroupBatch, rows_of
+from toprope.training.trainer.collate import collate
+from toprope.training.trainer.ppo import PpoLearner, PpoRun
+from toprope.training.trainer.sft import FineTuning
+from toprope.training.trainer.value_head import ValueHead, with_values
+
+
+def ppo(**changes: Any) -> Config:
+    config = small(algorithm__name="ppo", ppo__epochs=2, ppo__minibatches=2)
+    for name, value in changes.items():
+        section, field = name.split("__")
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+@pytest.fixture
+def attempt(tiny_policy, monkeypatch):
+    """Trains in a run folder; `stop_after` a step, and on from its newest checkpoint if there is one."""
+    monkeypatch.setattr(sync_client, "SyncApiClient", StandInApi)
+
+    def run(folder: RunFolder, config: Config, stop_after: int = 0) -> StandInMember:
+        folder.crew.mkdir(exist_ok=True)
+        member = StandInMember(folder, tiny_policy, config, stop_after)
+        training = trainer._training_of(member)
+        assert isinstance(training, PpoRun)
+        training.run(folder.newest_checkpoint())
+        return member
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"policy__lora": True, "ppo__kl_coef": 0.1}], ids=["full", "lora-kl"]
+)  # fmt: skip
+def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_them(attempt, tmp_path, changes):
+    whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
+    attempt(whole, ppo(**changes))
+    assert attempt(broken, ppo(**changes), stop_after=3).of(Finished)[0].detail["step"] == 3
+    assert [report.step for report in attempt(broken, ppo(**changes)).of(Stepped)] == [4, 5, 6]
+    for expected, found in zip(rows(whole), rows(broken), strict=True):
+        for name in ("step", "loss", "loss/value", "grad_norm", "entropy", "learning_rate", "value/mean", "reward"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), (expected["step"], name)
+    ends = [folder.newest_checkpoint() for folder in (whole, broken)]
+    for file in ("value_head.safetensors", "optimizer.safetensors"):
+        first, second = (load_file(end / file) for end in ends)
+        assert first.keys() == second.keys()
+        assert all(torch.allclose(first[key], second[key], atol=1e-6) for key in first), file
+
+
+def test_a_checkpoints_policy_is_a_plain_model_and_the_value_head_lies_beside_it(attempt, tmp_path, tiny_policy):
+    folder = RunFolder.create(tmp_path, "run")
+    attempt(folder, ppo(budget__steps=2))
+    checkpoint = folder.newest_checkpoint()
+    plain = load_file(tiny_policy / "model.safetensors").keys()
+    assert load_file(checkpoint / "model" / "model.safetensors").keys() == plain
+    head = load_file(checkpoint / "value_head.safetensors")
+    assert head["out.weight"].abs().max() > 0, "it has learned something"
+    moments = load_file(checkpoint / "optimizer.safetensors")
+    assert "value_head.out.weight/exp_avg" in moments
+    last = rows(folder)[-1]
+    assert {"loss/policy", "loss/value", "clip_ratio/region_mean", "policy/approx_kl", "value/mean", "time/step"} <= {
+        *last
+    }
+    assert last["version"] == 2
+
+
+def test_groups_without_spread_teach_a_value_function_and_are_kept():
+    class Reader:
+        def __init__(self) -> None:
+            self.reports: list[Any] = []
+
+        def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
+            flat = group(cursor + 1)
+            flat.scores, flat.outcomes = [1.0] * 4, None
+            return Batch([flat], cursor + 1, [cursor + 1])
+
+        def dropped(self, items: list[tuple[int, str]]) -> None:
+            self.reports += items
+
+    reader = Reader()
+    batch = BatchSource(reader, ppo(), lambda: False).next(0)
+    assert len(batch.groups) == GROUPS and not reader.reports
+    assert batch.metrics["frac_reward_zero_std"] == 1.0
+
+
+def test_rows_know_their_rollout_and_its_reward():
+    two = Group(
+        tokens=[[5, 9], [6, 8], [5, 7]],
+        masks=[[-100, 9], [-100, 8], [-100, 7]],
+        scores=[1.0, 1.0, 0.0],
+        rollouts=[0, 0, 1],
+    )
+    found = rows_of([two, group(1)], ppo())
+    assert [row.rollout for row in found] == [0, 0, 1, 3, 4, 5, 6]  # a group without outcomes counts by its rows
+    assert [row.reward for row in found][:3] == [1.0, 1.0, 1.0]
+
+
+def test_values_are_read_where_the_token_is_chosen(tiny_policy):
+    """Padding on the left changes nothing, and a later token does not show in an earlier value."""
+    model, head = load_model(tiny_policy, ppo()).eval(), ValueHead(32)
+    torch.nn.init.normal_(head.out.weight)
+    ids, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.long)
+    with torch.no_grad():
+        logits, values = with_values(model, head, ids, mask, 3)
+        padded, moved = with_values(
+            model, head, torch.tensor([[0, 0, 5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]]), 3
+        )
+        other, changed = with_values(model, head, torch.tensor([[5, 6, 7, 8, 1]]), mask, 3)
+        whole = model(ids).logits[:, 1:4]
+    assert torch.allclose(logits, whole, atol=1e-5) and torch.allclose(logits, padded, atol=1e-5)
+    assert torch.allclose(values, moved, atol=1e-5) and torch.allclose(values, changed, atol=1e-5)
+    assert torch.equal(logits, other) and values.shape == (1, 3)
+
+
+def test_micro_batches_give_the_gradient_of_one_pass(tiny_policy):
+    groups = [group(number) for number in range(1, 3)]
+    ends = []
+    for micro, again in ((0, False), (3, False), (0, True)):
+        config = ppo(ppo__epochs=1, ppo__minibatches=1, budget__steps=1, optimizer__micro_batch_size=micro)
+        config.optimizer.gradient_checkpointing = again
+        model = load_model(tiny_policy, config)
+        torch.manual_seed(3)
+        head = ValueHead(32)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        learn(config, model, head, groups, optimizer)
+        ends.append([value.detach().clone() for value in (*model.parameters(), *head.parameters())])
+    for whole, *others in zip(*ends, strict=True):
+        assert all(torch.allclose(whole, other, atol=1e-6) for other in others)
+
+
+def test_the_rewarded_answer_becomes_more_likely_and_its_value_is_learned(tiny_policy):
+    config = ppo(budget__steps=30, optimizer__learning_rate=5e-3, ppo__value_coef=1.0, optimizer__warmup_steps=0)
+    model, head = load_model(tiny_policy, config), ValueHead(32)
+    one = group(1)
+    batch = collate(rows_of([one], config), pad=0, mask_truncated=False)
+    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+
+    def likelihood() -> torch.Tensor:
+        with torch.no_grad():
+            logits, _ = with_values(model, None, ids, mask, 3)
+        return torch.log_softmax(logits, -1).gather(2, batch["completion_ids"].unsqueeze(2)).sum((1, 2))
+
+    before = likelihood()
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=5e-3)
+    told = learn(config, model, head, [one], optimizer)
+    gained, rewards = likelihood() - before, [outcome.reward for outcome in one.outcomes or []]
+    right = max(range(4), key=rewards.__getitem__)
+    assert rewards.count(1.0) >= 1 and gained[right] == gained.max()
+    assert told[-1]["loss/value"] < 0.5 * told[0]["loss/value"]
+    assert told[-1]["clip_ratio/region_mean"] > 0, "the same batch again and again is off-policy in the end"
+
+
+def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], optimizer: Any) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    PpoLearner(
+        config,
+        model,
+        head,
+        None,
+        pad=0,
+        device="cpu",
+        next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}, 0),
+        on_row=lambda step, numbers: told.append(numbers),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    ).train()
+    return told
+
+
+def test_every_name_finds_its_program(tmp_path, tiny_policy):
+    def program(kind: str, name: str) -> type:
+        member = StandInMember(RunFolder(tmp_path), tiny_policy, small(algorithm__name=name))
+        member.spec.kind = kind
+        return type(trainer._training_of(member))
+
+    assert program("train", "ppo") is PpoRun and program("sft", "grpo") is program("sft", "sft") is FineTuning
+    assert program("train", "gspo") is program("train", "grpo") is trainer.TrainingRun
+
+
+def test_starting_ppo_needs_no_trl():
+    import subprocess
+    import sys
+
+    heavy = "('trl', 'accelerate', 'datasets')"
+    code = f"import sys, toprope.training.trainer.ppo; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_tokenizer_of_the_policy_pads(tiny_policy: Path):
+    assert load_tokenizer(tiny_policy).pad_token_id == 0
+
+
+def test_ppo_is_chosen_by_its_name():
+    config, changed = apply(Config(), {"algorithm.name": "PPO"})
+    assert config.algorithm.name == "ppo" and [one.field for one in changed] == ["algorithm.name"]

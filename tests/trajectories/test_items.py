@@ -1,0 +1,271 @@
+"""Rollouts as items: words out of tokens, what is sealed, filters, and five formats that hold the same."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from tests.support.trajectories_house import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import MASKED, Outcome
+from toprope.records.journal.traces import Trace, append_traces
+from toprope.trajectories.capture.run_reader import RunReader
+from toprope.trajectories.capture.selection import Query
+from toprope.trajectories.capture.strategy import TrajectoryStrategy
+from toprope.trajectories.capture.templates import ChatTemplate
+from toprope.trajectories.datasets.dataset import TrajectoryDataset, read_items
+from toprope.trajectories.datasets.writers import writing
+from toprope.trajectories.items import TrajectoryItem, item_from
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("house")
+    place_tokenizer(place / "policies")
+    return place
+
+
+def test_a_rollouts_words_are_those_of_its_tokens_and_whole(home: Path):
+    folder = make_run(home / "runs", "long")
+    question = "Spell: " + "x" * 5000
+    talk = asked(question, "first", "second")
+    cut = f"{question[:1200]}\n[...]\n{question[-800:]}"
+    system = [{"role": "system", "content": "Be brief."}, *asked("Why?", "so")]
+    posted = [{"role": "user", "content": "from outside"}, {"role": "assistant", "content": "posted"}]
+    journal(
+        folder,
+        [
+            group(1, [talk, asked(question, "other")], [1.0, 0.5], prompt=cut, answers=["first", "other"]),
+            group(2, [system], [0.0], prompt="Be brief.\nWhy?"),
+            group(3, [asked("q", "a")], [1.0], messages=[posted]),
+        ],
+    )
+    first, second, third, fourth = RunReader(folder)
+    assert (first.state, first.action) == (talk[:1], talk[1:])
+    assert second.action == [{"role": "assistant", "content": "other"}]
+    assert (third.state, third.action) == (system[:2], system[2:])
+    assert fourth.messages == posted
+    assert [one.metadata["text"] for one in (first, second, third, fourth)] == ["tokens"] * 3 + ["messages"]
+    told = first.metadata
+    assert (told["run"], told["task"], told["group"], told["rollout"], told["version"]) == ("long", "task-1", 1, 0, 1)
+    assert (told["success"], told["turns"], told["parts"], told["split"]) == (True, 2, {"exact": 1.0}, "train")
+
+
+def test_segments_of_a_rollout_are_one_conversation(home: Path):
+    """Where the template rewrites what was before, a rollout has several rows, each with a prompt of its own."""
+    folder = make_run(home / "runs", "segments")
+    first, second = asked("q", "thought and answer"), asked("q", "answer", "end")
+    rows = [row(first), row(second)]
+    rows[1] = (rows[1][0], [MASKED] * (len(rows[1][0]) - 4) + rows[1][0][-4:])  # of the second only "end" was sampled
+    one = group(1, [first], [1.0], rollouts=[0, 0], versions=[[(4, 3)], [(6, 3)]])
+    one.tokens, one.masks, one.scores = [r[0] for r in rows], [r[1] for r in rows], [1.0, 1.0]
+    journal(folder, [one])
+    [item] = RunReader(folder)
+    assert item.messages == [*first, {"role": "user", "content": "go on 1"}, {"role": "assistant", "content": "end"}]
+    assert item.metadata["version"] == 4 and item.metadata["text"] == "tokens"
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path):
+    (tmp_path / "a.parquet").write_text("before")
+    for form in ("jsonl", "json", "csv", "parquet", "datasets"):
+        with pytest.raises(RuntimeError), writing(tmp_path / "a.parquet", form) as writer:
+            writer.write([TrajectoryItem("q", "a", 1.0)] * 3000)
+            raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+    assert (tmp_path / "a.parquet").read_text() == "before"
+
+
+def test_what_does_not_fit_a_column_is_not_lost(tmp_path: Path):
+    with writing(tmp_path / "odd.parquet", "parquet") as writer:
+        writer.write([TrajectoryItem("q", "a", 1.0, {"tokens": 10**30, "success": "perhaps", "turns": 2})])
+    [row] = pyarrow.parquet.read_table(tmp_path / "odd.parquet").to_pylist()
+    assert (row["tokens"], row["success"], row["turns"]) == (None, None, 2)
+    assert json.loads(row["more"]) == {"tokens": 10**30, "success": "perhaps"}
+
+
+def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: Path):
+    dataset = TrajectoryDataset()
+    dataset.capture(TrajectoryItem("q", "a", 1.0))
+    for _ in range(2):
+        assert dataset.export(tmp_path / "mine") == 1
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    for form in ("datasets", "jsonl"):
+        with pytest.raises(InvalidValue, match="other things in it"):
+            dataset.export(tmp_path / "mine", form)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"] and len(_loaded(tmp_path / "mine")) == 1
+
+
+def test_without_a_tokenizer_an_item_says_that_its_words_were_kept_or_cut(tmp_path: Path):
+    folder = make_run(tmp_path / "runs")
+    talk = asked("short", "answer")
+    lost = group(3, [talk], [0.0], prompt=None, answers=None)
+    journal(folder, [group(1, [talk], [1.0]), group(2, [talk], [1.0], answers=["a\n[...]\nb"]), lost])
+    items = list(RunReader(folder))
+    assert [(one.state, one.action, one.metadata["text"]) for one in items] == [
+        ("short", "answer", "kept"), ("short", "a\n[...]\nb", "cut"), ("", "", "none"),
+    ]  # fmt: skip
+    assert [one.metadata["group"] for one in Query.of({"whole": True}).select(lambda: RunReader(folder))] == [1]
+
+
+def test_a_rollout_without_a_token_is_an_item_and_damage_is_counted(home: Path):
+    folder = make_run(home / "runs", "failed")
+    outcomes = [Outcome(1.0, success=True), Outcome(0.0, error="it raised")]
+    one = group(1, [asked("q", "a")], [1.0], rollouts=[0], outcomes=outcomes, answers=["a", ""])
+    journal(folder, [one, group(2, [asked("q", "b")], [0.0]), group(3, [asked("q", "c")], [0.0])])
+    path = next(folder.journal.glob("*.journal"))
+    whole = bytearray(path.read_bytes())
+    at = whole.index(b'"g2"')
+    start = whole.rindex(b"\xffTJ1", 0, at)
+    whole[start : start + 2] = b"!!"
+    path.write_bytes(whole)
+    reader = RunReader(folder)
+    items = list(reader)
+    assert [(one.metadata["group"], one.metadata["error"]) for one in items] == [(1, None), (1, "it raised"), (3, None)]
+    assert reader.captured.unreadable == 1 and reader.captured.items == 3
+
+
+def test_held_out_tasks_are_sealed(home: Path):
+    folder = make_run(home / "runs", "sealed")
+    journal(folder, [group(1, [asked("q1", "a")], [1.0]), group(2, [asked("q2", "b")], [1.0])])
+    hold_out(folder, "task-2")
+    reader = RunReader(folder)
+    assert [one.metadata["task"] for one in reader] == ["task-1"] and reader.captured.sealed == 1
+    with pytest.raises(InvalidValue, match="sealed"):
+        Query.of({"split": "heldout"})
+    with pytest.raises(InvalidValue, match="sealed"):
+        item_from({"state": "a", "action": "b", "metadata": {"split": "heldout"}}, "line 1")
+    assert not Query().matches(TrajectoryItem("a", "b", 1.0, {"split": "heldout"}))
+
+
+def test_a_teachers_demonstrations_are_rollouts_too(home: Path):
+    folder = make_run(home / "runs", "taught", kind="sft")
+    append_traces(folder.path / "traces.jsonl", [Trace("t", 0, asked("q", "a", "b"), 1.0, {}, 2, "solver")])
+    [item] = RunReader(folder)
+    assert item.state == [{"role": "user", "content": "q"}] and len(item.action) == 3
+    assert (item.metadata["teacher"], item.metadata["text"]) == ("solver", "messages")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_templates_are_taken_apart_or_said_to_be_beyond_it():
+    template = ChatTemplate(CHATML, ["<|im_start|>", "<|im_end|>"], {})
+    text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\n\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert template.before(text) == [{"role": "system", "content": "S"}, {"role": "user", "content": "a\n\nb"}]
+    between = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    for end in ("", "<|im_end|>"):
+        assert template.between(end + between) == [{"role": "user", "content": "more"}]
+    assert template.before("no such thing") is None
+    hostile = ChatTemplate("{{ ''.__class__.__mro__ }}{{ messages }}", [], {})
+    assert hostile.before("x") is None
+
+
+def test_filters_are_checked_by_name_and_type(home: Path):
+    folder = words_run(home / "runs", 4, "filtered")
+
+    def tasks(**where):
+        return [(one.metadata["group"], one.reward) for one in TrajectoryDataset.of_runs([folder]).query(**where)]
+
+    assert tasks(success=True) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)]
+    assert tasks(max_reward=0, min_version=3) == [(3, 0.0), (4, 0.0)]
+    assert tasks(per_task=1, limit=2) == [(1, 1.0), (2, 1.0)]
+    assert tasks(task="task-3") == [(3, 1.0), (3, 0.0)] and tasks(run="other") == []
+    with pytest.raises(InvalidValue, match="success"):
+        Query.of({"sucess": True})
+    with pytest.raises(InvalidValue, match="true or false"):
+        Query.of({"success": 1})
+    with pytest.raises(InvalidValue, match="at least 1"):
+        Query.of({"per_task": 0})
+
+
+class Solved(TrajectoryStrategy):
+    def should_capture(self, item):
+        return item.reward >= 1
+
+    def process(self, item):
+        item.metadata = {"seen": True}
+        return item
+
+
+def test_the_best_of_a_task_are_found_whatever_outsiders_call_their_tasks():
+    def told(reward, **metadata):
+        return TrajectoryItem(f"q{reward}", "a", reward, metadata)
+
+    odd = [told(0.1, task=["t"]), told(0.9, task=["t"]), told(0.2, task="u", group=1), told(0.3, task="u", group=1)]
+    found = list(Query(per_task=1).select(lambda: iter(odd)))
+    assert [item.reward for item in found] == [0.9, 0.3]
+
+
+def test_a_data_set_captures_by_its_strategy_and_counts():
+    dataset = TrajectoryDataset(Solved())
+    assert dataset.capture(TrajectoryItem("2+2?", "4", 1.0)) and not dataset.capture(TrajectoryItem("2+2?", "5", 0.0))
+    assert len(dataset) == 1 and dataset.items()[0].metadata == {"seen": True}
+    assert len(TrajectoryDataset()) == 0
+
+
+def test_every_format_holds_the_same_items(home: Path, tmp_path: Path):
+    dataset = TrajectoryDataset.of_runs([words_run(home / "runs", 5, "formats")])
+    items = dataset.items()
+    for form in ("jsonl", "json", "csv", "parquet"):
+        assert getattr(dataset, f"export_{form}")(tmp_path / f"a.{form}") == 10, form
+        assert dataset.export(tmp_path / f"a.{form}") == 10, "the ending tells the format"
+    dataset.export_datasets(tmp_path / "folder")
+    assert [item_from(one, "") for one in json.loads((tmp_path / "a.json").read_text())] == items
+    assert list(read_items(tmp_path / "a.jsonl")) == items
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [json.loads(one["state"]) for one in rows] == [item.state for item in items]
+    assert [float(one["reward"]) for one in rows] == [item.reward for item in items]
+    for table in (pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist(), _loaded(tmp_path / "folder")):
+        assert [(one["state"], one["action"], one["reward"]) for one in table] == [
+            (item.state, item.action, item.reward) for item in items
+        ]
+        assert [one["group"] for one in table] == [item.metadata["group"] for item in items]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.json", "a.csv", "a.parquet", "folder"}
+    with pytest.raises(InvalidValue, match="parquet"):
+        dataset.export(tmp_path / "a.xlsx")
+
+
+def _loaded(folder: Path) -> list[dict]:
+    import datasets
+
+    return list(datasets.load_from_disk(str(folder)))
+
+
+def test_items_from_outside_come_in_three_shapes_or_are_refused():
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    item = item_from({"messages": talk, "reward": 1}, "line 1")
+    assert item.state == talk[:1] and item.action[0]["tool_calls"] == [{"id": "1"}] and item.reward == 1.0
+    assert item_from({"prompt": "q", "completion": "a"}, "line 1").metadata == {"unscored": True}
+    for wrong, said in (
+        ({"messages": talk[:1]}, "need a question and an answer"),
+        ({"state": "a"}, "no action"),
+        ({"state": "a", "action": "b", "reward": float("nan")}, "reward must be a number"),
+        ({"state": "a", "action": "b", "reward": 10**400}, "reward must be a number"),
+        ({"state": [{"role": "robot", "content": "x"}], "action": "b"}, "role of"),
+        ([], "no JSON object"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            item_from(wrong, "line 1")
+
+
+def test_the_room_loads_nothing_heavy():
+    program = """
+import sys
+import toprope.trajectories.datasets.dataset, toprope.trajectories.jobs.execute
+import toprope.trajectories.jobs.jobs, toprope.trajectories.synthesis.teacher
+heavy = ("torch", "transformers", "numpy", "pyarrow", "datasets", "tokenizers", "rensa", "trl")
+print([m for m in heavy if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,441 @@
+"""Near duplicates, splits that share none, augmentation, and pipelines that count, try again and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, worker
+from toprope.trajectories.datasets.dataset import read_items
+from toprope.trajectories.items import TrajectoryItem, text_of
+from toprope.trajectories.jobs.execute import Work
+from toprope.trajectories.jobs.orders import Code, Order
+from toprope.trajectories.synthesis.generators import Mutation, TemplateSynthesiser, add_noise, swap_io
+from toprope.trajectories.synthesis.model_steps import (
+    EnvironmentTasks,
+    OwnFilter,
+    OwnGenerator,
+    OwnScorer,
+    TeacherAnswers,
+    TeacherQuestions,
+)
+from toprope.trajectories.synthesis.near_duplicates import (
+    Deduplicator,
+    deduplicate,
+    shingles,
+    similarity,
+    split_dataset,
+)
+from toprope.trajectories.synthesis.pipeline import SynthesisConfig, SynthesisPipeline, TryAgain, filter_by_score
+from toprope.trajectories.synthesis.recipe import parse_recipe
+
+WORDS = [f"{a}{b}{c}{d}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst" for d in "aeiou"]
+
+
+def texts(count: int, length: int = 12, seed: int = 0) -> list[str]:
+    dice = random.Random(seed)
+    return [" ".join(dice.choices(WORDS, k=length)) for _ in range(count)]
+
+
+def items(states: list[str]) -> list[TrajectoryItem]:
+    return [TrajectoryItem(state, "yes", 1.0) for state in states]
+
+
+def test_near_duplicates_go_and_the_first_stays():
+    made = texts(40)
+    near = [one.rsplit(" ", 1)[0] + " other" for one in made[:10]]
+    kept, left = deduplicate(items([*made, *near, made[3].upper() + "!"]), 0.7)
+    assert left == 11 and [item.state for item in kept] == made
+    assert deduplicate(items(near), 1.0)[1] == 0
+    with pytest.raises(InvalidValue, match="above 0"):
+        Deduplicator(0)
+
+
+def test_every_pair_above_the_threshold_is_found():
+    dice, made = random.Random(3), texts(150, 20)
+    for one in list(made):
+        said = one.split()
+        for _ in range(dice.randrange(1, 6)):
+            said[dice.randrange(len(said))] = dice.choice(WORDS)
+        made.append(" ".join(said))
+    found = Deduplicator(0.6).add(made)
+    sets, kept = [shingles(one) for one in made], []
+    for words, near in zip(sets, found, strict=True):
+        expected = any(similarity(words, other) >= 0.6 for other in kept)
+        assert (near is not None) is expected
+        if near is None:
+            kept.append(words)
+
+
+def test_what_a_template_says_makes_no_duplicates():
+    states = [f"Spell this word backward, letter by letter (example: sun becomes nus): {word}" for word in WORDS]
+    kept, left = deduplicate(items([*states, *states[:5]]), 0.85)
+    assert (len(kept), left) == (len(WORDS), 5)
+
+
+def test_splits_share_no_near_duplicate_and_no_task():
+    made = texts(300, 10)
+    states = [*made, *(one + " again" for one in made[:100])]
+    whole = items(states)
+    for number, item in enumerate(whole[200:240]):
+        item.metadata = {"task": f"t{number % 4}"}
+    ratios = {"train": 0.8, "validation": 0.1, "test": 0.1}
+    split = split_dataset(whole, ratios, seed=1, dedup_threshold=0.7)
+    assert sum(map(len, split.values())) == 400 and 300 <= len(split["train"]) <= 340
+    for one, other in itertools.combinations(split, 2):
+        pairs = itertools.product(split[one], split[other])
+        assert max(similarity(shingles(a.state), shingles(b.state)) for a, b in pairs) < 0.7
+        tasks = ({item.metadata.get("task") for item in split[name]} - {None} for name in (one, other))
+        assert not set.intersection(*tasks)
+    again = split_dataset(whole, ratios, seed=1, dedup_threshold=0.7)
+    assert again == split != split_dataset(whole, ratios, seed=2, dedup_threshold=0.7)
+    with pytest.raises(InvalidValue, match="ratio"):
+        split_dataset(whole, {"train": 0.0})
+
+
+def test_an_item_and_what_was_made_from_it_are_in_one_split():
+    seeds = [TrajectoryItem(state, f"answer {state}", 1.0) for state in texts(60, 10)]
+    made = add_noise(seeds, 0.5)
+    split = split_dataset([*seeds, *made, *swap_io(made)], {"train": 0.5, "validation": 0.5}, seed=3)
+    firsts = {name: {one.metadata.get("made_from", one.id) for one in held} for name, held in split.items()}
+    assert [len(held) for held in split.values()] == [90, 90] and not firsts["train"] & firsts["validation"]
+
+
+def test_noise_touches_as_much_as_was_asked_and_only_questions():
+    [plain] = items(["The quick brown fox jumps over the lazy dog again and again"])
+    assert add_noise([plain], 0.0)[0].state == plain.state
+    [noisy] = add_noise([plain], 0.2, seed=1)
+    assert noisy.state != plain.state and noisy.action == "yes" and abs(len(noisy.state) - len(plain.state)) < 12
+    assert add_noise([plain], 0.2, seed=1) == [noisy]
+    talk = TrajectoryItem([{"role": "system", "content": "S" * 30}, {"role": "user", "content": "ab" * 20}], "x", 1.0)
+    [both] = add_noise([talk], 0.5)
+    assert both.state[0] == talk.state[0] and both.state[1] != talk.state[1]
+    with pytest.raises(InvalidValue, match="from 0 to 1"):
+        add_noise([plain], 1.5)
+
+
+def test_question_and_answer_swap_and_lose_their_score():
+    [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True})])
+    assert (swapped.state, swapped.action, swapped.reward) == ("4", "2+2?", 0.0)
+    first = TrajectoryItem("2+2?", "4", 1.0).id
+    assert swapped.metadata == {"origin": "swap_io", "unscored": True, "made_from": first}
+    assert filter_by_score([swapped, TrajectoryItem("a", "b", 0.4)], 0.3)[0].state == "a"
+
+
+SUMS = {"a": [1, 2, 3, 4, 5], "b": [{"b": "6", "sum": "x"}, {"b": "7", "sum": "y"}]}
+
+
+def test_templates_fill_slots_with_values_that_belong_together_and_end():
+    maker = TemplateSynthesiser([{"state": "{a} + {b} {", "action": "{sum}"}], SUMS)
+    made = asyncio.run(maker.generate(100))
+    assert len(made) == 10 and {(item.state, item.action) for item in made} == {
+        (f"{a} + {b} {{", total) for a in range(1, 6) for b, total in (("6", "x"), ("7", "y"))
+    }
+    assert asyncio.run(maker.generate(1)) == []
+    with pytest.raises(InvalidValue, match="no values"):
+        TemplateSynthesiser(["{c}"], {"a": [1]})
+
+
+def pipeline(state: Path | None = None, **config) -> SynthesisPipeline:
+    made = SynthesisPipeline(SynthesisConfig(dedup_threshold=None, **config), state=state)
+    many = {"a": [str(n) for n in range(60)], "b": [str(n) for n in range(60)]}
+    return made.add_step(TemplateSynthesiser(["{a} + {b}"], many))
+
+
+def test_a_pipeline_generates_scores_filters_and_counts_why():
+    seeds = [TrajectoryItem("seed", "s", 0.9), TrajectoryItem("seed", "s", 0.9), TrajectoryItem("bad", "s", 0.1)]
+
+    async def score(made):
+        for number, item in enumerate(made):
+            if item.metadata.get("origin") == "template":
+                item.metadata = {**item.metadata, "score": number % 2}
+        return made
+
+    made = SynthesisPipeline(SynthesisConfig(target_size=20, min_score=0.5, dedup_threshold=1.0))
+    result = asyncio.run(made.add_step(TemplateSynthesiser(["{a} {b}"], SUMS)).add_step(score).run(seeds))
+    assert (result.seeds, result.generated_count, result.complete) == (3, 10, False)
+    assert result.filtered == {"below min_score": 1 + 10 - (len(result.items) - 1), "near duplicate": 1}
+    assert result.filtered_count == 13 - len(result.items)
+    with pytest.raises(InvalidValue, match="target_size"):
+        SynthesisConfig(target_size=0)
+
+
+def test_an_interrupted_pipeline_goes_on_behind_its_last_round(tmp_path: Path):
+    whole = asyncio.run(pipeline(target_size=600).run())
+    assert (len(whole.items), whole.rounds, whole.generated_count) == (600, 3, 600)
+
+    class Stopped(Exception):
+        pass
+
+    rounds = []
+
+    def stopping(made):
+        rounds.append(len(made))
+        if len(rounds) == 2:
+            raise Stopped
+        return made
+
+    state = tmp_path / "state.jsonl"
+    with pytest.raises(Stopped):
+        asyncio.run(pipeline(state, target_size=600).add_step(stopping).run())
+    told = []
+    again = pipeline(state, target_size=600).add_step(lambda made: made)
+    again._progress = lambda result: told.append(len(result.items))
+    result = asyncio.run(again.run())
+    assert [text_of(item.state) for item in result.items] == [text_of(item.state) for item in whole.items]
+    assert told == [512, 600] and result.generated_count == 600
+    with pytest.raises(InvalidValue, match="other steps"):
+        asyncio.run(pipeline(state, target_size=601).add_step(lambda made: made).run())
+
+
+class Broken(Exception):
+    pass
+
+
+def breaking_at(number):
+    """A step that raises in the round with this number, from 1."""
+    rounds = []
+
+    def step(made):
+        rounds.append(len(made))
+        if len(rounds) == number:
+            raise Broken
+        return made
+
+    return step
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._ROUND", 16)
+    state = tmp_path / "state.jsonl"
+    state.write_text('{"version": 1, "dig')  # nobody lived to finish the first line
+
+    def two(last):
+        made = SynthesisPipeline(SynthesisConfig(target_size=40, dedup_threshold=None), state=state)
+        for word in ("a", "b"):
+            made.add_step(TemplateSynthesiser([f"{word} {{n}}"], {"n": list(range(20))}))
+        return made.add_step(last)
+
+    with pytest.raises(Broken):
+        asyncio.run(two(breaking_at(3)).run())
+    result = asyncio.run(two(breaking_at(0)).run())
+    assert result.complete and len({item.state for item in result.items}) == 40
+
+
+SPARSE = """
+from toprope.sdk import Environment, Part, Task
+class Sparse(Environment):
+    name = "sparse"
+    parts = {"exact": Part()}
+    def tasks(self):
+        for n in range(400):
+            yield Task(f"task {n}", reference=str(n))
+    def solve(self, variant=0):
+        n = int(self.task.reference)
+        return str(n) if n % 3 == 0 and n < 200 else None
+    def score(self):
+        return {"exact": float(self.answer == self.task.reference)}
+"""
+
+
+def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_answers(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._ROUND", 8)
+    (tmp_path / "sparse.py").write_text(SPARSE)
+    source = {"file": str(tmp_path / "sparse.py"), "attribute": "Sparse"}
+
+    async def work():
+        link = await Link.start(timeout=60)
+        try:
+            await link.call("open", timeout=60, source=source, knobs={})
+
+            async def made(state, number):
+                config = SynthesisConfig(target_size=100, dedup_threshold=None)
+                pipeline = SynthesisPipeline(config, state=state).add_step(EnvironmentTasks(link, "sparse"))
+                return await pipeline.add_step(breaking_at(number)).run()
+
+            whole = await made(tmp_path / "whole.jsonl", 0)
+            with pytest.raises(Broken):
+                await made(tmp_path / "state.jsonl", 4)
+            return whole, await made(tmp_path / "state.jsonl", 0)
+        finally:
+            await link.close()
+
+    whole, again = asyncio.run(work())
+    states = [text_of(item.state) for item in whole.items]
+    assert len(states) == len(set(states)) > 24 and not whole.complete  # of 67 those that are in the train split
+    assert [text_of(item.state) for item in again.items] == states
+
+
+CALLING = """
+import socket
+from toprope.sdk import Environment, Part, Task, knob
+class Calling(Environment):
+    name = "calling"
+    parts = {"exact": Part()}
+    class Knobs:
+        length: int = knob(9, ge=1, le=12)
+    def tasks(self):
+        try:
+            socket.socket(socket.AF_INET).close()
+            network = "online"
+        except OSError:
+            network = "offline"
+        for n in range(20):
+            yield Task(f"{network} {n}", reference="x")
+    def score(self):
+        return {"exact": 1.0}
+"""
+
+
+@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine cannot deny a network")
+def test_the_owners_locks_hold_for_environments_of_a_recipe(tmp_path: Path):
+    (tmp_path / "calling.py").write_text(CALLING)
+    source = EnvironmentSource(name="calling", file=str(tmp_path / "calling.py"), attribute="Calling")
+    locks = {"environment.knobs.length": {"max": 5, "reason": "Short ones only."}}
+
+    def built(knobs):
+        order = Order(
+            kind="build", store=str(tmp_path / "datasets"), name="locked", environments={"calling": source},
+            recipe={"target_size": 3, "steps": [{"environment": "calling", "knobs": knobs}]},
+            locks=locks, network=False,
+        )  # fmt: skip
+        return asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+
+    with pytest.raises(LockedField, match="Short ones only"):
+        built({})
+    found = list(read_items(Path(built({"length": 5}).path) / "items.jsonl"))
+    assert len(found) == 3 and all(text_of(item.state).startswith("offline") for item in found)
+
+
+def test_an_order_that_was_broken_off_is_begun_anew_when_a_file_of_it_was_mended(tmp_path: Path):
+    (tmp_path / "given.jsonl").write_text('{"state": "q", "action": "a", "reward": 1}\n')
+    own = tmp_path / "own.py"
+    own.write_text("class Keep:\n    def keep(self, item): return item['nothing']\n")
+    order = Order(
+        kind="build", files=[str(tmp_path / "given.jsonl")], store=str(tmp_path / "datasets"), name="mended",
+        recipe={"steps": [{"filter": "own.py:Keep"}]}, codes={"1": Code(file=str(own), attribute="Keep")},
+    )  # fmt: skip
+    with pytest.raises(EnvironmentFailed, match="KeyError"):
+        asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    own.write_text("class Keep:\n    def keep(self, item): return True\n")
+    outcome = asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    assert [item.state for item in read_items(Path(outcome.path) / "items.jsonl")] == ["q"]
+
+
+class Teacher:
+    """Answers at the second asking, and never about what is impossible; counts how many are asked beside each other."""
+
+    def __init__(self):
+        self.asked, self.now, self.most = {}, 0, 0
+
+    async def ask(self, messages):
+        question = messages[-1]["content"]
+        self.asked[question] = self.asked.get(question, 0) + 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= 1
+        if "impossible" in question or self.asked[question] < 2:
+            raise TryAgain("later")
+        return f"```\nas {len(self.asked)}\n```" if "Write one new" in question else "an answer"
+
+
+def test_a_teacher_is_asked_again_and_what_it_never_answers_is_left_out(monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._PAUSE_S", 0.001)
+    teacher = Teacher()
+    seeds = [TrajectoryItem(f"q{n}", "", 0.0, {"unscored": True}) for n in range(20)]
+    seeds += [TrajectoryItem("impossible", "", 0.0), TrajectoryItem("known", "mine", 1.0)]
+    made = SynthesisPipeline(SynthesisConfig(target_size=40, concurrency=3, retries=2, dedup_threshold=None))
+    result = asyncio.run(made.add_step(TeacherAnswers(teacher, system="Be brief.")).run(seeds))
+    assert len(result.items) == 21 and result.filtered == {"unanswered": 1} and teacher.asked["impossible"] == 3
+    assert {text_of(item.action) for item in result.items} == {"an answer", "mine"} and 1 < teacher.most <= 3
+    assert "known" not in teacher.asked
+    anew = SynthesisPipeline(SynthesisConfig(target_size=1, dedup_threshold=None))
+    solved = TrajectoryItem("q", "mine", 1.0, {"success": True, "parts": {"exact": 1.0}})
+    [item] = asyncio.run(anew.add_step(TeacherAnswers(Teacher(), again=True)).run([solved])).items
+    assert item.action == "an answer" and not item.success  # what was said of the former answer went with it
+
+    written = SynthesisPipeline(SynthesisConfig(target_size=30, dedup_threshold=None))
+    written.add_step(TeacherQuestions(Teacher()))
+    found = asyncio.run(written.run(seeds[:5])).items
+    assert len(found) == 30 and found[5].state.startswith("as ") and found[5].metadata["origin"] == "teacher"
+
+
+OWN = """
+class Half:
+    def __init__(self, letter="b"): self.letter = letter
+    def should_capture(self, item): return self.letter in item["state"]
+    async def process(self, item): return {**item, "reward": 7.0} if "drop" not in item["state"] else None
+def score(item): return float(len(item["state"]))
+class Short:
+    def keep(self, item): return len(item["state"]) < 5
+class Make:
+    def generate(self, count): return [{"state": f"s{n}", "action": "a", "reward": 1} for n in range(count)]
+class Wrong:
+    def process(self, item): return {"state": 1}
+"""
+
+
+def test_users_code_runs_in_a_worker(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+
+    async def work():
+        async with worker() as link:
+
+            async def own(attribute, **arguments):
+                return await WorkerObject.make(link, OwnCode(file, attribute, arguments))
+
+            strategy = WorkerStrategy(await own("Half", letter="k"))
+            kept = await strategy.apply(items(["kin", "no", "drop k"]))
+            assert [(item.state, item.reward) for item in kept] == [("kin", 7.0)]
+            made = SynthesisPipeline(SynthesisConfig(target_size=3, min_score=3, dedup_threshold=None))
+            made.add_step(OwnScorer(await own("score"))).add_step(OwnFilter(await own("Short")))
+            result = await made.run(items(["ab", "abcd", "abcdef"]))
+            assert [(item.state, item.metadata["score"]) for item in result.items] == [("abcd", 4.0)]
+            assert result.filtered == {"filter Short": 1, "below min_score": 1}
+            grown = SynthesisPipeline(SynthesisConfig(target_size=5)).add_step(OwnGenerator(await own("Make")))
+            assert [item.state for item in (await grown.run()).items] == [f"s{n}" for n in range(5)]
+            with pytest.raises(EnvironmentFailed, match="Wrong.process"):
+                await WorkerStrategy(await own("Wrong")).apply(items(["x"]))
+            with pytest.raises(InvalidValue, match="neither"):
+                WorkerStrategy(await own("Make"))
+            with pytest.raises(EnvironmentFailed, match="nothing.py|Nothing"):
+                await own("Nothing")
+
+    asyncio.run(work())
+    assert "own" not in __import__("sys").modules
+
+
+def test_mutations_draw_on_the_seeds():
+    made = SynthesisPipeline(SynthesisConfig(target_size=12)).add_step(Mutation("noise", 0.3))
+    found = asyncio.run(made.run(items(texts(4)))).items
+    assert len(found) == 12 and sum(item.metadata.get("origin") == "noise" for item in found) == 8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"target": 5}, "target_size"),
+        ({"steps": [{"teacher": "m", "templates": ["x"]}]}, "has templates and teacher"),
+        (
+            {"steps": [{"noise": 0.1, "variables": {"a": [1]}}], "target_size": 3},
+            "variables is of a step with templates",
+        ),
+        ({"steps": [{"templates": ["x"]}]}, "needs a target_size"),
+        ({"split": {"heldout": 0.5}}, "sealed"),
+        ({"dedup_threshold": 2}, "dedup_threshold"),
+        ({"steps": [{"write": "answers"}]}, "says nothing"),
+    ],
+)
+def test_recipes_are_checked_before_anything_is_made(recipe, said):
+    with pytest.raises(InvalidValue, match=said):
+        parse_recipe(recipe)

@@ -1,0 +1,69 @@
+"""The fast part of the benchmark of wrong inputs: every case that shares a house, and some that spoil one. The cases
+with runs and long waits are played by `make bench-wrong-inputs`."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from benchmarks.wrong_inputs.house import Expected, Told, judge
+from benchmarks.wrong_inputs.wrong_inputs import CASES, figures, play_all
+
+SPOILING = {
+    "locks.yaml does not parse",
+    "settings.yaml that names no preset",
+    "a draft's row with odd knobs",
+    "a file of garbage",
+    "status.json is a list",
+    "a status whose evaluation is odd",
+    "a log of escape sequences and a binary",
+    "no disk left for a draft",
+}
+
+
+def test_a_wrong_call_is_answered_and_changes_nothing(tmp_path: Path) -> None:
+    cases = [case for case in CASES if not case.slow and (not case.own or case.title in SPOILING)]
+    assert len(cases) > 100 and SPOILING <= {case.title for case in cases}
+    verdicts = anyio.run(play_all, cases, tmp_path)
+    wrong = [one for one in verdicts if one.unhelpful or one.masked or one.effects]
+    assert not wrong, "\n".join(f"{one.title}: {one.unhelpful} {one.masked} {one.effects}: {one.text}" for one in wrong)
+
+
+def test_the_cases_are_many_and_of_every_kind() -> None:
+    assert len(CASES) >= 60 and len({(case.kind, case.title) for case in CASES}) == len(CASES)
+    assert len({case.kind for case in CASES}) >= 10
+
+
+@pytest.mark.parametrize(
+    ("told", "unhelpful", "masked"),
+    [
+        (Told("x failed: 7 is too many. At most 5.", True), False, False),
+        (Told("x failed: too many. At most 5.", True), True, False),
+        (Told("x failed: 7. At most 5.", True), True, False),
+        (Told("x failed: 7 is too many.", True), True, False),
+        (Told("Started with 7, too many, At most 5.", False), True, False),
+        (Told("7 is too many. At most 5. Error executing tool x", True), False, True),
+        (Told("7 is too many. At most 5.\nTraceback (most recent call last)", True), False, True),
+        (Told("7 is too many. At most 5." + "x" * 9000, True), True, False),
+        (Told("McpError: Internal error", True, protocol_error=True), False, True),
+    ],
+)
+def test_answers_are_judged_by_value_cause_and_remedy(told: Told, unhelpful: bool, masked: bool) -> None:
+    found = judge(told, Expected(("7",), ("too many",), ("At most 5",)))
+    assert (bool(found[0]), bool(found[1])) == (unhelpful, masked)
+
+
+def test_an_effect_is_seen(tmp_path: Path) -> None:
+    from benchmarks.wrong_inputs.house import House
+
+    async def work() -> list[str]:
+        house = House(tmp_path)
+        house.mark()
+        assert not await house.effects(lambda _: False)
+        (house.home / "runs").mkdir(parents=True)
+        (house.home / "runs" / "left.tmp").write_text("x")
+        return [await house.effects(lambda _: False), await house.effects(lambda key: "left.tmp" in key)]
+
+    found, allowed = anyio.run(work)
+    assert "new file home/runs/left.tmp" in found and not allowed
+    assert figures([])["cases"] == 0

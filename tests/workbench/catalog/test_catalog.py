@@ -1,0 +1,229 @@
+"""The catalog: what there is, found without running it, and what one is like, asked of a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.workbench.catalog.catalog import Catalog, Description, Entry, shipped_folder
+
+HEAD = "import os, sys, time\nfrom toprope.sdk import Environment, Part, Task, knob\n"
+TASKS = "    def tasks(self):\n        for n in range(60): yield Task(f'Say {n}', reference=str(n))\n"
+
+GOOD = (
+    HEAD
+    + """print("noise")
+class Good(Environment):
+    '''Say the number.'''
+    tags = ("talk",)
+    parts = {"right": Part(), "polite": Part(weight=0.0)}
+    class Knobs:
+        size: int = knob(3, ge=1, le=9, help="how large")
+"""
+    + TASKS
+    + "    def score(self): return {'right': self.answer == self.task.reference, 'polite': 0}\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.py").write_text(GOOD)
+    return tmp_path
+
+
+def described(folder: Path, text: str, **settings: object) -> Description:
+    (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n" + text)
+    catalog = Catalog([folder])
+    return asyncio.run(catalog.describe(catalog.find("mine"), **settings))  # type: ignore[arg-type]
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def by_name(entries: list[Entry]) -> dict[str, Entry]:
+    return {entry.name: entry for entry in entries}
+
+
+def test_every_source_is_listed_and_nothing_is_imported(folder: Path) -> None:
+    entries = by_name(Catalog([folder, folder, folder / "nowhere"]).entries())
+    assert len(entries) > 105
+    assert (entries["number_guess"].source, entries["sort_letters"].source) == ("shipped", "shipped")
+    good, spell = entries["good"], entries["reasoning_gym/spell_backward"]
+    assert (good.source, good.status, good.turns, good.tags) == ("folder", "ready", 1, ("talk",))
+    assert good.environment.model_dump(exclude_defaults=True) == {
+        "name": "good", "file": str(folder / "good.py"), "attribute": "Good"
+    }  # fmt: skip
+    assert (spell.environment.adapter, spell.environment.target) == ("reasoning_gym", "spell_backward")
+    assert entries["number_guess"].turns == 6 and all(
+        entry.status == "ready" or (entry.source, entry.status) == ("installed", "needs install")
+        for entry in entries.values()
+    )
+    assert "good" not in sys.modules
+
+
+def test_the_list_is_fresh(folder: Path) -> None:
+    catalog = Catalog([folder])
+    assert catalog.find("good").description == "Say the number."
+    (folder / "good.py").write_text(GOOD.replace("Say the number.", "Say another."))
+    assert catalog.find("good").description == "Say another."
+    (folder / "good.py").unlink()
+    with pytest.raises(NotFound):
+        catalog.find("good")
+
+
+def test_what_is_broken_is_listed_with_the_reason(folder: Path) -> None:
+    (folder / "torn.py").write_text("class A(:\n")
+    (folder / "twin.py").write_text(GOOD.replace("class Good", "class Twin").replace("tags =", "name = 'good'; tags ="))
+    catalog = Catalog([folder])
+    torn = catalog.find("torn")
+    assert torn.status == "broken" and f"{folder / 'torn.py'}:1" in torn.problem
+    twins = [entry for entry in catalog.entries() if entry.name == "good"]
+    assert [entry.status for entry in twins] == ["ready", "broken"] and "taken by" in twins[1].problem
+    assert catalog.find("good") == twins[0]
+    with pytest.raises(EnvironmentFailed, match="broken"):
+        asyncio.run(catalog.describe(torn))
+
+
+def test_an_ecosystem_that_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.sdk.adapters.reasoning_gym.PACKAGE", "reasoning_gym_of_no_machine")
+    entry = Catalog().find("reasoning_gym")
+    assert entry.status == "needs install" and "toprope env add reasoning_gym" in entry.problem
+    with pytest.raises(EnvironmentFailed, match="not installed"):
+        asyncio.run(Catalog().describe(entry))
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(folder: Path) -> None:
+    catalog = Catalog([folder])
+    for wrong, right in [("spell_backward", "reasoning_gym/spell_backward"), ("goood", "good")]:
+        with pytest.raises(NotFound) as refusal:
+            catalog.find(wrong)
+        nearest = refusal.value.hint.split(":", 1)[1].split(".")[0].split(",")
+        assert nearest[0].strip() == right and len(nearest) <= 3
+
+
+def test_search_wants_every_word_and_prefers_names(folder: Path) -> None:
+    catalog = Catalog([folder])
+    assert [entry.name for entry in catalog.search("BACKWARD spell")] == ["reasoning_gym/spell_backward"]
+    assert [entry.name for entry in catalog.search("talk")] == ["good"]
+    sudoku = [entry.name for entry in catalog.search("sudoku")]
+    assert sudoku[0] in ("reasoning_gym/mini_sudoku", "reasoning_gym/sudoku") and len(sudoku) >= 2
+    assert catalog.search("no such words at all") == [] and len(catalog.search()) == len(catalog.entries())
+
+
+def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
+    catalog, before = Catalog([folder]), children()
+    description = asyncio.run(catalog.describe(catalog.find("good"), {"size": 5}, examples=2))
+    card = description.card
+    assert (card.name, card.description, card.max_reward) == ("good", "Say the number.", 1.0)
+    assert card.knobs[0].model_dump() == {
+        "name": "size", "type": "int", "default": 3, "description": "how large", "ge": 1, "le": 9, "choices": None,
+        "value": 5,
+    }  # fmt: skip
+    assert card.parts["polite"].weight == 0.0 and "python" in card.versions
+    first, _ = description.examples
+    assert first.messages[0]["content"] == f"Say {first.reference}"
+    assert {label: outcome.reward for label, outcome in first.scores.items()} == {
+        "reference": 1, "empty": 0, "junk": 0, "near_miss": 0
+    }  # fmt: skip
+    assert first.scores["reference"].success and description.remarks == ()
+    sizes = description.splits
+    assert sum(size.known for size in sizes.values()) == 60 and all(size.exhausted for size in sizes.values())
+    assert 0 < description.start_seconds < 20 and 0 < description.load_seconds < 20
+    assert children() == before
+
+
+def test_what_an_environment_writes_where_it_is_goes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    text = "    def setup(self): open('left.csv', 'w').close(); self.tags = (os.getcwd(),)\n"
+    [place] = described(folder, text + TASKS + "    def score(self): return 0\n").card.tags
+    assert place != str(folder) and not Path(place).exists() and not (folder / "left.csv").exists()
+
+
+def test_the_card_alone_makes_no_task(folder: Path) -> None:
+    alone = described(folder, '    """Mine."""\n    def tasks(self): raise OSError\n', examples=0)
+    assert alone.card.description == "Mine." and (alone.examples, alone.splits, alone.remarks) == ((), {}, ())
+    none = described(folder, "    def tasks(self): return []\n")
+    assert none.remarks == ("The train split has no tasks.",)
+
+
+def test_a_description_that_is_given_up_leaves_nothing(folder: Path) -> None:
+    (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n    while True: pass\n")
+    catalog, before = Catalog([folder]), children()
+
+    async def body() -> None:
+        with anyio.move_on_after(0.5) as scope:
+            await catalog.describe(catalog.find("mine"))
+        assert scope.cancelled_caught
+        deadline = time.monotonic() + 5
+        while children() - before:
+            assert time.monotonic() < deadline, "the worker is still there"
+            await asyncio.sleep(0.01)
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        if pending:
+            await asyncio.wait(pending, timeout=5)
+
+    anyio.run(body)
+
+
+def test_a_scorer_that_can_be_fooled_or_raises_is_remarked(folder: Path) -> None:
+    fooled = described(folder, TASKS + "    def score(self): return 1.0 if self.answer else 0.5\n")
+    assert any("junk succeeds" in remark for remark in fooled.remarks)
+    assert any("empty is rewarded with up to 0.5" in remark for remark in fooled.remarks)
+    raising = described(folder, TASKS + "    def score(self): return float(int(self.answer) < 0)\n")
+    assert any("junk answer raises: ValueError" in remark for remark in raising.remarks)
+    assert any("reference answer does not succeed" in remark for remark in raising.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("    raise OSError('gone')\n", ["OSError: gone", "mine.py:4"]),
+        ("    sys.exit(1)\n", ["sys.exit(1)", "mine.py:4"]),
+        ("    os._exit(5)\n", ["exit code 5", "os._exit"]),
+        ("    while True: pass\n", ["'open' within 2 s", "endless loop"]),
+        ("    def tasks(self): raise KeyError('x')\n", ["raised KeyError: 'x'", "mine.py:4 in tasks"]),
+        ("    def tasks(self):\n        while True: pass\n", ["'tasks' within 2 s"]),
+        ("    pass\n", ["NotImplementedError", "write tasks(self)"]),
+    ],
+)
+def test_an_environment_that_fails_says_why_and_leaves_nothing(folder: Path, text: str, said: list[str]) -> None:
+    before = children()
+    limit = 2.0 if "within" in said[0] else 30.0
+    with pytest.raises(EnvironmentFailed) as failure:
+        described(folder, text, load_timeout_s=limit, call_timeout_s=limit)
+    for words in said:
+        assert words in str(failure.value)
+    assert failure.value.hint and children() == before
+
+
+def test_wrong_settings_are_the_callers_fault(folder: Path) -> None:
+    catalog = Catalog([folder])
+    for knobs, weights, said in [
+        ({"sise": 1}, {}, "'size'"),
+        ({"size": 10}, {}, "between 1 and 9"),
+        ({}, {"r": 1}, "right"),
+    ]:
+        with pytest.raises(InvalidValue) as refusal:
+            asyncio.run(catalog.describe(catalog.find("good"), knobs, reward_weights=weights))
+        assert said in str(refusal.value)
+
+
+def test_a_worker_gets_what_it_is_given_and_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "canary")
+    told = (
+        "    def setup(self): raise OSError(os.environ.get('SOME_API_KEY', 'nothing') + os.environ.get('OTHER', ''))\n"
+    )
+    with pytest.raises(EnvironmentFailed, match="nothing and this"):
+        described(folder, told, variables={"OTHER": " and this"})
+
+
+def test_shipped_folder_holds_the_template() -> None:
+    assert (shipped_folder() / "template.py").is_file()

@@ -1,0 +1,161 @@
+"""check_environment against real workers: what is wrong is named, what is sound is not, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+from toprope_server.cli.commands import build
+from toprope_tools.planning.environment_check import check_environment
+from typer.testing import CliRunner
+
+from tests.support.tools_house import make_workshop
+from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.check import CheckReport, check
+
+HEAD = """import os, random, subprocess, sys, time
+from toprope.sdk import Environment, Part, Task, knob
+class Mine(Environment):
+    '''Add two numbers.'''
+    class Knobs:
+        largest: int = knob(60)
+    def tasks(self):
+        for a in range(self.knobs.largest):
+            for b in range(a, self.knobs.largest): yield Task(f'What is {a} + {b}?', reference=str(a + b))
+    def score(self): return float(self.answer.strip() == self.task.reference)
+"""
+
+
+def tried(folder: Path, code: str = "", **settings: object) -> CheckReport:
+    (folder / "mine.py").write_text(HEAD + code)
+    return asyncio.run(check(Catalog([folder]).find("mine"), **settings))  # type: ignore[arg-type]
+
+
+def flags(report: CheckReport) -> set[str]:
+    return {finding.rule for finding in report.findings if finding.level != "note"}
+
+
+def test_a_sound_environment_passes_with_all_that_was_looked_at(tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    report = tried(tmp_path)
+    seen = report.seen
+    assert (report.worst, flags(report), seen.skipped) == ("ok", set(), []), report.findings
+    assert {"reference", "empty", "junk", "other", "near_miss", "unicode", "long", "echo", "appended"} <= {
+        score.kind for score in seen.scores
+    }
+    assert sum(size.known for size in seen.splits.values()) >= 500 and seen.memory_mb > 5
+    [again] = seen.again
+    assert (again.hash_seed, again.other_tasks, again.other_scores) == ("1", 0, 0) and again.scores > 5
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("    def score(self): return float(int(self.answer) == int(self.task.reference))\n", "scoring_raises"),
+        (
+            "    def tasks(self):\n        f = [Task(f'Say {n}', reference=str(n)) for n in range(800)]\n"
+            "        return sorted(f, key=lambda t: hash(t.prompt))\n",
+            "hash_seed",
+        ),
+        (
+            "    def tasks(self, split):\n        for n in range(0 if split == 'train' else 100, 200):\n"
+            "            yield Task(f'Say {n}', reference=str(n))\n",
+            "splits_leak",
+        ),
+        ("    def score(self):\n        if not self.answer: os._exit(4)\n        return float(self.answer == self.task.reference)\n", "hangs"),  # noqa: E501
+        (
+            "    def score(self):\n        subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+            "        return float(self.answer == self.task.reference)\n",
+            "leaves_processes",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, code: str, rule: str) -> None:
+    report = tried(tmp_path, code)
+    assert rule in flags(report), report.findings
+
+
+def test_what_an_environment_writes_and_starts_is_gone_afterwards(tmp_path: Path) -> None:
+    report = tried(
+        tmp_path,
+        "    def setup(self):\n        open('litter', 'w').close()\n"
+        f"        open({str(tmp_path / 'where')!r}, 'w').write(os.getcwd())\n",
+    )
+    assert {finding.rule for finding in report.findings} == {"leaves_files"}
+    assert not os.path.exists((tmp_path / "where").read_text())
+
+
+def test_time_is_bounded_and_what_there_was_no_time_for_is_said(tmp_path: Path) -> None:
+    slow = "    def score(self):\n        time.sleep(0.7)\n        return float(self.answer == self.task.reference)\n"
+    report = tried(tmp_path, slow, seconds=4.0)
+    assert report.seconds < 60 and report.seen.skipped and "slow" in flags(report)
+
+
+def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Path) -> None:
+    from toprope_tools.answers.base import tokens
+    from toprope_tools.planning.environments import select_environment
+
+    shop, launcher = make_workshop(tmp_path)
+    folder = shop.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text(HEAD)
+
+    async def work() -> None:
+        answer = await check_environment(shop, name="mine")
+        assert (answer.data.verdict, answer.data.repeatable, answer.data.scores["reference"]) == ("ok", True, 1.0)
+        assert answer.text.endswith('Next: select_environment(name="mine")') and tokens(answer) < 1500
+        draft = (await select_environment(shop, name="mine")).data.draft_id
+        shop.drafts.edit(draft, {"environment.knobs.largest": 9}, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert answer.data.draft_id == draft and [one.rule for one in answer.data.findings] == ["few_tasks"]
+        shop.drafts.edit(draft, {"environment.mixture": [{"name": "sort_letters"}]}, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert answer.data.not_checked == ["sort_letters, in environment.mixture"] and "sort_letters" in answer.text
+        shop.drafts.edit(draft, {"environment.mixture": []}, shop.home.locks())
+        (folder / "_more.py").write_text("def brief(answer):\n    return 2.0\n")
+        function = {"name": "brief", "fn": "_more.py:brief"}
+        changes = {"environment.rewards": [function], "environment.reward_weights": {"brief": 0.5}}
+        shop.drafts.edit(draft, changes, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert "outside its range of 0 to 1" in answer.text, "the draft's reward functions are tried as well"
+        shop.drafts.edit(draft, {"environment.rewards": [], "environment.reward_weights": {}}, shop.home.locks())
+        (folder / "mine.py").write_text(HEAD + "    def score(self): return 0.5\n")
+        answer = await check_environment(shop, name=draft)
+        assert answer.data.verdict == "critical" and f'check_environment(name="{draft}")' in answer.text
+        (folder / "mine.py").write_text(HEAD + "raise OSError('gone')\n")
+        with pytest.raises(EnvironmentFailed, match="OSError: gone"):
+            await check_environment(shop, name=draft)
+        with pytest.raises(NotFound):
+            await check_environment(shop, name="draft-none")
+
+    asyncio.run(work())
+    launcher.close()
+
+
+def test_the_command_ends_by_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPROPE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TOPROPE_CONFIG", str(tmp_path / "config"))
+    folder = tmp_path / "config" / "environments"
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text(HEAD + "    def score(self): return 0.5\n")
+    done = CliRunner().invoke(build(), ["env", "check", "mine"])
+    assert done.exit_code == 1 and "never_varies" in done.output and "Next" not in done.output
+    assert CliRunner().invoke(build(), ["env", "check", "nobody"]).exit_code == 2
+
+
+def test_without_room_for_a_temporary_folder_a_check_says_so_and_a_description_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(HEAD)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    catalog = Catalog([tmp_path])
+    entry = catalog.find("mine")
+    with pytest.raises(NotPossibleNow, match="mine cannot be tried"):
+        asyncio.run(check(entry))
+    assert asyncio.run(catalog.describe(entry)).examples[0].scores["reference"].reward == 1.0

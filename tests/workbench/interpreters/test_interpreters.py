@@ -1,0 +1,449 @@
+"""Interpreters of environments: made whole or not at all, shared where they are equal, gone when nobody needs them.
+
+What pip does is tried with pip itself, from wheels that are made on the spot; what is ours around it with `quick`,
+which makes real virtual environments and puts the packages there by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from toprope_server.cli.runs.prune import leftovers
+
+from tests.support.tiny_wheels import make_wheel
+from tests.support.tools_house import become, make_workshop
+from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, TooNew
+from toprope.records.run.installed_packages import packages_in, site_packages_of
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.settings.owner import Home
+from toprope.settings.schema import Config
+from toprope.workbench.adapters import Adapter
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.interpreters.adding import Interpreters, Order
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
+from toprope.workbench.interpreters.naming import target_of
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.registry import Added
+from toprope.workbench.interpreters.words import failure
+from toprope.workbench.launch.requirements import require_interpreters
+
+GAME = "def main():\n    print('scripts work')\n"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    make_wheel(folder, "tinygame", "1.0", requires=("tinyrules>=1",), code=GAME)
+    make_wheel(folder, "tinygame", "2.0", requires=("tinyrules>=1",), code=GAME)
+    make_wheel(folder, "tinyrules", "1.5")
+    make_wheel(folder, "tinyalone", "1.0", requires=("tinynowhere==9",))
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every requirement is version 1.5 of a module that says so; `tinytorn` cannot be imported."""
+
+    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
+        names = [Requirement(one).name for one in wanted.requirements]
+        return [Pin(name, f"{name}==1.5") for name in names]
+
+    def install(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
+        site = site_packages_of(self.python)
+        assert site is not None
+        for pin in pins:
+            code = "raise OSError('no such library')" if pin.name == "tinytorn" else "VERSION = '1.5'"
+            (site / f"{pin.name}.py").write_text(code)
+            (site / f"{pin.name}-1.5.dist-info").mkdir()
+            (site / f"{pin.name}-1.5.dist-info" / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: 1.5\n"
+            )
+
+    monkeypatch.setattr(Installer, "resolve", resolve)
+    monkeypatch.setattr(Installer, "install", install)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home", tmp_path / "config")
+
+
+def adapter(name: str, package: str, *requirements: str) -> Adapter:
+    return Adapter(name, f"Environments of {name}", package, requirements, module=types.ModuleType(name))
+
+
+def of(wheels: Path) -> Wanted:
+    return Wanted((), find_links=(str(wheels),), offline=True)
+
+
+def left_in(home: Home) -> list[str]:
+    folder = home.interpreters
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Path) -> None:
+    news: list[str] = []
+    found = [adapter("tinygame", "tinygame", "tinygame>=1")]
+    outcome = Interpreters(home, lambda: found).add(Order("tinygame", wanted=of(wheels)), news.append)
+    added, made = outcome.added, outcome.made
+    assert made is not None and not outcome.shared and added.adapter == "tinygame"
+    assert made.pins == ["tinygame==2.0", "tinyrules==1.5"] and made.bytes > 0
+    assert (home.interpreters / str(added.lock) / "lock.txt").read_text() == "tinygame==2.0\ntinyrules==1.5\n"
+    says = [str(added.python), "-I", "-c", "import tinyrules, sys; print(tinyrules.VERSION, sys.prefix)"]
+    told = subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told.split() == ["1.5", str(home.interpreters / str(added.lock))]
+    script = Path(str(added.python)).with_name("tinygame-says")  # it was made elsewhere: its first line is mended
+    assert subprocess.run([script], capture_output=True, text=True, timeout=60).stdout == "scripts work\n"
+    site = site_packages_of(str(added.python))
+    assert site is not None and packages_in(site) == {"tinygame": "2.0", "tinyrules": "1.5"}
+    assert any(word.startswith("resolving") for word in news) and "importing tinygame" in news
+    stored = json.loads(home.environments_file.read_text())
+    assert stored["version"] == 1 and stored["environments"]["tinygame"]["lock"] == added.lock
+
+
+def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Home, quick: None) -> None:
+    here = Interpreters(home, lambda: [])
+    first = here.add(Order("tinyrules")).added
+    second = here.add(Order("tinyrules==1.5", name="again"))
+    assert second.shared and second.added.lock == first.lock and left_in(home) == [first.lock]
+    without = here.add(Order("tinyrules>=1.2", name="third", wanted=Wanted((), offline=True)))
+    assert without.shared and without.added.lock == first.lock  # no index and no folder: what is there will do
+    named = here.add(Order("tinyrules", name="named", python=first.python)).added
+    assert named.lock == first.lock  # by its path, and still known for one of the store
+    assert len(Catalog(registry=here.registry).interpreters()) == 2
+    here.remove("named")
+    other = here.add(Order("tinyrules", name="other", requirements=("tinymore",))).added
+    assert len(left_in(home)) == 2 and other.requirements == ["tinyrules", "tinymore"]
+    for name in ("tinyrules", "third", "other"):
+        here.remove(name)
+        assert str(first.lock) in left_in(home)
+    here.remove("again")
+    assert left_in(home) == [] and here.registry.read() == {}
+    with pytest.raises(NotFound):
+        here.remove("again")
+
+
+def test_two_at_once_make_one(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60)
+    resolve = Installer.resolve
+
+    def meeting(*arguments: object) -> list[Pin]:
+        both.wait()  # neither has begun to install when the other asks for the same
+        return resolve(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Installer, "resolve", meeting)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda name: Interpreters(home, lambda: []).add(Order("tinyrules", name=name)), "ab"))
+    assert made[0].added.lock == made[1].added.lock and left_in(home) == [made[0].added.lock]
+    assert sorted(one.shared for one in made) == [False, True]
+    assert set(Interpreters(home).registry.read()) == {"a", "b"}
+
+
+def test_a_failed_installation_names_the_requirement_and_leaves_nothing(home: Home, wheels: Path) -> None:
+    with pytest.raises(EnvironmentFailed) as refusal:
+        Interpreters(home, lambda: []).add(Order("tinyalone", wanted=of(wheels)))
+    message = refusal.value.message
+    assert "requirement tinynowhere==9;" in message and "ERROR:" in message and "nothing was kept" in message
+    assert "--find-links" in refusal.value.hint and left_in(home) == [] and not home.environments_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "requirement", "hint"),
+    [
+        ("ERROR: Could not find a version that satisfies the requirement x==9 (from versions: none)", "x==9", ""),
+        ("ERROR: Cannot install a==1 and b because these package versions have conflicting dependencies.", "a==1", ""),
+        (" error: subprocess-exited-with-error\nERROR: Failed to build 'fasttext' when building", "fasttext", ""),
+        ("ERROR: Package 'nemo' requires a different Python: 3.11.7 not in '>=3.12'", "nemo", "--base"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "", "prune"),
+        ("WARNING: Retrying: Temporary failure in name resolution\nERROR: No matching distribution found for y", "y",
+         "network"),
+        ("  × No solution found when resolving dependencies:\n  ╰─▶ Because zz was not found in the package registry "
+         "and you require zz, we can conclude that your requirements are unsatisfiable.", "zz", ""),
+        ("ERROR: Cannot install old because these package versions have conflicting dependencies.\n old depends on "
+         "torch<2\n The user requested (constraint) torch==2.7 conflict", "old", "--torch any"),
+    ],
+)  # fmt: skip
+def test_words_of_installers_are_understood(said: str, requirement: str, hint: str) -> None:
+    error = failure("it", said.split("\n"), offline=False, constraint="torch==2.7")
+    assert f"requirement {requirement}" in error.message if requirement else "requirement" not in error.message
+    assert hint in error.hint and "nothing was kept" in error.message
+
+
+def test_what_installs_and_does_not_import_is_not_kept(home: Home, quick: None) -> None:
+    found = [adapter("torn", "tinytorn", "tinytorn")]
+    with pytest.raises(EnvironmentFailed, match="no such library"):
+        Interpreters(home, lambda: found).add(Order("torn"))
+    assert left_in(home) == [] and not home.environments_file.exists()
+
+
+def test_keys_of_package_indexes_are_for_the_installer_alone(
+    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = Installer.install
+
+    def torn(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
+        install(self, what, pins, wanted)
+        for module in Path(str(site_packages_of(self.python))).glob("tiny*.py"):
+            module.write_text("import os\nraise OSError(os.environ.get('PIP_EXTRA_INDEX_URL'))")
+
+    monkeypatch.setattr(Installer, "install", torn)
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://me:secret@example.org/simple")
+    with pytest.raises(EnvironmentFailed, match="OSError: None"):
+        Interpreters(home, lambda: [adapter("tiny", "tinyrules", "tinyrules")]).add(Order("tiny"))
+
+
+def test_one_that_is_given_up_leaves_nothing(home: Home, quick: None) -> None:
+    over = threading.Event()
+    over.set()
+    with pytest.raises(NotPossibleNow, match="given up"):
+        Interpreters(home, lambda: []).add(Order("tinyrules"), given_up=over)
+    assert left_in(home) == []
+
+
+def test_a_build_of_torch_for_gpus_is_not_drawn_by_accident(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def draws(self: Installer, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
+        asked.append((constraint, wanted.extra_indexes))
+        small = constraint.endswith("+cpu")
+        return [Pin("torch", "torch==2")] + ([] if small else [Pin("nvidia-cublas-cu12", "nvidia-cublas-cu12==1")])
+
+    monkeypatch.setattr(Installer, "_resolve", draws)
+    monkeypatch.setattr("toprope.workbench.interpreters.installing._own_pins", lambda: [])
+    installer = Installer(home.path, Commands(home.path / "log", timeout_s=60))
+    for own, wanted, constraints in [
+        ("2.13.0+cpu", Wanted(("torch",)), ["torch==2.13.0", "torch==2.13.0+cpu"]),
+        ("2.13.0+cpu", Wanted(("torch",), torch="any"), [""]),
+        ("2.13.0+cpu", Wanted(("torch",), torch="2.9"), ["torch==2.9"]),
+    ]:
+        asked.clear()
+        monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda own=own: own)
+        installer.resolve("it", wanted)
+        assert [constraint for constraint, _ in asked] == constraints
+    monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda: "2.13.0")
+    with pytest.raises(EnvironmentFailed, match="gigabytes") as refusal:
+        installer.resolve("it", Wanted(("torch",)))
+    assert "--torch any" in refusal.value.hint
+
+
+def test_an_interpreter_of_the_owners_is_looked_at(home: Home, tmp_path: Path) -> None:
+    found = [adapter("yaml", "yaml", "pyyaml"), adapter("tinygame", "tinygame", "tinygame")]
+    here = Interpreters(home, lambda: found)
+    brought = here.add(Order("yaml", python=sys.executable)).added
+    assert (brought.python, brought.lock) == (sys.executable, None)
+    assert brought.site_packages is not None and (Path(brought.site_packages) / "yaml").is_dir()
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no >&2; exit 3\n")
+    broken.chmod(0o755)
+    for python, said in [(str(tmp_path / "none"), "no working Python"), (str(broken), "no working Python")]:
+        with pytest.raises(InvalidValue, match=said):
+            here.add(Order("yaml", name="other", python=python))
+    with pytest.raises(InvalidValue, match="does not hold what tinygame needs"):
+        here.add(Order("tinygame", python=sys.executable))
+    assert set(here.registry.read()) == {"yaml"}
+
+
+def test_what_toprope_has_itself_is_not_installed_again(home: Home) -> None:
+    found = [adapter("yaml", "yaml", "pyyaml>=5")]
+    outcome = Interpreters(home, lambda: found).add(Order("yaml"))
+    assert outcome.own and outcome.added.python is None and left_in(home) == []
+    assert satisfied(["pyyaml>=5"], {"PyYAML": "6.0"}) and not satisfied(["pyyaml>=7"], {"PyYAML": "6.0"})
+    assert not satisfied(["./folder"], {}) and not satisfied([], {})
+
+
+def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: None) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    here = Interpreters(shop.home, lambda: [])
+    added = here.add(Order("tinyrules")).added
+    source = EnvironmentSource(name="tiny", adapter="dataset", target="{}", interpreter=added.python)
+    run = Specification(
+        run_id="tiny-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
+        policy_cache=str(shop.home.policies),
+    )  # fmt: skip
+    folder = shop.runs.start(run)
+    try:
+        here.remove("tinyrules")
+        assert left_in(shop.home) == [added.lock]
+        become(folder, "completed", ended_at=1.0)
+        launcher.leave("tiny-1")
+        require_interpreters(run)
+        [left] = [one for one in leftovers(shop) if one.path.parent == shop.home.interpreters]
+        assert left.path.name == added.lock and left.bytes > 0  # toprope prune would show it
+        assert [path.name for path in here.collect()] == [added.lock] and left_in(shop.home) == []
+        with pytest.raises(InvalidValue, match="interpreter of tiny, .* is gone") as refusal:
+            require_interpreters(run)
+        assert "toprope env add" in refusal.value.hint
+    finally:
+        launcher.close()
+
+
+def test_what_a_crash_left_goes_and_what_is_being_made_stays(home: Home) -> None:
+    here = Interpreters(home, lambda: [])
+    left = home.interpreters / ".making-old"
+    left.mkdir(parents=True)
+    os.utime(left, (1, 1))
+    cloning, clone = home.checkouts / ".making-now", home.checkouts / ".making-then"
+    for path in (cloning, clone):
+        path.mkdir(parents=True)
+    os.utime(clone, (1, 1))
+    with here.store.aside() as busy:
+        os.utime(busy, (1, 1))
+        assert here.collect() == [clone, left] and busy.is_dir()
+    assert not busy.exists() and [path.name for path in home.checkouts.iterdir()] == [cloning.name]
+
+
+def test_a_checkout_that_a_run_uses_stays(tmp_path: Path) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    here, place = Interpreters(shop.home, lambda: []), shop.home.checkouts / "mine"
+    place.mkdir(parents=True)
+    url = f"file://{tmp_path}/mine.git"
+    with here.registry.changing() as entries:
+        entries["mine"] = Added(name="mine", kind="git", given=url, path=str(place))
+    source = EnvironmentSource(name="ruled", file=str(place / "ruled.py"), attribute="Ruled")
+    run = Specification(
+        run_id="ruled-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
+        policy_cache=str(shop.home.policies),
+    )  # fmt: skip
+    folder = shop.runs.start(run)
+    try:
+        for change in (lambda: here.remove("mine"), lambda: here.add(Order(url))):
+            with pytest.raises(NotPossibleNow, match="uses the checkout"):
+                change()
+            assert place.is_dir() and "mine" in here.registry.read()
+        become(folder, "completed", ended_at=1.0)
+        launcher.leave("ruled-1")
+        here.remove("mine")
+        assert not place.exists()
+    finally:
+        launcher.close()
+
+
+def test_a_registry_that_cannot_be_read_is_left_alone_and_told(home: Home) -> None:
+    home.path.mkdir(parents=True)
+    catalog = Catalog(registry=Interpreters(home).registry)
+    for text, error in [("{", Corrupt), ('{"version": 99}', TooNew), ('{"environments": {"a": {}}}', Corrupt)]:
+        home.environments_file.write_text(text)
+        here = Interpreters(home, lambda: [])
+        with pytest.raises(error):
+            here.add(Order("pyyaml", name="a"))
+        assert home.environments_file.read_text() == text
+        entries = catalog.entries()
+        assert len(entries) > 100
+        [told] = [entry for entry in entries if entry.source == "registered"]
+        assert told.status == "broken" and "environments.json" in told.problem
+
+
+def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "ruled.py").write_text(
+        "import tinyrules\nfrom toprope.sdk import Environment, Task\nclass Ruled(Environment):\n"
+        "    '''Rules.'''\n    packages = ('tinyrules',)\n    def tasks(self): yield Task(f'Say {tinyrules.VERSION}', "
+        "reference=tinyrules.VERSION)\n    def score(self): return self.answer == self.task.reference\n"
+    )
+    (folder / "requirements.txt").write_text("tinyrules  # the rules\n")
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    here = Interpreters(home, lambda: [])
+    added = here.add(Order(str(folder))).added
+    catalog = Catalog(registry=here.registry)
+    entry = catalog.find("ruled")
+    assert (entry.source, entry.environment.interpreter) == ("folder", added.python)
+    described = asyncio.run(catalog.describe(entry))
+    assert described.card.versions["tinyrules"] == "1.5" and described.examples[0].reference == "1.5"
+    (folder / "requirements.txt").write_text("-r others.txt\n")
+    with pytest.raises(InvalidValue, match="option of pip"):
+        here.add(Order(str(folder)))
+    here.remove("mine")
+    cloned = here.add(Order(f"file://{folder}/.git", name="cloned")).added
+    assert cloned.kind == "git" and len(str(cloned.commit)) == 40 and cloned.lock == added.lock
+    assert Catalog(registry=here.registry).find("ruled").environment.file == f"{home.checkouts}/cloned/ruled.py"
+    assert [path.name for path in home.checkouts.iterdir()] == ["cloned"]
+    here.remove("cloned")
+    assert list(home.checkouts.iterdir()) == [] and folder.is_dir()
+    with pytest.raises(EnvironmentFailed, match="was not cloned"):
+        here.add(Order(f"file://{tmp_path}/nowhere.git"))
+    assert list(home.checkouts.iterdir()) == []
+
+
+def test_names_of_things_are_told_apart() -> None:
+    found = [adapter("game", "game", "game>=1"), Adapter("plain", "")]
+    for given, kind, name in [
+        ("game", "packages", "game"),
+        ("verifiers[all]==0.4", "packages", "verifiers"),
+        ("hf:openai/gsm8k", "dataset", "gsm8k"),
+        ("https://example.org/a/b.git", "git", "b"),
+        ("git+https://example.org/a/b@v1", "git", "b"),
+        ("git@example.org:a/b.git", "git", "b"),
+    ]:
+        target = target_of(given, found)
+        assert (target.kind, target.name) == (kind, name)
+    assert target_of("git+https://example.org/a/b@v1", found).ref == "v1"
+    server = target_of("http://127.0.0.1:9000/", found, "game")
+    assert (server.kind, server.given, server.name) == ("server", "http://127.0.0.1:9000", "127-0-0-1-9000")
+    for wrong, error in [
+        ("http://127.0.0.1:9000", InvalidValue),
+        ("https://me:secret@example.org/x.git", InvalidValue),
+        ("git+ssh://me:secret@example.org/x.git", InvalidValue),
+        ("x @ https://secret@example.org/x.whl", InvalidValue),
+        ("http://secret@127.0.0.1:9000", InvalidValue),
+        ("plain", InvalidValue),
+        ("--what is this", NotFound),
+    ]:
+        with pytest.raises(error) as refusal:
+            target_of(wrong, found)
+        assert "secret" not in str(refusal.value)
+
+
+def test_what_an_agent_names_is_never_what_lies_in_the_servers_folder(
+    home: Home, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "pyproject.toml").write_text("[project]\nname = 'here'\n")
+    (tmp_path / "store.git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert target_of("here", []).path is not None and target_of("store.git", []).kind == "git"
+    for given in ("here", "store.git"):
+        target = target_of(given, [], plain_only=True)
+        assert (target.kind, target.path, target.requirements) == ("packages", None, (given,))
+    added = Interpreters(home, lambda: []).add(Order("here", plain_only=True)).added
+    assert (added.kind, added.path, added.requirements) == ("packages", None, ["here"])
+
+
+def test_requirements_in_another_encoding_are_told(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_bytes("tinyrules\n".encode("utf-16"))
+    with pytest.raises(InvalidValue, match=r"requirements\.txt cannot be read as UTF-8"):
+        target_of(str(tmp_path), [])
+    (tmp_path / "requirements.txt").write_bytes(b"\xef\xbb\xbftinyrules\n")  # as editors on Windows begin a file
+    assert target_of(str(tmp_path), []).requirements == ("tinyrules",)
+
+
+def test_a_key_in_a_url_goes_nowhere(home: Home, quick: None) -> None:
+    here = Interpreters(home, lambda: [])
+    with_key = "https://me:secret@example.org/simple"
+    for order in [
+        Order("tinyrules", wanted=Wanted((), extra_indexes=(with_key,))),
+        Order("tinyrules", requirements=(f"x @ {with_key}/x.whl",)),
+    ]:
+        with pytest.raises(InvalidValue) as refusal:
+            here.add(order)
+        assert "secret" not in str(refusal.value) and "PIP_EXTRA_INDEX_URL" in refusal.value.hint
+    assert not home.path.exists()
+
+
+def test_the_digest_is_of_what_is_installed() -> None:
+    one, other = Pin("A", "A==1"), Pin("b_c", "b_c==2")
+    same = [Pin("b-c", "b-c==2"), Pin("a", "a==1")]
+    assert digest_of([one, other], "p") == digest_of(same, "p") != digest_of([one], "p")
+    assert digest_of([one], "p") != digest_of([one], "q") != digest_of([Pin("A", "A==1", "x")], "q")

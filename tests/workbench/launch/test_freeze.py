@@ -1,0 +1,76 @@
+import re
+
+import pytest
+
+from toprope.errors import InvalidValue, LockedField
+from toprope.records.index.index import Index
+from toprope.records.run.folder import RUN_ID
+from toprope.records.run.specification import EnvironmentSource, TestPlan
+from toprope.settings.locks import Lock, Locks
+from toprope.settings.presets import Preset
+from toprope.workbench.drafts import Drafts
+from toprope.workbench.launch.freeze import freeze, new_run_id
+
+SOURCE = EnvironmentSource(name="reasoning_gym/spell_backward", adapter="reasoning_gym", target="spell_backward")
+KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1, "le": 9}]
+NONE = Locks({})
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return Drafts(Index(tmp_path / "index.db")).create(SOURCE, Preset("p", "", {}, {}), KNOBS, NONE)[0]
+
+
+def test_a_specification_is_the_drafts_copy_with_the_locks_as_read(draft):
+    locks = Locks({"budget.steps": Lock("budget.steps", "a day", max=20000)})
+    specification = freeze(draft, locks, kind="train", policy_cache="/cache")
+    assert specification.config == draft.config
+    assert specification.config is not draft.config
+    assert (specification.draft_id, specification.draft_revision, specification.preset) == (draft.id, 1, "p")
+    assert specification.locks == {"budget.steps": {"max": 20000, "reason": "a day"}}
+    assert specification.environment == SOURCE
+    assert RUN_ID.fullmatch(specification.run_id)
+    assert re.fullmatch(r"spell-backward-\d{6}-\d{4}-[a-z0-9]{4}", specification.run_id)
+
+
+def test_every_lock_holds_whatever_way_the_value_came_in(draft):
+    # Not by an edit: the value is simply there, as from a database that somebody touched or a lock that is newer.
+    draft.config.budget.steps = 50_000
+    draft.config.policy.model = "gpt2"
+    draft.config.environment.knobs["length"] = 8
+    locks = Locks(
+        {
+            "budget.steps": Lock("budget.steps", "a day at most", max=20000),
+            "policy.model": Lock("policy.model", "no downloads", True, "embedded"),
+            "environment.knobs.length": Lock("environment.knobs.length", "short words", max=5),
+        }
+    )
+    with pytest.raises(LockedField) as refused:
+        freeze(draft, locks, kind="train", policy_cache="")
+    for reason in ("a day at most", "no downloads", "short words"):
+        assert reason in str(refused.value)
+
+
+def test_what_does_not_fit_does_not_start(draft):
+    draft.config.rollout.max_new_tokens = 100_000
+    draft.config.environment.knobs |= {"length": 10, "colour": 1}
+    with pytest.raises(InvalidValue) as refused:
+        freeze(draft, NONE, kind="train", policy_cache="")
+    for part in ("leaves no room", "environment.knobs.length: 10", "environment.knobs.colour"):
+        assert part in str(refused.value)
+
+
+def test_a_plan_belongs_to_a_test(draft):
+    plan = TestPlan(tasks=4, group_size=2)
+    assert freeze(draft, NONE, kind="test", policy_cache="", test=plan).test == plan
+    with pytest.raises(ValueError):
+        freeze(draft, NONE, kind="train", policy_cache="", test=plan)
+    with pytest.raises(ValueError):
+        freeze(draft, NONE, kind="test", policy_cache="")
+
+
+@pytest.mark.parametrize("name", ["", "../..", "ÄÖÜ", "a" * 200, "My Run!", "x/y/z", "-", "--flag", "a\x00b", "9"])
+def test_any_name_gives_a_valid_id(name):
+    run_id = new_run_id(name)
+    assert RUN_ID.fullmatch(run_id)
+    assert new_run_id(name) != run_id

@@ -1,0 +1,248 @@
+"""Sources of the catalog: what adapters declare and find, and that a broken one of anything hides no other."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.workbench import adapters as module
+from toprope.workbench.adapters import Adapter, adapters
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.entries import Entry, Names
+from toprope.workbench.interpreters.known import Known, known_interpreters
+from toprope.workbench.interpreters.registry import Added, Registry
+from toprope.workbench.sources.folders import FileReader, FolderSource
+from toprope.workbench.sources.installed import InstalledSource
+
+OURS = "from toprope.sdk import Environment\nclass Mine(Environment):\n    '''Mine.'''\n"
+
+
+def made(name: str, package: str = "", **functions: object) -> Adapter:
+    """An adapter of functions."""
+    code = types.ModuleType(name)
+    code.__dict__.update(functions)
+    return Adapter(name, f"What {name} is.", package, (f"{package}>=1",) if package else (), module=code)
+
+
+def declares(word: str) -> object:
+    """A `declared` that finds functions whose names begin with a word."""
+
+    def declared(file: Path, tree: ast.Module) -> list[Listed]:
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        return [Listed(name, f"{file}:{name}", tools=True, tasks=7) for name in names if name.startswith(word)]
+
+    return declared
+
+
+def raises(*_: object) -> list[Listed]:
+    raise RuntimeError("half written")
+
+
+def place(path: Path, *packages: str) -> Path:
+    for package in packages:
+        (path / package).mkdir(parents=True)
+        (path / f"{package}-1.0.dist-info").mkdir()
+    return path
+
+
+def folder_entries(folder: Path, found: list[Adapter], known: list[Known], python: str | None = None) -> list[Entry]:
+    return FolderSource(folder, "folder", FileReader(lambda: found), lambda: known, python).entries(Names())
+
+
+def test_a_file_is_listed_by_whoever_knows_it_and_in_the_interpreter_that_has_it(tmp_path: Path) -> None:
+    mine, site = tmp_path / "mine", place(tmp_path / "site", "alpha")
+    mine.mkdir()
+    (mine / "a.py").write_text("def a_task(): ...\ndef b_task(): ...\ndef other(): ...\n")
+    (mine / "ours.py").write_text(OURS)
+    (mine / "torn.py").write_text("def a_(:\n")
+    found = [made("alpha", "alpha", declared=declares("a")), made("beta", "beta", declared=declares("b")), made("none")]
+    entries = {entry.name: entry for entry in folder_entries(mine, found, [Known("venv", sys.executable, site)])}
+    assert set(entries) == {"a_task", "b_task", "ours", "torn"}
+    a, b = entries["a_task"], entries["b_task"]
+    assert (a.status, a.ecosystem, a.tools, a.tasks) == ("ready", "alpha", True, 7)
+    target = f"{mine / 'a.py'}:a_task"
+    assert a.environment == EnvironmentSource(name="a_task", adapter="alpha", target=target, interpreter=sys.executable)
+    assert b.status == "needs install" and "toprope env add beta" in b.problem
+    assert entries["ours"].ecosystem == "toprope" and entries["torn"].status == "broken"
+    [own] = [entry for entry in folder_entries(mine, found, [], "/other/python") if entry.name == "b_task"]
+    assert (own.status, own.environment.interpreter) == ("ready", "/other/python")
+
+
+def test_an_adapter_that_fails_hides_nothing(tmp_path: Path) -> None:
+    mine, site = tmp_path / "mine", place(tmp_path / "site", "alpha", "beta")
+    mine.mkdir()
+    (mine / "a.py").write_text("def a_task(): ...\n")
+    found = [made("beta", "beta", declared=raises, installed=raises), made("alpha", "alpha", declared=declares("a"))]
+    ready, told = folder_entries(mine, found, [Known("", None, site)])
+    assert (ready.name, ready.status) == ("a_task", "ready")
+    assert told.status == "broken" and "The adapter beta cannot read" in told.problem and "half written" in told.problem
+    source = InstalledSource(
+        lambda: [*found, Adapter("gamma", "", problem="SyntaxError")], lambda: [Known("", None, site)]
+    )
+    assert {entry.name: entry.status for entry in source.entries(Names())} == {"beta": "broken", "gamma": "broken"}
+
+
+def test_files_are_read_again_when_they_changed_and_not_otherwise(tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def declared(file: Path, tree: ast.Module) -> list[Listed]:
+        asked.append(file)
+        return [Listed("one", str(file))]
+
+    file = tmp_path / "a.py"
+    file.write_text("x = 1\n")
+    reader = FileReader(lambda: [made("alpha", declared=declared)])
+    source = FolderSource(tmp_path, "folder", reader, lambda: [])
+    for _ in range(3):
+        assert len(source.entries(Names())) == 1
+    assert len(asked) == 1
+    stat = file.stat()
+    file.write_text("x = 2\n")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as large and as old as before
+    source.entries(Names())
+    assert len(asked) == 2
+
+
+def test_packages_of_every_interpreter_are_listed_and_those_of_none_say_what_to_do(tmp_path: Path) -> None:
+    first, second = place(tmp_path / "first", "alpha"), place(tmp_path / "second", "alpha", "alpha_more")
+    calls: list[Path] = []
+
+    def installed(site: Path) -> list[Listed]:
+        calls.append(site)
+        found = [Listed("chess", "chess", turns=None, tags=("board",))]
+        if (site / "alpha_more").is_dir():
+            found += [Listed("go", "go", problem="set GO_KEY", needs="key"), Listed("old", "old", problem="it is old")]
+        return found
+
+    found = [made("alpha", "alpha", installed=installed), made("beta", "beta", installed=installed), made("plain")]
+    known = [
+        Known("", None, tmp_path / "empty"),
+        Known("first", sys.executable, first),
+        Known("second", sys.executable, second),
+        Known("gone", "/no/such/python", tmp_path / "gone"),
+    ]
+    (tmp_path / "empty").mkdir()
+    source = InstalledSource(lambda: found, lambda: known)
+    entries = {entry.name: entry for entry in source.entries(Names())}
+    assert {name: entry.status for name, entry in entries.items()} == {
+        "gone": "broken", "alpha/chess": "ready", "alpha/chess@second": "ready", "alpha/go": "needs key",
+        "alpha/old": "broken", "beta": "needs install",
+    }  # fmt: skip
+    assert "toprope env remove gone" in entries["gone"].problem and entries["beta"].ecosystem == "beta"
+    assert entries["alpha/go"].usable and not entries["beta"].usable
+    source.entries(Names())
+    assert len(calls) == 2  # nothing was installed meanwhile
+    place(first, "alpha_more")
+    assert "alpha/go" in {entry.name for entry in source.entries(Names())} and len(calls) == 3
+
+
+def test_adapters_are_found_in_their_folder_each_by_itself(tmp_path: Path) -> None:
+    for name in ("good", "torn", "_private"):
+        (tmp_path / f"{name}.py").touch()
+
+    def load(name: str) -> types.ModuleType:
+        if name == "torn":
+            raise SyntaxError("invalid syntax")
+        code = types.ModuleType(name, "Good ones.\n\nMore.")
+        code.REQUIREMENTS, code.PACKAGE = ("good==1",), "good"  # type: ignore[attr-defined]
+        return code
+
+    good, torn = adapters(tmp_path, load)
+    assert (good.name, good.description, good.requirements, good.package) == (
+        "good",
+        "Good ones.",
+        ("good==1",),
+        "good",
+    )
+    assert torn.name == "torn" and "SyntaxError: invalid syntax" in torn.problem
+    names = {one.name: one for one in adapters()}
+    assert {"dataset", "orchestrator", "reasoning_gym"} <= set(names) and not [one for one in names if one[0] == "_"]
+    assert not names["orchestrator"].reads_files  # a source of its own lists it
+
+
+def test_a_package_is_there_as_a_folder_a_module_or_a_note_of_an_editable_one(tmp_path: Path) -> None:
+    game = made("game", "tiny_game")
+    assert not game.is_in(tmp_path / "nowhere") and not game.is_in(tmp_path)
+    info = tmp_path / "tiny_game-1.0.dist-info"
+    info.mkdir()
+    assert not game.is_in(tmp_path)  # of another module, perhaps
+    (info / "direct_url.json").touch()
+    assert game.is_in(tmp_path) and made("any").is_in(tmp_path)
+    (tmp_path / "other.py").touch()
+    assert made("other", "other").is_in(tmp_path)
+
+
+def test_what_was_added_is_listed_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "ours.py").write_text(OURS)
+    (tmp_path / "alone.py").write_text(OURS)
+    registry = Registry(tmp_path / "environments.json")
+    with registry.changing() as entries:
+        for name, fields in {
+            "mine": {"kind": "folder", "path": str(mine)},
+            "alone": {"kind": "folder", "path": str(tmp_path / "alone.py"), "python": sys.executable},
+            "lost": {"kind": "git", "path": str(tmp_path / "lost")},
+            "sums": {"kind": "dataset", "given": "hf:openai/gsm8k"},
+            "served": {"kind": "server", "adapter": "remote", "url": "http://127.0.0.1:9"},
+            "odd": {"kind": "server", "adapter": "nobody", "url": "http://127.0.0.1:9"},
+        }.items():
+            entries[name] = Added(**{"name": name, "given": name, **fields})
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    catalog = Catalog(registry=registry)
+    catalog._adapters_found = [made("remote")]
+    found = {entry.name: entry for entry in catalog.entries()}
+    assert found["ours"].environment.file == str(mine / "ours.py") and found["ours"].source == "folder"
+    assert found["alone"].environment.interpreter == sys.executable
+    assert found["lost"].status == "broken" and "toprope env remove lost" in found["lost"].problem
+    sums = found["sums"]
+    assert (sums.status, sums.source, sums.usable) == ("needs network", "hub", True)
+    assert '"path": "hf:openai/gsm8k"' in str(sums.environment.target)
+    assert (found["served"].status, found["served"].environment.target) == ("ready", "http://127.0.0.1:9")
+    assert found["odd"].status == "broken" and "nobody" in found["odd"].problem
+    (tmp_path / "hub" / "hub" / "datasets--openai--gsm8k").mkdir(parents=True)
+    assert catalog.find("sums").status == "ready"
+
+
+def test_a_source_that_cannot_be_listed_is_one_broken_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog()
+    monkeypatch.setattr(type(catalog._sources[1]), "entries", raises)
+    entries = catalog.entries()
+    assert len(entries) > 100
+    [told] = [entry for entry in entries if "cannot be listed" in entry.problem]
+    assert told.status == "broken" and "half written" in told.problem
+
+
+def test_what_a_file_says_of_itself_can_be_shown_and_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text("from toprope.sdk import Environment\nclass A(Environment):\n  'Good.'\n")
+    text = "from toprope.sdk import Environment\nclass A(Environment):\n  '\x1b[2JB'\n  name = 'x\\n\\nDo this:' %s\n"
+    (tmp_path / "lines.py").write_text(text % "")
+    (tmp_path / "long.py").write_text(text % f"'{'z' * 100_000}'")
+    (tmp_path / "esc\x1b[2J\n.py").write_text("def (\n")
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000 + "]" * 5000)
+    (tmp_path / "data.yaml").write_text("adapter: dataset\npath: hf:a/b\n")
+    entries = [entry for entry in Catalog([tmp_path]).entries() if entry.source in ("folder", "dataset")]
+    for entry in entries:
+        for said in (entry.name, entry.description, entry.problem):
+            assert said.isprintable() and len(said) <= 1000, said[:200]
+    named = {entry.name: entry for entry in entries}
+    assert named["good"].status == named["data"].status == "ready"
+    assert named["deep"].status == "broken" and "nested too deeply" in named["deep"].problem
+    assert {"x Do this:", "esc\ufffd[2J"} <= set(named)
+
+
+def test_interpreters_of_an_ecosystem_come_before_others() -> None:
+    added = {
+        name: Added(name=name, kind="packages", given=name, adapter=adapter, python="/p", site_packages=f"/{name[0]}")
+        for name, adapter in {"zeta": "zeta", "aaa": None, "older": "zeta", "aab": None}.items()
+    }
+    assert [one.name for one in known_interpreters(added)] == ["", "zeta", "older", "aaa"]

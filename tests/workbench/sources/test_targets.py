@@ -1,0 +1,59 @@
+"""YAML files of the owner's that say what an adapter makes an environment of: listed without running, and played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from toprope.workbench.catalog.catalog import Catalog
+
+REWARDS = '''"""Sums of mine."""
+
+def accuracy(completions, answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def brief(completions, **kwargs):
+    return [-len(c) / 100 for c in completions]
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "_rewards.py").write_text(REWARDS)
+    rows = [json.dumps({"prompt": f"{n}+1", "answer": str(n + 1)}) for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    (tmp_path / "sums.yaml").write_text(
+        "adapter: trl\nfile: _rewards.py\nrows: sums.jsonl\nreward_funcs: [accuracy, brief]\nranges: {brief: [-1, 0]}\n"
+        "success: accuracy\n"
+    )
+    (tmp_path / "mixed.yaml").write_text(
+        "adapter: reasoning_gym\ndescription: Mixed.\ntasks:\n- {name: gcd, weight: 2}\n- {name: lcm}\n"
+    )
+    (tmp_path / "wrong.yaml").write_text("adapter: trl\nfile: x.py\nreward_func: [a]\n")
+    (tmp_path / "unknown.yaml").write_text("adapter: nothing\n")
+    (tmp_path / "gym.yaml").write_text("adapter: nemo_gym\nurl: http://127.0.0.1:9\nrows: sums.jsonl\n")
+    return tmp_path
+
+
+def test_files_are_entries_of_their_own_names_and_wrong_ones_say_what_is_right(folder: Path) -> None:
+    entries = {entry.name: entry for entry in Catalog([folder]).entries()}
+    sums, mixed, gym = entries["sums"], entries["mixed"], entries["gym"]
+    assert (sums.status, sums.ecosystem, sums.description, sums.turns) == ("ready", "trl", "Sums of mine.", 1)
+    target = json.loads(sums.environment.target or "")
+    assert target["file"] == str(folder / "_rewards.py") and target["rows"] == str(folder / "sums.jsonl")
+    assert (mixed.status, mixed.description, mixed.environment.adapter) == ("ready", "Mixed.", "reasoning_gym")
+    assert gym.tools and gym.turns is None
+    assert entries["wrong"].status == "broken" and "reward_funcs" in entries["wrong"].problem
+    assert entries["unknown"].status == "broken" and "adapter must be dataset" in entries["unknown"].problem
+
+
+def test_one_is_described_by_its_worker(folder: Path) -> None:
+    catalog = Catalog([folder])
+    described = asyncio.run(catalog.describe(catalog.find("sums"), load_timeout_s=120, call_timeout_s=60))
+    assert set(described.card.parts) == {"accuracy", "brief"} and described.card.name == "sums"
+    scores = described.examples[0].scores
+    assert scores["reference"].success and not scores["junk"].success
+    assert "sha256 sums.jsonl" in described.card.versions and "sha256 _rewards.py" in described.card.versions

@@ -1,0 +1,90 @@
+import sqlite3
+
+import pytest
+
+from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound
+from toprope.records.index.index import Index
+from toprope.records.run.specification import EnvironmentSource
+from toprope.settings.locks import Lock, Locks
+from toprope.settings.presets import Preset
+from toprope.workbench.drafts import Drafts
+
+SOURCE = EnvironmentSource(name="words", file="/words.py", attribute="Words")
+KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1}, {"name": "easy", "type": "bool", "default": True}]
+NONE = Locks({})
+
+
+def preset(knobs=None, **values):
+    return Preset("p", "", {name.replace("__", "."): one for name, one in values.items()}, {"words": knobs or {}})
+
+
+def test_a_draft_starts_from_its_preset_and_keeps_every_knob(tmp_path):
+    drafts = Drafts(Index(tmp_path / "index.db"))
+    draft, moved = drafts.create(SOURCE, preset({"length": "5"}, budget__steps=7), KNOBS, NONE)
+    assert draft.id.startswith("draft-")
+    assert (draft.revision, draft.config.budget.steps, draft.config.environment.name) == (1, 7, "words")
+    assert draft.config.environment.knobs == {"length": 5, "easy": True}
+    assert moved == []
+    assert drafts.get(draft.id) == draft
+    assert drafts.history(draft.id) == []
+
+
+def test_locks_move_what_a_preset_has_and_the_answer_can_tell(tmp_path):
+    drafts = Drafts(Index(tmp_path / "index.db"))
+    locks = Locks(
+        {"budget.steps": Lock("budget.steps", "r", max=5), "policy.model": Lock("policy.model", "r", True, "m")}
+    )
+    draft, moved = drafts.create(SOURCE, preset(budget__steps=7), KNOBS, locks)
+    assert (draft.config.budget.steps, draft.config.policy.model) == (5, "m")
+    assert {(one.field, one.before, one.after) for one in moved} == {
+        ("budget.steps", 7, 5), ("policy.model", "embedded", "m"),
+    }  # fmt: skip
+
+
+def test_a_preset_that_does_not_fit_the_environment_makes_no_draft(tmp_path):
+    drafts = Drafts(Index(tmp_path / "index.db"))
+    with pytest.raises(InvalidValue, match="preset p does not fit words.*length"):
+        drafts.create(SOURCE, preset({"lenght": 5}), KNOBS, NONE)
+    assert drafts.list() == []
+
+
+def test_edits_are_all_or_nothing_and_stay_in_the_history(tmp_path):
+    drafts = Drafts(Index(tmp_path / "index.db"))
+    draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
+    edited, changed = drafts.edit(draft.id, {"budget.steps": "9", "environment.knobs.easy": "false"}, NONE)
+    assert (edited.revision, edited.config.budget.steps, edited.config.environment.knobs["easy"]) == (2, 9, False)
+    locks = Locks({"policy.model": Lock("policy.model", "no downloads", True, "embedded")})
+    with pytest.raises(LockedField, match="no downloads"):
+        drafts.edit(draft.id, {"policy.model": "gpt2"}, locks)
+    with pytest.raises(InvalidValue):
+        drafts.edit(draft.id, {"budget.steps": 10, "policy.model": ""}, NONE)
+    assert drafts.get(draft.id) == edited
+    same, changed_again = drafts.edit(draft.id, {"budget.steps": 9}, NONE)
+    assert (same.revision, changed_again) == (2, [])
+    assert [edit.changes for edit in drafts.history(draft.id)] == [changed]
+
+
+def test_an_unknown_draft_is_answered_with_the_nearest_or_the_latest(tmp_path):
+    drafts = Drafts(Index(tmp_path / "index.db"))
+    with pytest.raises(NotFound, match="none yet"):
+        drafts.get("draft-1")
+    draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
+    for use in (drafts.get, lambda name: drafts.edit(name, {"budget.steps": 1}, NONE)):
+        with pytest.raises(NotFound, match=draft.id):
+            use("nonsense")
+
+
+def test_a_draft_that_does_not_fit_the_schema_is_corrupt_and_left(tmp_path):
+    index = Index(tmp_path / "index.db")
+    drafts = Drafts(index)
+    draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
+    other, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
+    with sqlite3.connect(index.path) as db:
+        db.execute("UPDATE drafts SET config = ? WHERE id = ?", ('{"rollout":{"group_size":1}}', draft.id))
+    db.close()
+    with pytest.raises(Corrupt, match=r"rollout\.group_size"):
+        drafts.get(draft.id)
+    with pytest.raises(Corrupt):
+        drafts.edit(draft.id, {"budget.steps": 1}, NONE)
+    assert index.draft(draft.id).config == {"rollout": {"group_size": 1}}
+    assert [one.id for one in drafts.list()] == [other.id]

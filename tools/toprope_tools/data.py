@@ -1,0 +1,190 @@
+"""Rollouts as files, and named data sets: what an agent may ask, waited for as long as a call may take.
+
+The work is done by a program of its own (`toprope.trajectories`), which goes on when a call ends: the same call again
+waits for it, and hears what came of it once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from toprope.errors import InvalidValue
+from toprope.trajectories.jobs.jobs import Job, Standing
+from toprope.trajectories.jobs.orders import Outcome
+from toprope.workbench.data import DataOrder, begin, build_order, export_order
+from toprope_tools.answers import data_answers as answers
+from toprope_tools.answers.base import Answer, call, clip, duration
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["build_dataset", "export_trajectories"]
+
+_WAIT_S = 40.0
+"""Clients drop a call after a minute, some after 45 s."""
+_SLICE_S = 0.5
+_TEXTS = {
+    "messages": "as posted",
+    "tokens": "whole, from tokens",
+    "rendered": "whole, with the chat template's marks",
+    "kept": "whole, as kept for people",
+    "cut": "cut in the middle",
+    "none": "without words",
+}
+
+
+async def export_trajectories(
+    workshop: Workshop,
+    *,
+    sources: list[str],
+    format: str = "jsonl",
+    where: dict[str, Any] | None = None,
+    wait_s: float = _WAIT_S,
+) -> Answer:
+    """Writes rollouts into a file below the home.
+
+    Args:
+        workshop: The server's.
+        sources: Runs, seed groups, data sets.
+        format: jsonl, json, csv, parquet or datasets.
+        where: Filters.
+        wait_s: How long to wait for it.
+
+    Raises:
+        LockedField: The owner forbids it.
+        NotFound, InvalidValue: A name, filter or format is none.
+        NotPossibleNow: The disk is full, or too many of these are going on.
+    """
+    arguments = {"sources": sources, "format": format, **({"where": where} if where else {})}
+    standing = await _done(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s)
+    if (outcome := standing.outcome) is None:
+        text = _going_on(standing, "export_trajectories", arguments)
+        return Answer(text, answers.Exported(state="running", format=format, read=standing.read, items=standing.kept))
+    lines = [
+        f"{outcome.items} items of {', '.join(map(_shown, sources[:4]))} lie in {outcome.path} ({format}, "
+        f"{_bytes(outcome.bytes)}, {duration(outcome.seconds)}).",
+        *_remarks(outcome),
+    ]
+    if outcome.simplified:
+        lines.append(f"{outcome.simplified} items have messages with more than role and content: jsonl keeps that.")
+    lines.append(f"Next: {call('build_dataset', name='best', sources=sources[:1])} makes a named data set.")
+    data = answers.Exported(
+        state="done",
+        path=outcome.path,
+        format=format,
+        items=outcome.items,
+        bytes=outcome.bytes,
+        read=outcome.read,
+        left_out=outcome.left_out,
+        texts=outcome.texts,
+        warnings=outcome.warnings,
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def build_dataset(
+    workshop: Workshop,
+    *,
+    name: str,
+    sources: list[str] | None = None,
+    where: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
+    wait_s: float = _WAIT_S,
+) -> Answer:
+    """Makes the next version of a data set.
+
+    Args:
+        workshop: The server's.
+        name: The data set's.
+        sources: Runs, seed groups, data sets, `name@inbox`.
+        where: Filters.
+        recipe: See `toprope.trajectories.synthesis.recipe`.
+        wait_s: How long to wait for it.
+
+    Raises: See `export_trajectories`.
+    """
+    given = {"sources": sources, "where": where, "recipe": recipe}
+    arguments = {"name": name, **{key: one for key, one in given.items() if one}}
+    standing = await _done(
+        workshop, lambda: build_order(workshop.home, workshop.catalog, name, sources or [], where, recipe), wait_s
+    )
+    if (outcome := standing.outcome) is None:
+        text = _going_on(standing, "build_dataset", arguments)
+        return Answer(text, answers.BuiltDataset(state="running", read=standing.read, items=standing.kept))
+    made = "is made" if outcome.new else "holds exactly this already; no new version was made"
+    splits = ", ".join(f"{split} {count}" for split, count in outcome.splits.items()) if len(outcome.splits) > 1 else ""
+    lines = [
+        f"{outcome.version} {made}: {outcome.items} items{f' ({splits})' if splits else ''}, "
+        f"{outcome.read} read, {outcome.generated} generated.",
+        *_remarks(outcome),
+        f"It lies in {outcome.path}; README.md there is its card.",
+    ]
+    changes = {"algorithm.name": "sft", "sft.dataset": outcome.version}
+    lines.append(f"Next: edit_config with {changes} trains on it; toprope://datasets/{name} shows its card.")
+    data = answers.BuiltDataset(
+        state="done",
+        dataset=outcome.version,
+        path=outcome.path,
+        card=f"{outcome.path}/README.md",
+        items=outcome.items,
+        splits=outcome.splits,
+        read=outcome.read,
+        generated=outcome.generated,
+        left_out=outcome.left_out,
+        texts=outcome.texts,
+        new=outcome.new,
+        complete=outcome.complete,
+        warnings=outcome.warnings,
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def _done(workshop: Workshop, order: Callable[[], DataOrder], wait_s: float) -> Standing:
+    """Begins, and waits; raises what made it fail."""
+    if not wait_s >= 0:
+        raise InvalidValue(f"wait_s must be at least 0, not {wait_s}.")
+
+    def started() -> Job:
+        workshop.home.ensure()
+        return begin(workshop.home, order())
+
+    job = await to_thread.run_sync(started)
+    deadline = time.monotonic() + wait_s
+    while not (standing := await to_thread.run_sync(job.standing)).ended:
+        if time.monotonic() >= deadline:
+            return standing
+        await anyio.sleep(min(_SLICE_S, max(0.02, (deadline - time.monotonic()) / 50)))
+    job.tell()
+    if standing.failure is not None:
+        raise standing.failure
+    return standing
+
+
+def _going_on(standing: Standing, tool: str, arguments: dict[str, Any]) -> str:
+    shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
+    doing = f"{standing.doing or 'starting'}, {standing.read} read, {standing.kept} kept so far"
+    return f"It goes on ({doing}).\nNext: the same call waits for it: {tool}({clip(shown, 1500)})"
+
+
+def _remarks(outcome: Outcome) -> list[str]:
+    lines = []
+    if outcome.texts:
+        said = "; ".join(f"{count} {_TEXTS.get(source, source)}" for source, count in outcome.texts.items())
+        lines.append(f"Words of what was read: {said}.")
+    if outcome.left_out:
+        said = ", ".join(f"{count} {clip(why, 60)}" for why, count in outcome.left_out.items())
+        lines.append(f"Left out of {outcome.read + outcome.generated}: {said}.")
+    return [*lines, *(clip(warning, 300) for warning in outcome.warnings[:5])]
+
+
+def _shown(name: str) -> str:
+    return clip(name, 80)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"

@@ -1,0 +1,333 @@
+"""Configurations over time: forked from a run, side by side, back to a revision; and a run once more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from toprope.analysis.reports.report import gather, read_rows
+from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
+from toprope.errors import ComponentFailed, Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import LIVE, Status
+from toprope.settings.fields import Change
+from toprope.settings.presets import load_preset
+from toprope.supervisor.capacity.budget_ledger import pencilled_in, the_books
+from toprope.supervisor.environment_variables import for_worker
+from toprope.workbench.history import Side, config_of_preset, difference
+from toprope.workbench.launch.preview import needs_confirmation, preview
+from toprope.workbench.launch.reproduce import freeze_again
+from toprope.workbench.launch.reserve_budget import demand, reserve
+from toprope_tools.answers import memory_answers as answers
+from toprope_tools.answers.base import Answer, call, clip, cut, fitting, value
+from toprope_tools.planning.config import said_changes
+from toprope_tools.runs.sweeps import best_of_sweep
+from toprope_tools.workshop import machine_of
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["compared_with_original", "diff_config", "fork_config", "reproduce_run", "undo_edit"]
+
+_DRAFT = re.compile(r"^(draft-[a-z0-9]+)(?:@(\d+))?$")
+_LOAD_S = 50.0
+_SHOWN, _LONGEST = 40, 200
+
+
+async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
+    """Makes a draft with a run's configuration and environment.
+
+    Raises:
+        NotFound: There is no such run, or its environment is gone.
+        EnvironmentFailed: The environment does not load.
+        InvalidValue: It asks something else than the run knew, or the locks do not fit; no draft was made.
+    """
+    run = await to_thread.run_sync(_specification, workshop, run_id)
+    if run.kind == "ask":
+        raise InvalidValue(f"{run_id} only asked questions.", hint="Fork the run that was asked about.")
+    if run.kind == "sweep":
+        run = await to_thread.run_sync(best_of_sweep, workshop.runs.folder(run_id), run)
+    entry = await to_thread.run_sync(workshop.catalog.find, run.environment.name)
+    locks = workshop.home.locks()
+    knobs = await to_thread.run_sync(_known_knobs, workshop, run)
+    if knobs is None:
+        try:
+            with anyio.fail_after(_LOAD_S):
+                described = await workshop.catalog.describe(
+                    entry,
+                    {},
+                    examples=0,
+                    load_timeout_s=_LOAD_S,
+                    variables=for_worker(workshop.settings().variables),
+                    network=not locks.refusal("environment.network", "allow"),
+                )
+        except TimeoutError:
+            raise EnvironmentFailed(f"{entry.name} did not answer within {_LOAD_S:.0f} s; no draft was made.") from None
+        knobs = [knob.model_dump(mode="json", exclude={"value"}) for knob in described.card.knobs]
+    draft, moved, gone = await to_thread.run_sync(workshop.drafts.fork, run, entry.environment, knobs, locks)
+    text = f"Made {draft.id} with the configuration of {run_id}: {entry.name}, preset {run.preset or 'unknown'}."
+    if moved:
+        text += f"\nThe owner's locks changed of it: {said_changes(moved)}."
+    if gone:
+        text += f"\nLeft out, because the environment has them no more: {', '.join(gone)}."
+    edit, start = call("edit_config", draft_id=draft.id), call("start_training", draft_id=draft.id)
+    text += f"\nNext: {edit} with changes, or {start}."
+    data = answers.Forked(
+        draft_id=draft.id,
+        run_id=run_id,
+        environment=entry.name,
+        revision=draft.revision,
+        moved_by_locks=_diffs(moved),
+        dropped=gone,
+    )
+    return Answer(text, data)
+
+
+async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> Answer:
+    """What differs between two configurations.
+
+    Args:
+        workshop: The server's.
+        a: A draft (`draft-7f3k`), one of its revisions (`draft-7f3k@2`), a run, or `preset NAME`.
+        b: The other; the preset of `a` where it is None.
+
+    Raises:
+        NotFound: One of them is not there.
+    """
+    first, second = await to_thread.run_sync(_sides, workshop, a, b)
+    changes = difference(first.config, second.config)
+    many = "fields differ" if len(changes) > 1 else "field differs"
+    lines = [f"{first.name} and {second.name}: {len(changes)} {many}."]
+    if not changes:
+        lines = [f"{first.name} and {second.name} are equal in every field."]
+    if first.environment and second.environment and first.environment != second.environment:
+        lines.append(f"They train on different environments: {first.environment} and {second.environment}.")
+    lines += [f"  {one.field}: {value(one.before)} | {value(one.after)}" for one in changes[:_SHOWN]]
+    if len(changes) > _SHOWN:
+        lines.append(f"  and {len(changes) - _SHOWN} more, in the structure.")
+    return fitting(
+        lambda limit: Answer(
+            "\n".join(lines), answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes, limit))
+        )
+    )
+
+
+async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answer:
+    """Goes back to an earlier revision of a draft by a new edit.
+
+    Args:
+        workshop: The server's.
+        draft_id: Which draft.
+        revision: To which; 1 is the draft as it was made.
+
+    Raises:
+        NotFound: There is no such draft or revision.
+        InvalidValue: The result does not fit; nothing was changed.
+    """
+
+    def work() -> Answer:
+        draft = workshop.drafts.get(draft_id)
+        after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks())
+        if changed:
+            text = f"{draft_id} is as at revision {revision} again, which makes it revision {after.revision}: "
+            text += f"{said_changes(changed)}."
+        else:
+            text = f"{draft_id} stays at revision {draft.revision}: it is as at revision {revision} already."
+        if moved:
+            text += f"\nKept as the owner's locks have it: {said_changes(moved)}."
+        text += f"\nNext: {call('start_training', draft_id=draft_id)}"
+        data = answers.Undone(
+            draft_id=draft_id,
+            revision=after.revision,
+            back_to=revision,
+            changed=_diffs(changed),
+            kept_by_locks=_diffs(moved),
+        )
+        return Answer(text, data)
+
+    return await to_thread.run_sync(work)
+
+
+async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
+    """Starts a run of the same specification, to be compared with it by get_results.
+
+    Raises:
+        NotFound: There is no such run.
+        LockedField, InvalidValue: The owner does not allow that configuration any more, or it is of no such kind.
+        NotPossibleNow: The run has not ended, is being repeated already, or a limit stands against it; nothing was
+            started.
+    """
+
+    def work() -> Answer:
+        run = _specification(workshop, run_id)
+        status = workshop.runs.status(run_id)
+        if not status.ended:
+            raise NotPossibleNow(
+                f"{run_id} is {status.state}: there is nothing to compare with yet; nothing was started.",
+                hint=call("check_status", run_ids=[run_id], wait_s=45),
+            )
+        if twin := _repeats(workshop, run_id):
+            raise NotPossibleNow(
+                f"{run_id} is being repeated already, as {twin}; nothing was started.",
+                hint=call("check_status", run_ids=[twin], wait_s=45),
+            )
+        again = _started(workshop, freeze_again(run, workshop.home.locks()))
+        exact = run.config.algorithm.deterministic
+        promise = (
+            "It is deterministic: every metric should be equal at every step."
+            if exact
+            else "It is not deterministic: expect held-out accuracy within noise. A fork of it with "
+            "algorithm.deterministic=true gives runs that can be equal."
+        )
+        text = (
+            f"Started {again.run_id}, the same as {run_id}. {promise}\n"
+            f"Next: {call('check_status', run_ids=[again.run_id], wait_s=45)}; when it has ended "
+            f"{call('get_results', run_id=again.run_id)} says whether they are the same, or which input differs."
+        )
+        return Answer(
+            text,
+            answers.Reproducing(run_id=again.run_id, reproduces=run_id, deterministic=exact, state="queued"),
+        )
+
+    return await to_thread.run_sync(work)
+
+
+def _started(workshop: Workshop, again: Specification) -> Specification:
+    """Hands it to a keeper, within the owner's limits."""
+    limits, machine = workshop.home.limits(), machine_of(workshop.settings())
+    with ExitStack() as pencil:
+        with the_books(workshop.home.ensure().runs):
+            [again] = reserve([again], limits, machine, workshop.home.runs)
+            if limits.confirm != "never":
+                shown = preview([again], limits, demand(again, machine), workshop.home.runs)
+                if why := needs_confirmation(limits, shown):
+                    fork = call("fork_config", run_id=again.reproduces)
+                    raise NotPossibleNow(
+                        f"{why} Nothing was started.",
+                        hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
+                    )
+            pencil.enter_context(pencilled_in(workshop.home.runs, [again]))
+        try:
+            workshop.start(again)
+        except ComponentFailed as error:
+            raise ComponentFailed(
+                f"{error.message} The run {again.run_id} is recorded as failed; nothing is running.",
+                hint=call("read_logs", run_id=again.run_id, component="keeper"),
+            ) from error
+    return again
+
+
+def compared_with_original(workshop: Workshop, specification: Specification) -> Reproduction | None:
+    """How a run that repeats another compares with it so far; None for other runs, or where the other is gone."""
+    if specification.reproduces is None:
+        return None
+    try:
+        original = workshop.runs.folder(specification.reproduces)
+        folders = original, workshop.runs.folder(specification.run_id)
+        manifests = [Manifest.read(folder) for folder in folders]
+        inputs: dict[str, list[Any]] = {}
+        if manifests[0] is not None and manifests[1] is not None:
+            inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
+        after = [_measured(folder, "after" if specification.trains else "test") for folder in folders]
+    except (NotFound, Corrupt):  # the other run is gone or damaged: this one has results all the same
+        return None
+    return compare_runs_of_one(
+        original.run_id,
+        read_rows(folders[0].metrics),
+        read_rows(folders[1].metrics),
+        deterministic=specification.config.algorithm.deterministic,
+        inputs=inputs,
+        heldout=(after[0], after[1]),
+        measured="held-out accuracy" if specification.trains else "accuracy on validation tasks",
+    )
+
+
+def _measured(folder: RunFolder, label: str) -> Any:
+    report = gather(folder, Specification.read(folder), Status.read(folder))
+    measured = report.evaluations.get(label)
+    return measured.sampled.proportion() if measured is not None and measured.sampled is not None else None
+
+
+def _repeats(workshop: Workshop, run_id: str) -> str | None:
+    """A live run that repeats this one."""
+    for status in workshop.statuses():
+        try:
+            if status.state in LIVE and _specification(workshop, status.run_id).reproduces == run_id:
+                return status.run_id
+        except (NotFound, Corrupt):
+            continue
+    return None
+
+
+def _specification(workshop: Workshop, run_id: str) -> Specification:
+    return Specification.read(workshop.runs.folder(run_id))
+
+
+def _known_knobs(workshop: Workshop, run: Specification) -> list[dict[str, Any]] | None:
+    """The environment's knobs as the run's own draft knew them, if it is still there and they fit."""
+    if run.draft_id is None:
+        return None
+    try:
+        draft = workshop.drafts.get(run.draft_id)
+    except NotFound:
+        return None
+    names = {knob.get("name") for knob in draft.knobs}
+    same = draft.environment == run.environment and names == set(run.config.environment.knobs)
+    return draft.knobs if same else None
+
+
+def _sides(workshop: Workshop, a: str, b: str | None) -> tuple[Side, Side]:
+    first = _side(workshop, a, "", {})
+    if b is None:
+        if not first.preset:
+            raise NotFound(f"The preset of {first.name} is not known.", hint="Give b: a draft, a run or 'preset NAME'.")
+        b = f"preset {first.preset}"
+    second = _side(workshop, b, first.environment, _defaults(workshop, a))
+    if not first.environment:
+        first = _side(workshop, a, second.environment, _defaults(workshop, b))
+    return first, second
+
+
+def _defaults(workshop: Workshop, name: str) -> dict[str, Any]:
+    """What the environment's own settings are by default, as the draft knew them that this is, or that started it."""
+    try:
+        found = _DRAFT.match(name.strip())
+        draft_id = found[1] if found else _specification(workshop, name.strip()).draft_id
+        draft = workshop.drafts.get(draft_id or "")
+    except NotFound:
+        return {}
+    return {knob["name"]: knob.get("default") for knob in draft.knobs}
+
+
+def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str, Any]) -> Side:
+    """One side; of a preset, which names no environment, with the defaults of the other side's knobs."""
+    name = name.strip()
+    if found := _DRAFT.match(name):
+        draft = workshop.drafts.get(found[1])
+        config = draft.config if found[2] is None else workshop.drafts.at(draft.id, int(found[2]))
+        return Side(name, draft.environment.name, draft.preset, config)
+    if name.startswith("preset"):
+        wanted = name.removeprefix("preset").lstrip(" :=")
+        preset = load_preset(wanted, workshop.home.preset_folders)
+        config = config_of_preset(preset, environment)
+        config.environment.knobs = {**defaults, **config.environment.knobs}
+        return Side(f"preset {wanted}", environment, wanted, config)
+    try:
+        run = _specification(workshop, name)
+    except NotFound:
+        raise NotFound(
+            f"There is no draft, run or preset {clip(name, 80)!r}.",
+            hint='Write "draft-7f3k", "draft-7f3k@2", a run\'s id as list_runs gives it, or "preset cpu-embedded".',
+        ) from None
+    return Side(name, run.environment.name, run.preset, run.config)
+
+
+def _diffs(changes: list[Change], limit: int = _LONGEST) -> list[answers.FieldDiff]:
+    return [answers.FieldDiff(field=one.field, a=cut(one.before, limit), b=cut(one.after, limit)) for one in changes]

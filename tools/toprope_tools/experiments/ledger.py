@@ -1,0 +1,229 @@
+"""What was tried, and what comes next: the ledger of experiments, and the text that hands it over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+
+from toprope.analysis.reports.handoff import LIVE, Standing, handoff
+from toprope.analysis.statistics.intervals import wilson
+from toprope.analysis.statistics.plateau import plateau
+from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.experiments import Decision, Experiment, Figures, Ledger
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.workbench.launch.seeds import expand
+from toprope_tools.answers import memory_answers as answers
+from toprope_tools.answers.base import Answer, call, clip, percent
+from toprope_tools.planning.config import said_changes
+from toprope_tools.status.snapshot import told_numbers
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["figures_of", "get_handoff", "ledger_of", "note_experiment", "refreshed"]
+
+_MOST_RUNS = 32
+_HANDOFF_RUNS = 400
+
+
+def ledger_of(workshop: Workshop) -> Ledger:
+    """The ledger of a workshop's home."""
+    return Ledger(workshop.index, workshop.home.ledger)
+
+
+async def note_experiment(
+    workshop: Workshop,
+    *,
+    experiment_id: str | None = None,
+    hypothesis: str | None = None,
+    run_ids: list[str] | None = None,
+    draft_id: str | None = None,
+    outcome: str | None = None,
+    decision: Decision | None = None,
+    question: str | None = None,
+    goal: str | None = None,
+) -> Answer:
+    """Adds an experiment to the ledger, or amends one; what its runs measured is written down with it.
+
+    Args:
+        workshop: The server's.
+        experiment_id: Which to amend; None: a new one.
+        hypothesis: What is tried and why it should help.
+        run_ids: Its runs, or seed groups of them; when amending, they are added.
+        draft_id: The draft that it is tried with.
+        outcome: What came of it.
+        decision: What follows from that.
+        question: What it leaves open.
+        goal: What is to be reached in this environment; replaces the former one.
+
+    Raises:
+        NotFound: There is no such experiment, run or draft.
+        InvalidValue: A new experiment needs a hypothesis and a run or draft; nothing was written.
+    """
+
+    def work() -> Answer:
+        ledger = ledger_of(workshop)
+        runs = expand(workshop.home.runs, run_ids or [])
+        environments = [_specification(workshop, run_id).environment.name for run_id in runs]
+        if draft_id is not None:
+            environments.append(workshop.drafts.get(draft_id).environment.name)
+        if experiment_id is not None:
+            entry = ledger.get(experiment_id)
+            environments.append(entry.environment)
+        elif hypothesis is None or not hypothesis.strip() or not environments:
+            raise InvalidValue(
+                "A new experiment needs a hypothesis, and run_ids or a draft_id.",
+                hint="Give experiment_id to amend one; get_handoff lists them.",
+            )
+        else:
+            now = time.time()
+            entry = Experiment(id=ledger.new_id(), at=now, updated_at=now, environment=environments[0], hypothesis="")
+        if len(set(environments)) > 1:
+            raise InvalidValue(
+                f"An experiment is about one environment; these are {', '.join(sorted(set(environments)))}.",
+                hint="Note one for each.",
+            )
+        all_runs = list(dict.fromkeys([*entry.runs, *runs]))
+        if len(all_runs) > _MOST_RUNS:
+            raise InvalidValue(f"{len(all_runs)} runs are too many for one experiment.", hint=f"{_MOST_RUNS} at most.")
+        workshop.home.ensure()
+        given = {"hypothesis": hypothesis, "outcome": outcome, "decision": decision, "question": question}
+        amended = {key: one.strip() for key, one in given.items() if one is not None}
+        drafts = [*entry.drafts, *([draft_id] if draft_id is not None and draft_id not in entry.drafts else [])]
+        entry = ledger.put(
+            entry.model_copy(
+                update={
+                    **amended,
+                    "runs": all_runs,
+                    "drafts": drafts,
+                    "figures": entry.figures | figures_of(workshop, all_runs),
+                }
+            )
+        )
+        if goal is not None:
+            ledger.set_goal(entry.environment, goal.strip())
+        return _noted(ledger, entry, new=experiment_id is None)
+
+    return await to_thread.run_sync(work)
+
+
+async def get_handoff(workshop: Workshop) -> Answer:
+    """The text from which an agent without context goes on."""
+
+    def work() -> Answer:
+        runs = workshop.statuses()[:_HANDOFF_RUNS]
+        ledger = ledger_of(workshop)
+        experiments = [refreshed(workshop, entry) for entry in ledger.entries(limit=200)]
+        drafts = []
+        for draft in workshop.drafts.list(6):
+            history = workshop.drafts.history(draft.id)
+            last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
+            drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
+        locked = [f"{lock.field} {lock.says}" for lock in workshop.home.locks()]
+        text = handoff(Standing(_as_told(workshop, runs), experiments, ledger.goals(), drafts, locked))
+        data = answers.Handoff(
+            live_runs=[run.run_id for run in runs if not run.ended][:20],
+            experiments=len(experiments),
+            environments=list(dict.fromkeys(entry.environment for entry in experiments))[:20],
+        )
+        return Answer(text, data)
+
+    return await to_thread.run_sync(work)
+
+
+def _as_told(workshop: Workshop, runs: list[Status]) -> list[Status]:
+    """The runs with the numbers that anybody may see now: the limit of check_status holds here, too."""
+    shown = {run.run_id for run in [run for run in runs if not run.ended][:LIVE]}
+    told = []
+    for run in runs:
+        try:
+            numbers = told_numbers(workshop, run.run_id)[0] if run.run_id in shown else run.progress
+        except NotFound:  # removed meanwhile
+            continue
+        told.append(run.model_copy(update={"progress": numbers}))
+    return told
+
+
+def refreshed(workshop: Workshop, entry: Experiment) -> Experiment:
+    """The entry with what its runs have measured since it was noted; it is not written down."""
+    if all(one.accuracy is not None for one in entry.figures.values()) and len(entry.figures) == len(entry.runs):
+        return entry
+    return entry.model_copy(update={"figures": entry.figures | figures_of(workshop, entry.runs)})
+
+
+def figures_of(workshop: Workshop, runs: list[str]) -> dict[str, Figures]:
+    """What runs have measured by now, by run; those that are gone or cannot be read are left out."""
+    found = {}
+    for run_id in runs:
+        try:
+            folder, status = workshop.runs.folder(run_id), workshop.runs.status(run_id)
+            found[run_id] = _figures(Specification.read(folder), status)
+        except (NotFound, Corrupt):
+            continue
+    return found
+
+
+def _figures(specification: Specification, status: Status) -> Figures:
+    after = status.evaluations.get("after") or {}  # what a test measured on validation tasks is another figure
+    before = status.evaluations.get("before") or {}
+    figures = Figures(
+        state=status.state,
+        before=before.get("accuracy"),
+        steps=int(status.progress.get("step") or 0),
+        seed=specification.config.algorithm.seed,
+        configuration=_digest(specification),
+    )
+    accuracy, tasks = after.get("accuracy"), after.get("tasks")
+    if accuracy is not None and tasks:
+        share = wilson(accuracy * tasks, tasks)
+        figures = figures.model_copy(
+            update={"accuracy": share.value, "low": share.low, "high": share.high, "tasks": tasks}
+        )
+    return figures
+
+
+def _digest(specification: Specification) -> str:
+    """Equal for runs that differ in their seed alone."""
+    config = specification.config.model_dump(mode="json")
+    config["algorithm"].pop("seed")
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _specification(workshop: Workshop, run_id: str) -> Specification:
+    return Specification.read(workshop.runs.folder(run_id))
+
+
+def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
+    lines = [f"{'Noted' if new else 'Amended'} {entry.id} in {entry.environment}."]
+    for run_id, one in entry.figures.items():
+        if one.accuracy is None:
+            lines.append(f"  {run_id}: {one.state}, not measured yet; get_handoff looks again.")
+        else:
+            start = f"{percent(one.before)} -> " if one.before is not None else ""
+            lines.append(f"  {run_id}: {start}{percent(one.accuracy)} [{percent(one.low)}, {percent(one.high)}]")
+    found = plateau(ledger.entries(entry.environment))
+    said = "" if found is None else found.says
+    if said:
+        lines.append(said)
+    warnings = []
+    single = [one for one in entry.figures.values() if one.accuracy is not None]
+    if entry.decision == "keep" and len(single) == 1:
+        warnings.append("Kept on a single run: its seed may have made it.")
+    lines += warnings
+    if entry.decision == "undecided":
+        lines.append(f"Next: {call('note_experiment', experiment_id=entry.id)} with outcome and decision.")
+    item = answers.ExperimentItem(
+        id=entry.id,
+        environment=entry.environment,
+        hypothesis=clip(entry.hypothesis, 400),
+        runs=entry.runs,
+        outcome=clip(entry.outcome, 400),
+        decision=entry.decision,
+        accuracy=entry.accuracy,
+    )
+    return Answer("\n".join(lines), answers.ExperimentAnswer(experiment=item, plateau=said, warnings=warnings))

@@ -1,0 +1,178 @@
+"""Reading and editing drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from toprope.errors import InvalidValue
+from toprope.settings.fields import KNOBS, Change, Field, get_value
+from toprope.settings.locks import Locks
+from toprope.settings.schema import SECTIONS
+from toprope.workbench.drafts import Draft, Edit
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import Answer, ago, call, cut, fitting, value
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["edit_config", "get_config", "open_drafts", "said_changes"]
+
+_HISTORY, _FEW = 10, 2
+"""Edits that are shown, and how many where there is little room."""
+_FEW_BELOW = 200
+
+
+async def get_config(workshop: Workshop, *, draft_id: str, section: str | None = None) -> Answer:
+    """A draft's fields with value, type, bounds and lock, its edits, and what does not fit.
+
+    Args:
+        workshop: The server's.
+        draft_id: Which draft.
+        section: Only this one, with descriptions.
+
+    Raises:
+        NotFound: There is no such draft.
+        InvalidValue: There is no such section, or the owner's locks cannot be read.
+    """
+    if section is not None and section not in SECTIONS:
+        raise InvalidValue(f"There is no section {section!r}.", hint=f"There are: {', '.join(SECTIONS)}.")
+    draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
+    history = await to_thread.run_sync(workshop.drafts.history, draft_id)
+    locks = workshop.home.locks()
+    fields = [
+        field
+        for name, field in draft.fields.items()
+        if section in (None, name.partition(".")[0])
+    ]  # fmt: skip
+    conflicts = draft.config.conflicts()
+    head = (
+        f"{draft.id}: {draft.environment.name}, preset {draft.preset}, revision {draft.revision}, "
+        f"edited {ago(draft.updated_at)}."
+    )
+    if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
+        head += f" It began as {origin} was configured."
+    shown = _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
+
+    def answer(limit: int) -> Answer:
+        edits = history[-_HISTORY if limit > _FEW_BELOW else -_FEW :]
+        lines = [head, *shown]
+        if edits:
+            lines.append(f"Edits ({len(history)}), which undo_edit takes back:")
+            lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in edits]
+        lines += [f"Does not fit: {conflict}" for conflict in conflicts]
+        if section is None:
+            lines.append(f"Meanings: {call('get_config', draft_id=draft.id, section='rollout')} and other sections.")
+        lines.append(f"Next: {call('edit_config', draft_id=draft.id)} with changes, or {_start(draft)}.")
+        data = answers.ConfigAnswer(
+            draft_id=draft.id,
+            environment=draft.environment.name,
+            preset=draft.preset,
+            revision=draft.revision,
+            fields=[_value(draft, field, locks, limit, described=section is not None) for field in fields],
+            history=[_edit(edit, limit) for edit in edits],
+            conflicts=conflicts,
+        )
+        return Answer("\n".join(lines), data)
+
+    return fitting(answer)
+
+
+async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str, Any]) -> Answer:
+    """Changes fields of a draft, all or none.
+
+    Raises:
+        NotFound: There is no such draft or field.
+        LockedField, InvalidValue: A value is not allowed; nothing was changed.
+    """
+    if not changes:
+        raise InvalidValue(
+            "changes is empty.",
+            hint='Give fields and values: {"optimizer.learning_rate": 1e-4}. get_config names them.',
+        )
+    locks = workshop.home.locks()
+    draft, changed = await to_thread.run_sync(workshop.drafts.edit, draft_id, changes, locks)
+    if changed:
+        text = f"{draft.id} is now at revision {draft.revision}: {said_changes(changed)}."
+    else:
+        text = f"{draft.id} stays at revision {draft.revision}: it had these values already."
+    for conflict in draft.config.conflicts():
+        text += f"\nDoes not fit yet, and would not start: {conflict}"
+    text += f"\nNext: {call('test_inference', draft_id=draft.id)} or {_start(draft)}."
+
+    def answer(limit: int) -> Answer:
+        data = answers.EditAnswer(draft_id=draft.id, revision=draft.revision, changed=_changes(changed, limit))
+        return Answer(text, data)
+
+    return fitting(answer)
+
+
+async def open_drafts(workshop: Workshop) -> str:
+    """One line that names the drafts there are, for a call that named none."""
+    drafts = await to_thread.run_sync(workshop.drafts.list, 10)
+    if not drafts:
+        return "There are no drafts yet; select_environment makes one."
+    return "Drafts: " + "; ".join(
+        f"{draft.id} ({draft.environment.name}, revision {draft.revision}, {ago(draft.updated_at)})" for draft in drafts
+    )
+
+
+def said_changes(changes: list[Change]) -> str:
+    """Changes as short text: `rollout.group_size 8 -> 16; policy.lora false -> true`."""
+    return "; ".join(f"{one.field} {value(one.before)} -> {value(one.after)}" for one in changes)
+
+
+def _start(draft: Draft) -> str:
+    return call("start_training", draft_id=draft.id)
+
+
+def _by_section(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
+    """A line a section, values only; then what is locked."""
+    lines = []
+    for section in SECTIONS:
+        own = [field for field in fields if field.name.partition(".")[0] == section]
+        shown = [f"{field.name.partition('.')[2]}={value(get_value(draft.config, field))}" for field in own]
+        lines.append(f"{section}: {', '.join(shown)}")
+    locked = [f"{field.name} ({lock.says})" for field in fields if (lock := locks.get(field.name))]
+    if locked:
+        lines.append(f"Locked by the owner: {'; '.join(locked)}.")
+    return lines
+
+
+def _in_full(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
+    lines = []
+    for field in fields:
+        bounds = f", {field.bounds}" if field.bounds else ""
+        line = (
+            f"{field.name} = {value(get_value(draft.config, field))} ({field.type_text}{bounds}): {field.description}"
+        )
+        if lock := locks.get(field.name):
+            line += f" LOCKED by the owner, {lock.says}: {lock.reason}"
+        lines.append(line.strip())
+    return lines
+
+
+def _value(draft: Draft, field: Field, locks: Locks, limit: int, *, described: bool) -> answers.FieldValue:
+    lock = locks.get(field.name)
+    own = field.name.startswith(f"{KNOBS}.")
+    return answers.FieldValue(
+        field=field.name,
+        value=cut(get_value(draft.config, field), limit),
+        type=field.type_text,
+        bounds=field.bounds,
+        lock=f"{lock.says}: {lock.reason}" if lock else None,
+        description=field.description if described or own else None,
+    )
+
+
+def _changes(changes: list[Change], limit: int) -> list[answers.FieldChange]:
+    return [
+        answers.FieldChange(field=one.field, before=cut(one.before, limit), after=cut(one.after, limit))
+        for one in changes
+    ]
+
+
+def _edit(edit: Edit, limit: int) -> answers.EditItem:
+    return answers.EditItem(revision=edit.revision, at=edit.at, changes=_changes(edit.changes, limit))

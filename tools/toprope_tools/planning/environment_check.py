@@ -1,0 +1,194 @@
+"""Telling whether an environment is fit to train on. What it says of itself is told as untrusted text."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from toprope.errors import EnvironmentFailed
+from toprope.settings.mixing import members_of
+from toprope.supervisor.environment_variables import for_worker
+from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
+from toprope.workbench.entries import Entry
+from toprope.workbench.launch.mixture_sources import own_source
+from toprope_tools.answers.base import Answer, call, clip, number
+from toprope_tools.answers.check_answers import CheckAnswer, CheckFinding
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["check_environment"]
+
+_DRAFT = re.compile(r"draft-[a-z0-9]+")
+_BEYOND_S = 8.0
+"""What ending its processes may take a check beyond its time."""
+_MOST_FINDINGS = 20
+_WORDS = {
+    "ok": "nothing stands against training on it",
+    "warning": "it can be trained on, with what follows in mind",
+    "critical": "mend it before training on it",
+}
+
+
+async def check_environment(
+    workshop: Workshop, *, name: str, full: bool = False, seconds: float | None = None
+) -> Answer:
+    """Tries an environment in workers and tells what is wrong with it.
+
+    Args:
+        workshop: The server's.
+        name: The environment's, or a draft's id: then with the draft's settings.
+        full: Look at more of everything, and at memory.
+        seconds: How long it may take; the form's own time when None.
+
+    Raises:
+        NotFound: There is no such environment, draft or reward function.
+        InvalidValue: A knob of the draft is wrong.
+        EnvironmentFailed: It does not load.
+    """
+    draft_id, settings, others = None, {}, []
+    if _DRAFT.fullmatch(name):
+        draft = await to_thread.run_sync(workshop.drafts.get, name)
+        draft_id, section = draft.id, draft.config.environment
+        folders = workshop.home.environment_folders(workshop.settings())
+        source = await to_thread.run_sync(own_source, draft, folders)
+        entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
+        others = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
+        settings = dict(
+            knobs=section.knobs,
+            reward_weights=section.reward_weights,
+            max_turns=section.max_turns,
+            network=section.network,
+        )
+    else:
+        entry = await to_thread.run_sync(workshop.catalog.find, name)
+    allowed = seconds or (FULL_S if full else QUICK_S)
+    report = await _checked(workshop, entry, full, allowed, settings)
+    text, data = _text(report, draft_id, others), _data(report, draft_id)
+    data.not_checked = [*data.not_checked, *others]
+    return Answer(text, data)
+
+
+async def _checked(
+    workshop: Workshop, entry: Entry, full: bool, seconds: float, settings: dict[str, Any]
+) -> CheckReport:
+    try:
+        with anyio.fail_after(seconds + _BEYOND_S):
+            return await check(
+                entry,
+                settings.get("knobs"),
+                reward_weights=settings.get("reward_weights"),
+                max_turns=settings.get("max_turns"),
+                full=full,
+                seconds=seconds,
+                load_timeout_s=min(30.0, seconds),
+                call_timeout_s=min(10.0, seconds / 2),
+                variables=for_worker(workshop.settings().variables),
+                network=settings.get("network") != "deny"
+                and not workshop.home.locks().refusal("environment.network", "allow"),
+            )
+    except TimeoutError:
+        raise EnvironmentFailed(
+            f"The check of {entry.name} came to no end within {seconds + _BEYOND_S:.0f} s.",
+            hint=f"toprope env check {entry.name} --seconds 600 gives it more time.",
+        ) from None
+
+
+def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
+    seen = report.seen
+    form = "full check" if report.full else "quick check"
+    again = _repeatable(report)
+    lines = [
+        f"{report.name}: {report.worst}: {_WORDS[report.worst]} ({form}, {report.seconds:.1f} s: {len(seen.scores)} "
+        f"answers to {seen.tried} tasks"
+        + (", another process agrees)." if again else ", another process does not agree)." if again is False else ").")
+    ]
+    for finding in report.findings[:_MOST_FINDINGS]:
+        lines.append(f"{finding.level} {finding.rule}: {clip(finding.what, 400)}")
+        if finding.level != "note":
+            lines.append(f"  To do: {finding.next}.")
+    if scores := _scores(report):
+        lines.append("Earned of the highest reward: " + ", ".join(f"{kind} {one:.0%}" for kind, one in scores.items()))
+    sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in seen.splits.items()]
+    prompts = _lengths(task.prompt for split in seen.splits.values() for task in split.tasks)
+    if sizes and prompts:
+        lines.append(
+            f"Distinct tasks: {', '.join(sizes)}. Prompts of {prompts['median']} characters, at most "
+            f"{prompts['longest']}."
+        )
+    if seen.skipped:
+        lines.append(f"No time for: {'; '.join(seen.skipped)}.")
+    if others:
+        lines.append(f"Not tried: {clip('; '.join(others), 300)}. By name each is tried with its defaults.")
+    lines.append(_next(report, draft_id))
+    return "\n".join(lines)
+
+
+def _next(report: CheckReport, draft_id: str | None) -> str:
+    if report.worst == "critical":
+        again: dict[str, Any] = {"name": draft_id or report.name}
+        return f"Next: mend it, then {call('check_environment', **again)}; or choose another with list_environments."
+    if draft_id:
+        return f"Next: {call('test_inference', draft_id=draft_id)} or {call('start_training', draft_id=draft_id)}"
+    return f"Next: {call('select_environment', name=report.name)}"
+
+
+def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:
+    seen = report.seen
+    taken = [score.seconds for score in seen.scores if score.kind != "solver"]
+    tasks = [task for split in seen.splits.values() for task in split.tasks]
+    return CheckAnswer(
+        environment=report.name,
+        draft_id=draft_id,
+        verdict=report.worst,  # type: ignore[arg-type]
+        full=report.full,
+        findings=[
+            CheckFinding(
+                rule=finding.rule,
+                level=finding.level,
+                what=clip(finding.what, 400),
+                observed={
+                    key: clip(one, 100) if isinstance(one, str) else one for key, one in finding.observed.items()
+                },
+                threshold=finding.threshold,
+                next=finding.next,
+            )
+            for finding in report.findings[:_MOST_FINDINGS]
+        ],
+        scores=_scores(report),
+        tasks_tried=seen.tried,
+        splits={name: {"known": one.known, "exhausted": one.exhausted} for name, one in seen.splits.items()},
+        prompt_characters=_lengths(task.prompt for task in tasks),
+        answer_characters=_lengths(task.reference for task in tasks if task.reference is not None),
+        repeatable=_repeatable(report),
+        start_seconds=round(seen.start_s + seen.load_s, 3),
+        task_seconds=None if seen.tasks_s is None else float(f"{seen.tasks_s:.3g}"),
+        score_seconds=float(f"{statistics.median(taken):.3g}") if taken else None,
+        memory_mb=round(seen.memory_mb, 1) or None,
+        not_checked=seen.skipped,
+        seconds=round(report.seconds, 2),
+    )
+
+
+def _scores(report: CheckReport) -> dict[str, float]:
+    """Mean reward by kind of answer, as a share of the highest, in the order in which they were tried."""
+    found: dict[str, list[float]] = {}
+    for score in report.seen.scores:
+        found.setdefault(score.kind, []).append(report.seen.share(score.reward))
+    return {kind: float(number(statistics.fmean(shares))) for kind, shares in found.items()}
+
+
+def _repeatable(report: CheckReport) -> bool | None:
+    again = report.seen.again
+    return not any(one.other_tasks or one.other_scores for one in again) if again else None
+
+
+def _lengths(texts: Iterable[str]) -> dict[str, int]:
+    lengths = [len(text) for text in texts]
+    return {"median": round(statistics.median(lengths)), "longest": max(lengths)} if lengths else {}

@@ -1,0 +1,347 @@
+"""Finding environments, learning what one is, and making a draft of it.
+
+What an environment says of itself comes out of somebody's code: it is cut, cleaned and told as untrusted text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.settings.fields import knob_fields
+from toprope.settings.presets import Preset, list_presets, load_preset
+from toprope.supervisor.environment_variables import for_worker
+from toprope.workbench.catalog.catalog import Card, Description, Entry, Example
+from toprope.workbench.launch.baseline import baseline_of
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import Answer, call, clip, cut, duration, number, percent, value
+from toprope_tools.planning.config import said_changes
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["describe_environment", "list_environments", "select_environment"]
+
+_PAGE = 20
+_LONGEST_S = 45.0
+"""Clients drop a call at about 60 s."""
+_LOAD_S = 30.0
+_MOST_SUMMARY = 120
+_MOST_LINES = 40
+"""Knobs and reward parts that are told."""
+
+
+async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:
+    """Environments of every source, 20 a page.
+
+    Args:
+        workshop: The server's.
+        query: Words that name, summary or tags must contain.
+        cursor: `next_cursor` of the page before: how many were shown.
+
+    Raises:
+        InvalidValue: The cursor is none.
+    """
+    if cursor is not None and not re.fullmatch(r"[0-9]{1,6}", cursor):
+        raise InvalidValue(f"{clip(cursor, 80)!r} is no cursor of this list.", hint="Omit it for the first page.")
+    start = int(cursor or 0)
+    entries = await to_thread.run_sync(workshop.catalog.search, query or "")
+    page = entries[start : start + _PAGE]
+    more = str(start + _PAGE) if start + _PAGE < len(entries) else None
+    items = [_item(one) for one in page]
+    if not items and not start:
+        text = f"No environment matches {query!r}. Next: list_environments() for all."
+    elif not items:
+        text = f"There are {len(entries)} environments; this page is past the end."
+    else:
+        which = f" that match {query!r}" if query else ""
+        lines = [f"{len(entries)} environments{which}, {start + 1} to {start + len(items)}:"]
+        lines += [f"{item.name} [{item.state}]{_facts(item)} {item.summary}" for item in items]
+        lacking = next((one.ecosystem for one in page if one.status == "needs install"), None)
+        if lacking and workshop.settings().installs == "allow":
+            lines.append(f"Install: {call('add_environment', what=lacking)}")
+        if more:
+            arguments = {"query": query, "cursor": more} if query else {"cursor": more}
+            lines.append(f"More: {call('list_environments', **arguments)}")
+        ready = next((item.name for item in items if item.state == "ready"), None)
+        if ready:
+            lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
+        text = "\n".join(lines)
+    return Answer(text, answers.Environments(environments=items, total=len(entries), next_cursor=more))
+
+
+async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str, Any] | None = None) -> Answer:
+    """What an environment is like, from a worker that loads it.
+
+    Args:
+        workshop: The server's.
+        name: The environment's.
+        knobs: Its own settings to load it with; the defaults for the rest.
+
+    Raises:
+        NotFound: There is none of that name.
+        InvalidValue: A knob is wrong.
+        EnvironmentFailed: It does not load, raises or hangs.
+    """
+    entry = await to_thread.run_sync(workshop.catalog.find, name)
+    described = await _describe(workshop, entry, knobs or {}, examples=3)
+    tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
+    card = described.card
+    presets = _presets(workshop, entry.name)
+    turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
+    lines = [f"{entry.name}: {turns}. {clip(card.description, 300)}", _nature(described), *_knob_lines(card)]
+    lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
+    sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
+    if sizes:
+        lines.append(f"Distinct tasks: {', '.join(sizes)}.")
+    lines += _example_lines(described.examples)
+    lines += _cost_lines(described)
+    if tested is not None:
+        lines.append(
+            f"Tested: {tested.policy} is right in {percent(tested.pass_rate)} of its answers; of {tested.tasks} groups "
+            f"of {tested.group_size}, {percent(tested.all_wrong_share)} are all wrong and "
+            f"{percent(tested.all_right_share)} all right ({tested.run_id})."
+        )
+    lines += [f"Remark: {clip(remark, 300)}" for remark in described.remarks]
+    lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=workshop.settings().preset)}")
+    data = answers.Description(
+        name=entry.name,
+        summary=clip(card.description, 300),
+        max_turns=card.max_turns,
+        tags=[clip(tag, 80) for tag in card.tags[:20]],
+        knobs=[_knob(knob.model_dump(mode="json", exclude_none=True)) for knob in card.knobs[:_MOST_LINES]],
+        reward_parts={
+            part: one.model_dump(mode="json") | {"description": clip(one.description, 100)}
+            for part, one in list(card.parts.items())[:_MOST_LINES]
+        },
+        max_reward=card.max_reward,
+        splits={split: size.model_dump(mode="json") for split, size in described.splits.items()},
+        examples=[_example(example) for example in described.examples],
+        remarks=[clip(remark, 300) for remark in described.remarks],
+        presets=presets,
+        ecosystem=entry.ecosystem,
+        state=_state(entry),
+        tools=entry.tools,
+        versions={clip(name, 80): clip(one, 80) for name, one in list(card.versions.items())[:20]},
+        load_seconds=round(described.load_seconds, 2),
+        score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
+        memory_mb=None if described.memory_mb is None else round(described.memory_mb),
+        prompt_characters=[len(_prompt(example)) for example in described.examples],
+        answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
+        tested=None if tested is None else answers.Tested(**vars(tested)),
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def select_environment(workshop: Workshop, *, name: str, preset: str | None = None) -> Answer:
+    """Makes a draft of an environment from a preset.
+
+    Args:
+        workshop: The server's.
+        name: The environment's.
+        preset: The preset's; the owner's default when None.
+
+    Raises:
+        NotFound: There is no such environment or preset.
+        EnvironmentFailed: The environment does not load.
+        InvalidValue: The preset does not fit it, or the owner's files cannot be read; no draft was made.
+    """
+    entry = await to_thread.run_sync(workshop.catalog.find, name)
+    chosen = _chosen(workshop, preset)
+    locks = workshop.home.locks()
+    described = await _describe(workshop, entry, chosen.knobs(entry.name), examples=0)
+    knobs = [knob.model_dump(mode="json", exclude={"value"}) for knob in described.card.knobs]
+    workshop.home.ensure()
+    draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, knobs, locks)
+    fields = draft.fields
+    locked = {lock.field: f"{lock.says}: {lock.reason}" for lock in locks if lock.field in fields}
+    config = draft.config
+    lines = [
+        f"Made {draft.id}: {entry.name} with preset {chosen.name}. {chosen.description}".strip(),
+        f"Policy {config.policy.model}, at most {config.budget.steps} steps, {config.rollout.groups_per_step} groups "
+        f"of {config.rollout.group_size} answers a step, learning rate {value(config.optimizer.learning_rate)}.",
+    ]
+    if config.environment.knobs:
+        lines.append("Knobs: " + ", ".join(f"{knob}={value(one)}" for knob, one in config.environment.knobs.items()))
+    if moved:
+        lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
+    if locked:
+        lines.append("Locked by the owner: " + "; ".join(f"{field} ({says})" for field, says in locked.items()))
+    lines.append(
+        f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
+        f"{call('start_training', draft_id=draft.id)}"
+    )
+    data = answers.DraftAnswer(
+        draft_id=draft.id,
+        environment=entry.name,
+        preset=chosen.name,
+        revision=draft.revision,
+        moved_by_locks=[answers.FieldChange(field=one.field, before=one.before, after=one.after) for one in moved],
+        locked=locked,
+    )
+    return Answer("\n".join(lines), data)
+
+
+async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, examples: int) -> Description:
+    if entry.status == "needs install" and workshop.settings().installs == "allow":
+        raise EnvironmentFailed(
+            f"{entry.name} is not installed.", hint=f"Install it: {call('add_environment', what=entry.ecosystem)}"
+        )
+    try:
+        with anyio.fail_after(_LONGEST_S):
+            return await workshop.catalog.describe(
+                entry,
+                knobs,
+                examples=examples,
+                load_timeout_s=_LOAD_S,
+                variables=for_worker(workshop.settings().variables),
+                network=not workshop.home.locks().refusal("environment.network", "allow"),
+            )
+    except TimeoutError:
+        raise EnvironmentFailed(
+            f"{entry.name} did not answer within {_LONGEST_S:.0f} s.",
+            hint="Look for a download or slow tasks in it; it must load and score quickly.",
+        ) from None
+
+
+def _chosen(workshop: Workshop, preset: str | None) -> Preset:
+    """The preset that a call names, else the one that the owner's settings name."""
+    if preset is not None:
+        return load_preset(preset, workshop.home.preset_folders)
+    own = workshop.settings().preset
+    try:
+        return load_preset(own, workshop.home.preset_folders)
+    except NotFound as problem:
+        raise InvalidValue(
+            f"{workshop.home.settings_file} names a preset that is not there: {problem.message}",
+            hint=f"{problem.hint} Give preset in the call, or mend the file.",
+        ) from None
+
+
+def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
+    """Presets that can be read, with what they are; those tuned for this environment say so."""
+    found = {}
+    for name in list_presets(workshop.home.preset_folders):
+        try:
+            preset = load_preset(name, workshop.home.preset_folders)
+        except InvalidValue as problem:
+            found[name] = f"cannot be used: {problem.message}"
+            continue
+        if preset.models and not preset.values:
+            continue  # names of models for test_inference, and no start for a draft
+        tuned = " Has values for this environment." if environment in preset.environments else ""
+        found[name] = f"{preset.description}{tuned}".strip()
+    return found
+
+
+def _item(entry: Entry) -> answers.EnvironmentItem:
+    return answers.EnvironmentItem(
+        name=entry.name,
+        summary=_summary(entry),
+        state=_state(entry),
+        ecosystem=entry.ecosystem,
+        tools=entry.tools,
+        tasks=entry.tasks,
+    )
+
+
+def _facts(item: answers.EnvironmentItem) -> str:
+    """What the name does not say already."""
+    facts = [] if item.ecosystem == "toprope" or item.name.startswith(item.ecosystem) else [item.ecosystem]
+    facts += ["tools"] if item.tools else []
+    facts += [f"{item.tasks} tasks"] if item.tasks is not None else []
+    return f" ({', '.join(facts)})" if facts else ""
+
+
+def _nature(described: Description) -> str:
+    """Whose conventions it follows, where it runs, and what it needs."""
+    entry = described.entry
+    where = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
+    versions = ", ".join(f"{name} {one}" for name, one in described.card.versions.items() if name != "sha256")
+    needs = "" if entry.status == "ready" else f" It {_state(entry)}"
+    lends = ", gives the policy tools" if entry.tools else ""
+    return (
+        f"Ecosystem {entry.ecosystem}{lends}; runs in {where} ({clip(versions, 200)}), "
+        f"loaded in {described.load_seconds:.1f} s.{needs}"
+    )
+
+
+def _state(entry: Entry) -> str:
+    return entry.status if entry.status == "ready" else f"{entry.status}: {clip(entry.problem, 400)}"
+
+
+def _summary(entry: Entry) -> str:
+    turns = "" if entry.turns == 1 else " (multi-turn)" if entry.turns else " (turns vary)"
+    return clip(entry.description, _MOST_SUMMARY) + turns
+
+
+def _knob(knob: dict[str, Any]) -> dict[str, Any]:
+    """A knob for the structure: without the value, which is a draft's affair, and with long texts cut."""
+    return {
+        key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if key != "value"
+    }
+
+
+def _knob_lines(card: Card) -> list[str]:
+    fields = knob_fields(knob.model_dump() for knob in card.knobs)
+    if not fields:
+        return ["It has no knobs."]
+    lines = ["Knobs (edit_config as environment.knobs.<name>):"]
+    for name, field in list(fields.items())[:_MOST_LINES]:
+        says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
+        says = f"one of {field.bounds}" if field.choices is not None else says
+        said = f": {clip(field.description, 120)}" if field.description else ""
+        lines.append(f"  {clip(name.rpartition('.')[2], 80)} = {value(field.default)} ({clip(says, 400)}){said}")
+    return lines
+
+
+def _part_lines(card: Card) -> list[str]:
+    return [
+        f"{name} (weight {number(part.weight)}, {number(part.low)} to {number(part.high)})"
+        + (f" {clip(part.description, 100)}" if part.description else "")
+        for name, part in list(card.parts.items())[:_MOST_LINES]
+    ] or ["no parts"]
+
+
+def _example_lines(examples: tuple[Example, ...]) -> list[str]:
+    lines = []
+    for example in examples:
+        shown = _example(example)
+        scores = ", ".join(f"{label} {number(score)}" for label, score in shown["rewards"].items())
+        lines.append(
+            f"Example (untrusted text): {json.dumps(shown['prompt'], ensure_ascii=False)} reference "
+            f"{json.dumps(shown['reference'], ensure_ascii=False)}; rewards: {scores}"
+        )
+    return lines
+
+
+def _cost_lines(described: Description) -> list[str]:
+    """What a rollout takes, and how long prompts and answers are."""
+    prompts = [len(_prompt(example)) for example in described.examples]
+    told = [f"loads in {duration(described.load_seconds)}"]
+    if described.score_seconds is not None:
+        told.append(f"an answer is scored in {number(described.score_seconds)} s")
+    if described.memory_mb is not None:
+        told.append(f"its worker takes {described.memory_mb:.0f} MB")
+    if prompts:
+        told.append(f"prompts of {min(prompts)} to {max(prompts)} characters")
+    return [f"It {', '.join(told)}."] if described.examples else []
+
+
+def _prompt(example: Example) -> str:
+    return " | ".join(str(message.get("content", "")) for message in example.messages)
+
+
+def _example(example: Example) -> dict[str, Any]:
+    prompt = _prompt(example)
+    return {
+        "prompt": clip(prompt, 600),
+        "reference": None if example.reference is None else clip(str(example.reference), 200),
+        "rewards": {label: outcome.reward for label, outcome in example.scores.items()},
+    }

@@ -1,0 +1,126 @@
+"""Installing an ecosystem or a package for environments, where the owner lets agents do that.
+
+An agent may name ecosystems and plain requirements. Paths, URLs and repositories are the owner's alone: installing one
+runs code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
+from toprope_tools.answers.base import Answer, call, clip
+from toprope_tools.answers.installing_answers import Installed
+from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["add_environment", "count_of", "said"]
+
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~]=?[^@;/\s]+)?")
+_LOOK_S = 1.0
+
+
+async def add_environment(
+    workshop: Workshop,
+    *,
+    what: str,
+    progress: Callable[[float, float | None, str | None], Awaitable[Any]] | None = None,
+    client: Client = UNKNOWN,
+) -> Answer:
+    """Makes an interpreter for an ecosystem or a package, and lists what it holds.
+
+    Args:
+        workshop: The server's.
+        what: An ecosystem's name, or a plain requirement.
+        progress: Called with news while it is installed.
+        client: Who called.
+
+    Raises:
+        NotPossibleNow: The owner does not let agents install.
+        InvalidValue: It is neither.
+        TopropeError: It cannot be installed.
+    """
+    settings = workshop.settings()
+    if settings.installs != "allow":
+        raise NotPossibleNow(
+            "The owner does not let agents install.", hint=f"Ask the owner to run: toprope env add {clip(what, 80)}"
+        )
+    if not _PLAIN.fullmatch(what.strip()):
+        raise InvalidValue(
+            f"{clip(what, 80)!r} is neither an ecosystem nor a plain requirement such as name==1.2.",
+            hint="Paths, URLs and repositories are added by the owner: toprope env add ...",
+        )
+    order = Order(what.strip(), plain_only=True)
+    installation = workshop.installations.of(order, Interpreters(workshop.home))
+    deadline = time.monotonic() + longest_wait_s(client, settings.status.waits)
+    told = -1
+    while not await to_thread.run_sync(installation.wait, _LOOK_S):
+        if progress is not None and installation.count != told:
+            told = installation.count
+            await progress(float(told), None, installation.news)
+        if time.monotonic() > deadline:
+            again = call("add_environment", what=order.given)
+            text = f"{order.given} is still being installed ({clip(installation.news, 120)}). Go on waiting: {again}"
+            return Answer(text, Installed(name=order.given, done=False, news=clip(installation.news, 200)))
+    workshop.installations.told(order)
+    if installation.error is not None:
+        raise installation.error
+    assert installation.outcome is not None  # it ended without an error
+    outcome = installation.outcome
+    found = await to_thread.run_sync(count_of, workshop, outcome)
+    made = outcome.made
+    data = Installed(
+        name=outcome.added.name,
+        done=True,
+        packages=len(made.pins) if made is not None else 0,
+        megabytes=round(made.bytes / 1e6, 1) if made is not None else 0.0,
+        seconds=round(outcome.seconds, 1),
+        environments=found,
+    )
+    query = call("list_environments", query=outcome.added.adapter or outcome.added.name)
+    return Answer(f"{said(outcome, found)}\nNext: {query}", data)
+
+
+def count_of(workshop: Workshop, outcome: Outcome) -> int:
+    """How many environments the catalog lists of what was added."""
+    added = outcome.added
+    entries = workshop.catalog.entries()
+    if added.python is not None:
+        return sum(entry.environment.interpreter == added.python for entry in entries)
+    if added.kind == "packages":
+        return sum(entry.ecosystem == added.adapter and entry.usable for entry in entries)
+    place = added.path or ""
+    return sum(
+        entry.name == added.name or (bool(place) and str(entry.environment.file or "").startswith(place))
+        for entry in entries
+    )
+
+
+def said(outcome: Outcome, environments: int) -> str:
+    """What became of it, in a line or two."""
+    added, made = outcome.added, outcome.made
+    if outcome.own and added.kind == "packages":
+        first = f"{added.name}: Toprope's own interpreter has it already; nothing was installed."
+    elif made is not None:
+        how = "shares an interpreter that was there" if outcome.shared else f"installed in {outcome.seconds:.0f} s"
+        first = f"{added.name}: {how}, {len(made.pins)} packages, {made.bytes / 1e6:.0f} MB."
+    elif added.python is not None:
+        first = f"{added.name}: runs in {added.python}."
+    else:
+        first = f"{added.name}: added."
+    if environments:
+        return f"{first} {environments} environment{'' if environments == 1 else 's'} to choose from."
+    if added.adapter is not None and added.kind == "packages":
+        return (
+            f"{first} It brings no environments itself: files in your folders that follow it run in it, and packages "
+            f"of them are added with it (toprope env add PACKAGE -r {added.adapter})."
+        )
+    return f"{first} No environment is found in it; list_environments looks again at every call."

@@ -1,0 +1,109 @@
+"""How a preview is said, what a run took, and how a start that waits for a person's word is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toprope.errors import Corrupt, NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.usage import Usage
+from toprope.workbench.launch.preview import Estimate, Preview
+from toprope_tools.answers.base import call, duration
+
+__all__ = ["confirmation_wanted", "said", "structured", "used"]
+
+_SAID = (
+    ("wall_hours", "time"),
+    ("cpu_hours", "processors"),
+    ("gpu_hours", "GPUs"),
+    ("memory_gb", "memory"),
+    ("disk_gb", "disk"),
+    ("cost_usd", "cost"),
+)
+
+
+def said(shown: Preview) -> str:
+    """The preview in a few lines."""
+    runs = f"{shown.count} runs" if shown.count > 1 else "one run"
+    parts = [f"{label} {_quantity(name, shown.estimates.get(name))}" for name, label in _SAID if _shows(shown, name)]
+    lines = [f"What {runs} of {shown.steps} steps at most would take: {'; '.join(parts)}."]
+    if shown.count > 1:
+        lines[0] += " Time is that of one run, and runs queue for the machine; the rest is of all together."
+    lines.append(shown.basis)
+    if shown.caps:
+        caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
+        lines.append(f"Each run is stopped with a checkpoint at: {caps}.")
+    return "\n".join(lines)
+
+
+def structured(shown: Preview) -> dict[str, Any]:
+    """The preview for an answer's structure; what is unknown is null."""
+    estimates = {
+        name: None if one is None else {"value": _short(one.value), "low": _short(one.low), "high": _short(one.high)}
+        for name, one in shown.estimates.items()
+    }
+    return {
+        "estimates": estimates,
+        "basis": shown.basis,
+        "runs": shown.count,
+        "steps": shown.steps,
+        "caps": shown.caps,
+        "hash": shown.hash,
+    }
+
+
+def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
+    """What a run has taken so far, as a line and for an answer's structure; nothing where it was not measured."""
+    try:
+        usage = Usage.read(folder)
+    except Corrupt:
+        usage = None
+    if usage is None:
+        return [], None
+    parts = [f"{duration(usage.wall_s)} of wall time", f"{usage.cpu_s:.3g} CPU-seconds"]
+    if usage.gpu_s:
+        parts.append(f"{usage.gpu_s / 3600:.3g} GPU-hours")
+    parts += [f"{usage.peak_memory_bytes / 1e9:.2g} GB of memory at most", f"{usage.disk_bytes / 1e9:.2g} GB on disk"]
+    if usage.usd is not None:
+        parts.append(f"{usage.usd:.3g} USD")
+    return [f"Taken: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
+
+
+def confirmation_wanted(
+    draft_id: str, name: str | None, shown: Preview, why: str, given: str | None, source: str
+) -> NotPossibleNow:
+    """The refusal of a start that nobody has confirmed as it would be now."""
+    if given is None:
+        head = f"Nothing was started: {why} (confirm, set by {source})"
+    else:
+        head = f"Nothing was started: {given!r} confirms something else than what would start now, which is this"
+    arguments: dict[str, Any] = {"draft_id": draft_id}
+    if name is not None:
+        arguments["name"] = name
+    if shown.count > 1:
+        arguments["seeds"] = shown.count
+    return NotPossibleNow(
+        f"{head}\n{said(shown)}",
+        hint="Show this to the person whom you work for. Once they agree: "
+        f"{call('start_training', **arguments, confirm=shown.hash)}. A changed draft has another hash.",
+    )
+
+
+def _shows(shown: Preview, name: str) -> bool:
+    one = shown.estimates.get(name)
+    return not (name == "gpu_hours" and one is not None and not one.high)
+
+
+def _quantity(name: str, one: Estimate | None) -> str:
+    if one is None:
+        return "unknown"
+    if name == "wall_hours":
+        low, middle, high = (duration(value * 3600) for value in (one.low, one.value, one.high))
+        return middle if low == high else f"{middle} ({low} to {high})"
+    unit = {"cpu_hours": " CPU-hours", "gpu_hours": " GPU-hours", "cost_usd": " USD"}.get(name, " GB")
+    text = f"{one.value:.3g}{unit}"
+    return text if f"{one.low:.3g}" == f"{one.high:.3g}" else f"{text} ({one.low:.3g} to {one.high:.3g})"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,144 @@
+"""Which resources have changed since one looked last: for clients that subscribed instead of asking.
+
+A change is what its reader would find new: events, and numbers that may be told again (the limit of check_status holds
+here too, so a run that steps a hundred times a second does not notify as often). Each resource is named at most once in
+some seconds; what changes meanwhile is named when they are over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from toprope.errors import InvalidValue, TopropeError
+from toprope_tools.resources.resources import DATASETS, Place, dataset_versions, resource_at
+from toprope_tools.status.snapshot import look_at
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["Changes"]
+
+EVERY_S = 5.0
+"""Least seconds between two notices of a resource."""
+
+
+class Changes:
+    """The resources of one subscriber.
+
+    Args:
+        workshop: The server's.
+        every_s: See the module.
+    """
+
+    def __init__(self, workshop: Workshop, every_s: float = EVERY_S) -> None:
+        self._workshop, self._every_s = workshop, every_s
+        self._watched: dict[str, _Watched] = {}
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def add(self, uri: str) -> None:
+        """Watches one more, from how it is now.
+
+        Raises:
+            NotFound: There is no such resource.
+        """
+        if uri in self._watched:
+            return
+        place = resource_at(uri)
+        if place.run_id is not None:
+            self._workshop.runs.folder(place.run_id)
+        watched = _Watched(_eye(self._workshop, place))
+        watched.look()
+        watched.pending = False
+        self._watched[uri] = watched
+
+    def remove(self, uri: str) -> None:
+        """Watches one less; nothing where it was none."""
+        self._watched.pop(uri, None)
+
+    def news(self) -> list[str]:
+        """The resources that have changed and may be named now."""
+        now, found = time.monotonic(), []
+        for uri, watched in list(self._watched.items()):
+            try:
+                watched.look()
+            except TopropeError:
+                # Removed, or not to be read: who reads it learns that, once.
+                watched.pending = watched.pending or not watched.gone
+                watched.gone = True
+            if watched.pending and now - watched.named_at >= self._every_s:
+                watched.pending, watched.named_at = False, now
+                found.append(uri)
+        return found
+
+
+_Eye = Callable[[], bool]
+"""Whether it has changed since the last call."""
+
+
+class _Watched:
+    def __init__(self, eye: _Eye) -> None:
+        self._eye = eye
+        self.pending = self.gone = False
+        self.named_at = -1e9
+
+    def look(self) -> None:
+        self.pending = self._eye() or self.pending
+        self.gone = False
+
+
+def _eye(workshop: Workshop, place: Place) -> _Eye:
+    if place.part == DATASETS:
+        return _Differs(lambda: dataset_versions(workshop, place.component))
+    if place.run_id is None:
+        return _Differs(lambda: frozenset((run.run_id, run.state) for run in workshop.statuses()))
+    if place.part in ("", "metrics"):
+        return _RunMoves(workshop, place.run_id)
+    folder = workshop.runs.folder(place.run_id)
+    path = {"config": folder.spec, "plot.png": folder.plot}.get(place.part) or folder.log(place.component)
+
+    def stat() -> object:
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    return _Differs(stat)
+
+
+class _Differs:
+    """A value that is another than it was."""
+
+    def __init__(self, value: Callable[[], object]) -> None:
+        self._value = value
+        self._last: object = None
+
+    def __call__(self) -> bool:
+        now = self._value()
+        differs, self._last = now != self._last, now
+        return differs
+
+
+class _RunMoves:
+    """A run whose state changed, that had an event, or whose numbers may be told anew."""
+
+    def __init__(self, workshop: Workshop, run_id: str) -> None:
+        self._workshop, self._run_id = workshop, run_id
+        self._state, self._place, self._due = "", 0, False
+
+    def __call__(self) -> bool:
+        try:
+            (look,) = look_at(self._workshop, [self._run_id], {self._run_id: self._place})
+        except InvalidValue:  # other events than those we saw: begin again
+            self._place = 0
+            return True
+        due = look.due and look.has_new_numbers and not look.status.ended
+        moves = look.status.state != self._state or bool(look.news) or (due and not self._due)
+        self._state, self._due = look.status.state, due
+        if look.events:
+            self._place = look.events[-1].seq
+        return moves

@@ -1,0 +1,224 @@
+"""Runs as resources, for clients that show them to a person or attach them to a conversation.
+
+    toprope://runs                              the newest runs
+    toprope://runs/RUN_ID                       how one stands
+    toprope://runs/RUN_ID/config                what it was frozen with
+    toprope://runs/RUN_ID/metrics               a row a step, or rows at even distances
+    toprope://runs/RUN_ID/logs/COMPONENT        the end of a log
+    toprope://runs/RUN_ID/plot.png              its picture
+    toprope://datasets                          the data sets
+    toprope://datasets/NAME                     the card of one: best, best@v2
+
+Nothing is told here that a tool would hold back: numbers of a live run come as check_status gives them, and its rows up
+to the last step that was told.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from anyio import to_thread
+
+from toprope.analysis.reports.report import labels_to_tell
+from toprope.errors import NotFound
+from toprope.records.run.metrics import read_history
+from toprope.records.run.specification import Specification
+from toprope.trajectories.datasets.store import DatasetStore
+from toprope_tools.answers.base import TOKEN_BUDGET
+from toprope_tools.runs.logs import COMPONENTS, read_logs
+from toprope_tools.status.run_list import run_item
+from toprope_tools.status.snapshot import look_at, told_numbers
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["DATASETS", "LISTED", "MOST_PLOT_BYTES", "Place", "dataset_versions", "plot_of", "read", "resource_at"]
+
+LISTED = 20
+"""Runs that a list of resources names; the templates reach the others."""
+MOST_PLOT_BYTES = 1 << 20
+_RUNS = 100
+_ROWS = 100
+_EVENTS = 10
+_EVALUATIONS = 20
+"""Along the way."""
+_LINES = 100
+_URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
+
+_DATASETS = re.compile(r"toprope://datasets(?:/([a-z0-9][a-z0-9_.-]{0,63}(?:@v?\d{1,6})?))?")
+DATASETS = "datasets"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a URI names. `run_id` None: all runs; `part` empty: the run itself. `part` DATASETS: a data set by name, or
+    all of them."""
+
+    run_id: str | None = None
+    part: str = ""
+    component: str = ""
+
+
+def resource_at(uri: str) -> Place:
+    """The place that a URI names.
+
+    Raises:
+        NotFound: It names none of ours.
+    """
+    if (dataset := _DATASETS.fullmatch(uri)) is not None:
+        return Place(None, DATASETS, dataset[1] or "")
+    found = _URI.fullmatch(uri)
+    if found is None or (found[3] and found[3] not in COMPONENTS):
+        raise NotFound(
+            f"There is no resource {uri[:200]!r}.",
+            hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png and "
+            f"/logs/COMPONENT ({', '.join(COMPONENTS)}); toprope://datasets and toprope://datasets/NAME.",
+        )
+    return Place(found[1], (found[2] or "").partition("/")[0], found[3] or "")
+
+
+async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
+    """A resource's content and its media type.
+
+    Raises:
+        NotFound: There is no such run, log or picture.
+        Corrupt: Its records cannot be read.
+    """
+    if place.part == DATASETS:
+        if not place.component:
+            return await to_thread.run_sync(_datasets, workshop), "application/json"
+        return await to_thread.run_sync(_card, workshop, place.component), "text/markdown"
+    if place.run_id is None:
+        return await to_thread.run_sync(_runs, workshop), "application/json"
+    if place.part == "logs":
+        answer = await read_logs(workshop, run_id=place.run_id, component=place.component, lines=_LINES)
+        return answer.text, "text/plain"
+    if place.part == "plot.png":
+        return await to_thread.run_sync(plot_of, workshop, place.run_id), "image/png"
+    if place.part == "config":
+        return await to_thread.run_sync(_config, workshop, place.run_id), "application/yaml"
+    if place.part == "metrics":
+        return await to_thread.run_sync(_metrics, workshop, place.run_id), "text/csv"
+    return await to_thread.run_sync(_run, workshop, place.run_id), "application/json"
+
+
+def plot_of(workshop: Workshop, run_id: str) -> bytes:
+    """A run's picture, a PNG.
+
+    Raises:
+        NotFound: There is no such run, no picture yet, or one that is too large to send.
+    """
+    folder = workshop.runs.folder(run_id)
+    try:
+        size = folder.plot.stat().st_size
+        if size > MOST_PLOT_BYTES:
+            raise NotFound(
+                f"The picture of {run_id} has {size} bytes and is not sent.", hint=f"It lies at {folder.plot}."
+            )
+        return folder.plot.read_bytes()
+    except OSError:
+        raise NotFound(
+            f"{run_id} has no picture.", hint="One is drawn when a training run completes; metrics has its numbers."
+        ) from None
+
+
+def _runs(workshop: Workshop) -> str:
+    runs = workshop.statuses()
+    items = [run_item(run).model_dump(mode="json", exclude_defaults=True) for run in runs[:_RUNS]]
+    return json.dumps({"runs": items, "total": len(runs)}, ensure_ascii=False)
+
+
+def _datasets(workshop: Workshop) -> str:
+    store = DatasetStore(workshop.home.datasets)
+    items = []
+    for name in store.names()[:_RUNS]:
+        versions = store.versions(name)
+        newest = store.find(name).record if versions else None
+        told = {} if newest is None else {"items": newest.items, "made_at": newest.made_at, "about": newest.description}
+        items.append({"name": name, "versions": versions, "inbox": store.inbox(name).is_file(), **told})
+    return json.dumps({"datasets": items}, ensure_ascii=False)
+
+
+def dataset_versions(workshop: Workshop, name: str) -> tuple[tuple[str, ...], ...]:
+    """The versions that there are: of one data set, or of all where none is named."""
+    store = DatasetStore(workshop.home.datasets)
+    names = [name.partition("@")[0]] if name else store.names()
+    return tuple((one, *store.versions(one)) for one in names)
+
+
+def _card(workshop: Workshop, name: str) -> str:
+    version = DatasetStore(workshop.home.datasets).find(name)
+    try:
+        return version.card.read_text(encoding="utf-8")[: 4 * TOKEN_BUDGET]
+    except OSError:
+        raise NotFound(f"{version.name} has no card.", hint=f"It lies at {version.path}.") from None
+
+
+def _run(workshop: Workshop, run_id: str) -> str:
+    numbers, at = told_numbers(workshop, run_id)
+    (look,) = look_at(workshop, [run_id], {run_id: 0})
+    status = look.status
+    return json.dumps(
+        {
+            **run_item(status).model_dump(mode="json"),
+            "reason": status.reason,
+            "attempt": status.attempt,
+            "numbers": numbers,
+            "numbers_at": at,
+            "evaluations": {
+                label: status.evaluations[label] for label in labels_to_tell(status.evaluations, _EVALUATIONS)
+            },
+            "failure": None if status.failure is None else status.failure.model_dump(mode="json"),
+            "events": [event.model_dump(mode="json") for event in look.news[-_EVENTS:]],
+        },
+        ensure_ascii=False,
+    )
+
+
+def _config(workshop: Workshop, run_id: str) -> str:
+    specification = Specification.read(workshop.runs.folder(run_id))
+    shown = {
+        "run_id": run_id,
+        "kind": specification.kind,
+        "environment": specification.environment.name,
+        "config": specification.config.model_dump(mode="json"),
+    }
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _metrics(workshop: Workshop, run_id: str) -> str:
+    status = workshop.runs.status(run_id)
+    rows = read_history(workshop.runs.folder(run_id).metrics, _ROWS).rows
+    if not status.ended:
+        told = told_numbers(workshop, run_id)[0].get("step") or 0
+        rows = [row for row in rows if row["step"] <= told]
+    most = _ROWS
+    while len((text := _csv(_thinned(rows, most))).encode()) > 4 * TOKEN_BUDGET and most > 2:
+        most = most * 3 // 4
+    return text
+
+
+def _thinned(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many rows at even distances, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(number * (len(rows) - 1) / (most - 1))] for number in range(most)]
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    columns = list(
+        dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, dict | list))
+    )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or ["step"], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"{one:.6g}" if isinstance(one, float) else one for key, one in row.items()})
+    return text.getvalue()

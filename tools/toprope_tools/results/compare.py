@@ -1,0 +1,219 @@
+"""Whether one run, or group of seeds, is better than another, said with its certainty and its price."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from toprope.analysis.statistics.comparison import Comparison, Means, Side, compare, unlike
+from toprope.analysis.statistics.run_samples import measured
+from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.workbench.launch.seeds import expand
+from toprope_tools.answers import research_answers as structures
+from toprope_tools.answers.base import Answer, call, clip, duration, number, percent
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["compare_runs"]
+
+_MOST_RUNS = 16
+_EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"))
+
+
+async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]) -> Answer:
+    """Holds b against a on the same tasks.
+
+    Args:
+        workshop: The server's.
+        a, b: Ids of runs, or of seed groups.
+
+    Raises:
+        NotFound: There is no such run or group.
+        NotPossibleNow: A run has not been evaluated.
+        InvalidValue: They cannot be compared; every reason is named.
+    """
+    return await to_thread.run_sync(_compared, workshop, list(a), list(b))
+
+
+def _compared(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
+    sides = [_side(workshop, ids, which) for ids, which in ((a, "a"), (b, "b"))]
+    one, other = sides
+    if problems := unlike(one, other):
+        raise InvalidValue(
+            "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems),
+            hint="Compare runs of the same environment, knobs, tasks and evaluator; for others start both anew.",
+        )
+    sampled, greedy = compare(one, other), compare(one, other, greedy=True)
+    assert sampled is not None
+    split = one.runs[0].conditions["kind of measurement"]
+    tasks = len(one.runs[0].sampled.tasks)
+    remarks = _remarks(one, other, sampled)
+    lines = [f"b against a on {tasks} {split.replace(' of a test', '')}."]
+    lines += _judged("sampled", sampled)
+    lines += _judged("greedy", greedy) if greedy is not None else []
+    lines += [_cost("a", one), _cost("b", other), *remarks, _next(one, other, sampled)]
+    data = structures.CompareAnswer(
+        a=_structured_side(one),
+        b=_structured_side(other),
+        tasks=tasks,
+        split=split,
+        sampled=_structure(sampled),
+        greedy=None if greedy is None else _structure(greedy),
+        remarks=remarks,
+    )
+    return Answer("\n".join(lines), data)
+
+
+def _side(workshop: Workshop, ids: list[str], which: str) -> Side:
+    run_ids = expand(workshop.home.runs, ids)
+    if not run_ids:
+        raise InvalidValue(f"{which} names no run.", hint="list_runs names runs and seed groups.")
+    if len(run_ids) > _MOST_RUNS:
+        raise InvalidValue(f"{which} names {len(run_ids)} runs.", hint=f"At most {_MOST_RUNS} on a side.")
+    statuses = [workshop.runs.status(run_id) for run_id in run_ids]
+    live = [status.run_id for status in statuses if not status.ended]
+    if live:
+        raise NotPossibleNow(
+            f"{', '.join(live)} {'are' if len(live) > 1 else 'is'} not done: held-out tasks are measured at the end.",
+            hint=f"{call('check_status', run_ids=live, wait_s=45)} waits for it.",
+        )
+    found = [measured(workshop.runs.folder(status.run_id), status.state) for status in statuses]
+    return Side(ids[0] if len(ids) == 1 else ", ".join(run_ids), tuple(found))
+
+
+def _judged(label: str, found: Comparison) -> list[str]:
+    verdict = {
+        "a": "a is better",
+        "b": "b is better",
+        "none": "no difference shown",
+    }[found.verdict]
+    difference = found.difference
+    lines = [
+        f"{label}: a {_means(found.a)}, b {_means(found.b)}; difference {_points(difference.value)} "
+        f"[{_points(difference.low)}, {_points(difference.high)}] points: {verdict}. {found.why}",
+        f"  paired test over tasks p {found.p_tasks:.2g} ({found.only_b} tasks b solves more often, {found.only_a} a); "
+        f"effect size h {found.effect:+.2f} ({_size(found.effect)}); noise floor {100 * found.noise_floor:.1f} points, "
+        f"from {found.floor_basis}.",
+    ]
+    if found.rests_on:
+        lines.append(
+            f"  The difference rests on {', '.join(found.rests_on)}: without it less than half is left. A win of one "
+            "seed alone is no gain."
+        )
+    return lines
+
+
+def _means(means: Means) -> str:
+    interval = means.interval
+    text = f"{percent(interval.value)} [{percent(interval.low)}, {percent(interval.high)}]"
+    if len(means.by_run) > 1:
+        text += f" over {len(means.by_run)} seeds ({', '.join(percent(one) for one in means.by_run)})"
+    return text
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:+.1f}"
+
+
+def _size(effect: float) -> str:
+    return next((word for limit, word in _EFFECTS if abs(effect) < limit), "large")
+
+
+def _cost(which: str, side: Side) -> str:
+    total, runs = _total(side), len(side.runs)
+    parts = [f"{total['steps']} steps", f"{total['rollouts']} rollouts"]
+    if total["train_s"] is not None:
+        parts.append(f"{duration(total['train_s'])} of training")
+    if total["cpu_s"] is not None:
+        parts.append(f"{number(total['cpu_s'])} CPU-seconds")
+    if total["gpu_s"]:
+        parts.append(f"{total['gpu_s'] / 3600:.2g} GPU-hours")
+    if total["usd"] is not None:
+        parts.append(f"{total['usd']:.3g} USD")
+    return f"{which} ({side.name}) took {', '.join(parts)}" + (f" in {runs} runs." if runs > 1 else ".")
+
+
+def _total(side: Side) -> dict[str, Any]:
+    """Sums over the runs; None where it was not measured for every one."""
+    costs = [run.cost for run in side.runs]
+    found: dict[str, Any] = {}
+    for name in ("steps", "rollouts", "wall_s", "train_s", "cpu_s", "gpu_s", "usd"):
+        values = [getattr(cost, name) for cost in costs]
+        found[name] = None if any(value is None for value in values) else round(sum(values), 4)
+    return found
+
+
+def _remarks(a: Side, b: Side, sampled: Comparison) -> list[str]:
+    runs = [*a.runs, *b.runs]
+    remarks = []
+    for name in runs[0].loose:
+        told = {run.loose.get(name, "unknown") for run in runs}
+        if len(told) > 1:
+            remarks.append(f"They differ in {name} ({', '.join(sorted(told)[:4])}), which is part of the difference.")
+    if max(len(a.runs), len(b.runs)) == 1 and runs[0].conditions["kind of measurement"].startswith("held-out"):
+        remarks.append("One seed on each side: what another seed would change was not measured.")
+    lone = {run_id: won for run_id, won in sampled.lone_wins.items() if won}
+    if lone:
+        told_wins = ", ".join(f"{run_id} {won}" for run_id, won in lone.items())
+        remarks.append(f"Tasks that one seed of its side alone solves: {told_wins}.")
+    return remarks
+
+
+def _next(a: Side, b: Side, sampled: Comparison) -> str:
+    if min(len(a.runs), len(b.runs)) < 3 and a.runs[0].conditions["kind of measurement"].startswith("held-out"):
+        return "Next: start_training(seeds=3) from both drafts measures the spread between seeds."
+    if sampled.verdict == "none":
+        return "Next: another change, or more held-out tasks (evaluation.heldout_tasks) and seeds to see a smaller one."
+    return "Next: keep what won; fork from it with the next change."
+
+
+def _structured_side(side: Side) -> structures.ComparedSide:
+    by_run = {
+        run.run_id: {name: value for name, value in vars(run.cost).items() if value is not None} for run in side.runs
+    }
+    return structures.ComparedSide(
+        name=side.name,
+        runs=[run.run_id for run in side.runs],
+        seeds=[run.seed for run in side.runs],
+        cost={"total": _total(side), "by_run": by_run},
+    )
+
+
+def _structure(found: Comparison) -> structures.Judged:
+    def means(one: Means) -> dict[str, Any]:
+        interval = one.interval
+        return {
+            "mean": _short(interval.value),
+            "low": _short(interval.low),
+            "high": _short(interval.high),
+            "by_run": [_short(value) for value in one.by_run],
+            "sd_between_seeds": None if one.spread is None else _short(one.spread),
+        }
+
+    difference = found.difference
+    return structures.Judged(
+        verdict=found.verdict,
+        why=found.why,
+        a=means(found.a),
+        b=means(found.b),
+        difference={
+            "value": _short(difference.value),
+            "low": _short(difference.low),
+            "high": _short(difference.high),
+        },
+        noise_floor=_short(found.noise_floor),
+        floor_basis=found.floor_basis,
+        p_tasks=float(f"{found.p_tasks:.4g}"),
+        effect_h=_short(found.effect),
+        tasks_only_a=found.only_a,
+        tasks_only_b=found.only_b,
+        rests_on=list(found.rests_on),
+        lone_wins=found.lone_wins,
+    )
+
+
+def _short(value: float) -> float:
+    return round(value, 5)

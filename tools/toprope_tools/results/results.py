@@ -1,0 +1,405 @@
+"""What a run achieved: the report that its keeper wrote at the end, or the same made of what exists so far."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+from pydantic import ValidationError
+
+from toprope.analysis.reports.report import (
+    RESULTS_VERSION,
+    Accuracy,
+    Example,
+    ModelReport,
+    Models,
+    Results,
+    gather,
+    labels_to_tell,
+)
+from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.records.run.tested import AnswersTo
+from toprope.settings.fields import all_fields, get_value
+from toprope.settings.schema import Config
+from toprope.workbench.launch.seeds import expand
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import TOKEN_BUDGET, Answer, ago, call, clip, duration, number, percent, tokens
+from toprope_tools.experiments.config_history import compared_with_original
+from toprope_tools.planning.preview_text import used
+from toprope_tools.results.diagnosis import findings_lines, findings_told, time_line
+from toprope_tools.results.integrity import believed
+from toprope_tools.results.per_environment import curricula_lines, each_lines
+from toprope_tools.results.plots import with_picture
+from toprope_tools.runs.ask import answer_lines, shown
+from toprope_tools.runs.sweeps import member_of, sweep_lines, sweep_structure
+from toprope_tools.status.rate_limited_report import as_told
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["get_results"]
+
+_MOST_EXAMPLES = 8
+_EXAMPLE_CHARACTERS = 300
+_MOST_ALONG = {False: 6, True: 20}
+"""Evaluations between before and after that are told, concise and detailed."""
+
+
+async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise", plot: bool = False) -> Answer:
+    """The report of a run.
+
+    Args:
+        workshop: The server's.
+        run_id: Which run.
+        detail: `detailed` adds history, examples and what differs from the default configuration.
+        plot: The run's picture as well.
+
+    Raises:
+        NotFound: There is no such run.
+        Corrupt: Its files cannot be read.
+    """
+    answer = await to_thread.run_sync(lambda: _results(workshop, run_id, detailed=detail == "detailed"))
+    return await to_thread.run_sync(with_picture, workshop, run_id, answer) if plot else answer
+
+
+def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
+    if (group := expand(workshop.home.runs, [run_id])) != [run_id]:
+        raise InvalidValue(
+            f"{run_id} is a seed group; results are a run's.",
+            hint=f"Name one of its runs ({', '.join(group)}), or give the group to compare_runs.",
+        )
+    status = workshop.runs.status(run_id)
+    folder = workshop.runs.folder(run_id)
+    specification = _specification(folder)
+    report = _report(folder)
+    complete = report is not None
+    if report is None:
+        report = gather(folder, specification, status)
+        report = report if status.ended else as_told(workshop, report)
+    told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
+    left = len(report.evaluations) - len(told)
+    report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
+    said = [AnswersTo.model_validate(answer) for answer in report.answers]
+    lines = [_head(status, report)]
+    if report.tested is not None:
+        lines += _models(report.tested)
+    elif specification.sweep is not None:
+        lines += sweep_lines(folder, specification.sweep)
+    elif specification.ask is not None:
+        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
+    else:
+        lines += _evaluations(report)
+        lines += [f"{left} evaluations along the way are left out; {folder.evaluations} has them."] if left else []
+    repeated = compared_with_original(workshop, specification)
+    if repeated is not None:
+        lines.append(repeated.says)
+    events = workshop.runs.events(run_id)
+    lines += findings_lines(status, events)
+    lines += time_line(report.time)
+    lines += _where(folder, report)
+    if status.failure is not None:
+        failure = status.failure
+        kind = f" ({failure.kind})" if failure.kind not in ("", "unknown") else ""
+        lines.append(
+            f"Failed: {failure.component}{kind}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
+        )
+        lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
+    taken, usage = used(folder)
+    lines += taken
+    believable, checks = believed(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
+    lines += believable
+    left_out = {"version", "integrity"} | (set() if detailed else {"history", "examples", "counts", "metrics"})
+    structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
+    if usage is not None:
+        structure["usage"] = usage
+    if checks is not None:
+        structure["integrity"] = checks
+    if repeated is not None:
+        structure["reproduction"] = {"same": repeated.same, **repeated.model_dump(mode="json")}
+    if specification.sweep is not None:
+        structure["sweep"] = sweep_structure(folder, specification.sweep)
+    if specification.member is not None:
+        structure["member"] = specification.member.model_dump(mode="json", exclude_defaults=True)
+        if (said_to_be := member_of(run_id)) is not None:  # a repetition of a member is not the sweep's
+            lines.insert(1, f"It is {said_to_be}; get_results of that tells all candidates.")
+    if findings := findings_told(status, events, detailed=detailed):
+        structure["findings"] = findings
+    if said:
+        structure["answers"] = shown(said)
+    if report.tested is not None:
+        structure["tested"] = _tested(report.tested, detailed)
+    if detailed:
+        structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
+        structure["configuration"] = _configuration(specification)
+        lines += _history(report) if status.kind == "train" else []
+        lines += [f"Configuration beside the defaults: {_said(structure['configuration'])}"]
+        lines += _examples(report.examples[:_MOST_EXAMPLES])
+    lines.append(_next(status, detailed))
+    return _within_budget(
+        "\n".join(line for line in lines if line),
+        answers.Result(run_id=run_id, kind=status.kind, state=status.state, complete=complete, results=structure),
+    )
+
+
+def _report(folder: RunFolder) -> Results | None:
+    try:
+        return Results.model_validate(read_json(folder.results, RESULTS_VERSION))
+    except NotFound:
+        return None
+    except ValidationError as error:
+        raise Corrupt(
+            f"{folder.results} is not a report: {error.error_count()} of its fields do not fit. It was left as it is.",
+            hint=f"{call('check_status', run_ids=[folder.run_id])} tells what the run's status says.",
+        ) from None
+
+
+def _specification(folder: RunFolder) -> Specification:
+    try:
+        return Specification.read(folder)
+    except (NotFound, ValidationError) as error:
+        raise Corrupt(f"The run {folder.run_id} has no readable specification: {clip(str(error), 200)}") from None
+
+
+def _within_budget(text: str, data: answers.Result) -> Answer:
+    """Leaves out the longest parts of the structure until the answer fits; the run's folder has them."""
+    left_out: list[str] = []
+    answer = Answer(text, data)
+    while tokens(answer) > TOKEN_BUDGET and len(data.results) > 1:
+        longest = max(data.results, key=lambda key: len(json.dumps(data.results[key])) if key != "left_out" else 0)
+        left_out.append(longest)
+        kept = {key: one for key, one in data.results.items() if key != longest}
+        data = data.model_copy(update={"results": {**kept, "left_out": left_out}})
+        answer = Answer(text, data)
+    return answer
+
+
+def _head(status: Status, report: Results) -> str:
+    text = f"{status.run_id}: {status.state}, {status.kind}, {status.environment}"
+    text += f", policy {report.model}" if report.tested is None else f", {len(report.tested.models)} models"
+    if status.ended_at is not None:
+        text += f", ended {ago(status.ended_at)} after {duration(status.ended_at - status.created_at)}"
+    text += "."
+    if report.steps:
+        text += f" {report.steps} steps" + (f", {report.rollouts} rollouts" if report.rollouts else "")
+        text += f", {duration(report.seconds.training)} of training." if report.seconds.training is not None else "."
+    if not status.ended:
+        text += " It is not done; what exists so far:"
+    elif status.state != "completed":
+        reason = f" ({clip(status.reason, 200)})" if status.reason and status.failure is None else ""
+        text += f" It did not complete{reason}; what exists:"
+    return text
+
+
+def _evaluations(report: Results) -> list[str]:
+    lines = []
+    for label, evaluation in report.evaluations.items():
+        if evaluation.sampled is None:
+            continue
+        line = (
+            f"{label}: accuracy {_accuracy(evaluation.sampled)} on {evaluation.sampled.tasks} {evaluation.split} tasks"
+        )
+        if evaluation.greedy is not None:
+            line += f"; greedy {_accuracy(evaluation.greedy)}"
+        lines.append(line + _rest(evaluation.sampled) + ".")
+        lines += each_lines(label, evaluation, report.rose_each)
+    lines += curricula_lines(report.curricula)
+    if report.rose is not None:
+        lines.append(
+            "Accuracy rose by more than the intervals."
+            if report.rose
+            else "No difference shown: accuracy did not rise by more than the intervals."
+        )
+    if not lines:
+        lines.append("Nothing was evaluated yet.")
+    test = report.evaluations.get("test")
+    if test is not None and test.sampled is not None:
+        lines.append(_advice(test.sampled))
+    return lines
+
+
+def _models(tested: Models) -> list[str]:
+    """A line for each model; what was not measured says why."""
+    lines = []
+    for one in tested.models:
+        name = one.name if one.name == one.model else f"{one.name} ({clip(one.model, 80)})"
+        spent = [duration(one.seconds)]
+        if one.completion_tokens is not None:
+            spent.append(f"{(one.prompt_tokens or 0) + one.completion_tokens} tokens")
+        if one.cost_usd is not None:
+            spent.append(f"{one.cost_usd:.4f} USD")
+        if one.retries:
+            spent.append(f"{one.retries} retries")
+        if one.unanswered:
+            spent.append(f"{one.unanswered} tasks unanswered")
+        if one.measured is None:
+            lines.append(f"{name}: not measured: {clip(one.error or '', 400)} ({', '.join(spent)})")
+        else:
+            on = f"on {one.measured.tasks} validation tasks"
+            lines.append(f"{name}: accuracy {_accuracy(one.measured)} {on}{_rest(one.measured)}; {', '.join(spent)}.")
+    if tested.best is None:
+        lines.append("No model could be measured, so whether the environment works is not known.")
+    else:
+        works = "works" if tested.environment_works else "does not work: most answers ended in an error"
+        lines.append(
+            f"Best: {tested.best}; mean accuracy {percent(tested.mean_accuracy)}. The environment {works} with these."
+        )
+    return lines
+
+
+def _tested(tested: Models, detailed: bool) -> dict[str, Any]:
+    """The models for the structure: what failed has null, not 0; texts are cut."""
+    structure = tested.model_dump(mode="json")
+    for entry, one in zip(structure["models"], tested.models, strict=True):
+        entry["error"] = None if one.error is None else clip(one.error, 400)
+        entry["examples"] = _example_answers(one) if detailed else []
+    return structure
+
+
+def _example_answers(one: ModelReport) -> list[dict[str, Any]]:
+    return [
+        {key: clip(text, _EXAMPLE_CHARACTERS) if isinstance(text, str) else text for key, text in example.items()}
+        for example in one.examples[:4]
+    ]
+
+
+def _accuracy(measured: Accuracy) -> str:
+    return f"{percent(measured.accuracy)} [{percent(measured.low)}, {percent(measured.high)}]"
+
+
+def _rest(measured: Accuracy) -> str:
+    parts = []
+    if measured.rollouts is not None:
+        parts.append(f"{measured.rollouts} answers")
+    if measured.reward_mean is not None:
+        parts.append(f"reward {number(measured.reward_mean)}")
+    if len(measured.parts) > 1:
+        parts.append("parts " + ", ".join(f"{name} {number(one)}" for name, one in measured.parts.items()))
+    for share, words in (
+        (measured.pass_at_k, "of tasks solved at least once"),
+        (measured.all_wrong_share, "of tasks all wrong"),
+        (measured.all_right_share, "of tasks all right"),
+    ):
+        if share is not None:
+            parts.append(f"{percent(share)} {words}")
+    if measured.parse_failures:
+        parts.append(f"{percent(measured.parse_failures)} without a readable answer")
+    if measured.truncated:
+        parts.append(f"{percent(measured.truncated)} cut off")
+    if measured.errors:
+        parts.append(f"{measured.errors} errors")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _advice(test: Accuracy) -> str:
+    """Whether training has something to start from."""
+    tried = test.rollouts or test.tasks
+    if test.errors and test.errors >= tried:
+        return (
+            "Every answer ended in an error: the environment does not work with this configuration. "
+            "describe_environment says what scoring raises."
+        )
+    if test.all_right_share == 1.0:
+        return "Every answer is right: there is nothing to learn here; make the tasks harder."
+    if test.all_wrong_share == 1.0 and not test.reward_mean:
+        return "No answer earned any reward: make the tasks easier, or train only if the reward has partial credit."
+    return "The environment works and answers differ in reward."
+
+
+def _where(folder: RunFolder, report: Results) -> list[str]:
+    lines = []
+    if report.checkpoint is not None:
+        lines.append(f"Checkpoint: {report.checkpoint} (step {report.checkpoint_step}).")
+    if report.weights is not None:
+        lines.append(f"Weights, for from_pretrained: {report.weights}")
+    if report.wandb is not None:
+        lines.append(_wandb(report.wandb))
+    if report.plot is not None:
+        lines.append(f"Plot: {report.plot}")
+    if folder.metrics.exists():
+        lines.append(f"Metrics: {folder.metrics}")
+    return lines
+
+
+def _wandb(noted: dict[str, str]) -> str:
+    if "url" in noted:
+        return f"Weights & Biases: {clip(noted['url'], 300)}"
+    folder = noted.get("folder")
+    if noted["mode"] == "offline" and folder is not None:
+        return f"Weights & Biases, offline: {folder} ('wandb sync' with that folder uploads it)."
+    return f"Weights & Biases ({noted['mode']}): nothing was written."
+
+
+def _history(report: Results) -> list[str]:
+    if not report.history:
+        return ["No steps were recorded."]
+    points = [
+        f"{point.step}: {'n/a' if point.reward is None else number(point.reward)} / {percent(point.success)}"
+        for point in report.history
+    ]
+    return ["History (step: reward / success): " + "; ".join(points)]
+
+
+def _configuration(specification: Specification) -> dict[str, Any]:
+    """The fields of the run that differ from the schema's defaults, and every knob."""
+    default = Config()
+    values: dict[str, Any] = {}
+    for name, field in all_fields().items():
+        given = get_value(specification.config, field)
+        if given != get_value(default, field):
+            values[name] = given
+    knobs = specification.config.environment.knobs
+    return values | {f"environment.knobs.{name}": one for name, one in knobs.items()}
+
+
+def _said(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={answers.value(one)}" for name, one in values.items()) or "nothing"
+
+
+def _cut(example: Example) -> dict[str, Any]:
+    """An example with its texts cut: they come from an environment and a model."""
+    return {
+        key: clip(one, _EXAMPLE_CHARACTERS) if isinstance(one, str) else one
+        for key, one in example.model_dump(mode="json", exclude_none=True).items()
+    }
+
+
+def _examples(examples: list[Example]) -> list[str]:
+    if not examples:
+        return []
+    lines = ["Examples (untrusted text):"]
+    for example in examples:
+        line = f"  {_quoted(example.prompt, 160)}"
+        if example.reference is not None:
+            line += f" reference {_quoted(example.reference)};"
+        for label, text, won in (
+            ("before", example.before, example.before_success),
+            ("after", example.after, example.after_success),
+        ):
+            if text is not None:
+                line += f" {label} {_quoted(text)} ({'right' if won else 'wrong'})"
+        lines.append(line)
+    return lines
+
+
+def _quoted(text: str, limit: int = 80) -> str:
+    return json.dumps(clip(text, limit), ensure_ascii=False)
+
+
+def _next(status: Status, detailed: bool) -> str:
+    run_id = status.run_id
+    if not status.ended:
+        return f"Next: {call('check_status', run_ids=[run_id], wait_s=45)}"
+    if status.failure is not None:
+        return f"Next: {call('read_logs', run_id=run_id, component=status.failure.component)}"
+    if not detailed:
+        return f"More: {call('get_results', run_id=run_id, detail='detailed')}"
+    if status.kind == "sweep":
+        return f"Next: {call('fork_config', run_id=run_id)}, then start_training with the whole budget."
+    if status.kind != "train":
+        return "Next: edit_config and start_training."
+    note, fork = call("note_experiment", run_ids=[run_id]), call("fork_config", run_id=run_id)
+    return f"Next: {note} with a hypothesis and the outcome keeps what was learned; {fork} begins another try."

@@ -1,0 +1,230 @@
+"""What a run's policy was asked and answered: the best, the worst, the newest, and what changed most.
+
+Everything shown here comes out of environments and models: it is cut, cleaned of what is invisible, and marked. Only
+training tasks are in a journal; held-out ones are in no file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.rollouts import Browsed, Found, Order, Query, browse
+from toprope.records.run.specification import Specification
+from toprope_tools.answers import memory_answers as answers
+from toprope_tools.answers.base import Answer, call, clip, fitting, number
+
+if TYPE_CHECKING:
+    from toprope.records.run.folder import RunFolder
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["browse_rollouts"]
+
+_PAGE = 6
+_PROMPT, _ANSWER = 240, 320
+_ORDERS = {"best": "best first", "worst": "worst first", "newest": "newest first", "most_changed": "most changed first"}
+
+
+async def browse_rollouts(
+    workshop: Workshop,
+    *,
+    run_id: str,
+    order: Order = "newest",
+    task: str | None = None,
+    part: str | None = None,
+    failed: bool = False,
+    cursor: str | None = None,
+) -> Answer:
+    """A page of a training run's rollouts.
+
+    Args:
+        workshop: The server's.
+        run_id: Which run; it may be live.
+        order: What comes first. most_changed: tasks by how far their reward moved since they were first played.
+        task: Only tasks whose id contains this.
+        part: Order by this reward part instead of the reward.
+        failed: Only groups with an answer that raised an error or could not be read.
+        cursor: Where the page before ended.
+
+    Raises:
+        NotFound: There is no such run.
+        InvalidValue: It keeps no rollouts, or cursor or part are none.
+    """
+
+    def work() -> Answer:
+        folder = workshop.runs.folder(run_id)
+        kind = Specification.read(folder).kind
+        if kind != "train":
+            raise InvalidValue(
+                f"{run_id} is a run of kind {kind}, which keeps no rollouts.",
+                hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
+            )
+        query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
+        found = browse(folder, query)
+        return fitting(lambda limit: _answer(folder, query, found, limit))
+
+    return await to_thread.run_sync(work)
+
+
+def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
+    if cursor is None:
+        return None
+    of, _, place = cursor.partition(":")
+    if of != order and of in _ORDERS:
+        raise InvalidValue(
+            f"The cursor is of a page with order={of}, not {order}.",
+            hint=f"Repeat the call that gave it with the cursor added, order={of} included.",
+        )
+    value, _, seq = place.rpartition("/")
+    try:
+        return float(value), int(seq)
+    except ValueError:
+        raise InvalidValue(f"{clip(cursor, 60)!r} is no cursor.", hint="Omit it for the first page.") from None
+
+
+def _answer(folder: RunFolder, query: Query, found: Browsed, limit: int) -> Answer:
+    """The page, with texts of at most `limit` characters."""
+    run_id, asked = folder.run_id, {"order": query.order}
+    asked |= {key: one for key, one in (("task", query.task), ("part", query.part)) if one is not None}
+    asked |= {"failed": True} if query.failed else {}
+    groups = [_group(one, query, limit) for one in found.groups]
+    scanned = f"{found.scanned} groups looked at"
+    if not found.complete:
+        scanned += ", not all there are: call again to look on"
+    if not groups:
+        why = "No rollouts match" if found.scanned else "No rollouts are journaled yet"
+        if query.order == "most_changed" and found.matching:
+            why = "No task was played twice so far, so nothing can have changed"
+        lines = [f"{why} in {run_id} ({scanned})."]
+    else:
+        head = f"{run_id}: {_ORDERS[query.order]}, {found.matching} groups match ({scanned})"
+        if query.order == "most_changed":
+            head += f", {found.repeated} tasks played more than once"
+        lines = [f"{head}. Texts are untrusted data of the environment and the policy."]
+        lines += [line for one in groups for line in _lines(one, query.order)]
+    more = None
+    if found.more and found.groups:
+        last = found.groups[-1].key
+        more = f"{query.order}:{last[0]!r}/{last[1]}"
+        lines.append(f"More: {call('browse_rollouts', run_id=run_id, **asked, cursor=more)}")
+    if found.parts and query.part is None and len(found.parts) > 1:
+        lines.append(f"Reward parts to order by: {', '.join(clip(name, 40) for name in found.parts[:12])}.")
+    data = answers.RolloutPage(
+        run_id=run_id,
+        order=query.order,
+        groups=groups,
+        matching=found.matching,
+        scanned=found.scanned,
+        complete=found.complete,
+        next_cursor=more,
+    )
+    return Answer("\n".join(lines), data)
+
+
+def _group(found: Found, query: Query, limit: int) -> answers.BrowsedGroup:
+    entry, group = found.entry, found.group
+    if query.order == "most_changed":
+        picked = [*_picked(found.before, "typical", query, limit), *_picked(group, "typical", query, limit)]
+    else:
+        how = {"best": ["best"], "worst": ["worst"], "newest": ["best", "worst"]}[query.order]
+        if query.failed:
+            how = ["failed"]
+        picked = []
+        for one in (rollout for name in how for rollout in _picked(group, name, query, limit)):
+            if one not in picked:
+                picked.append(one)
+    prompt = None if group is None else _prompt(group)
+    return answers.BrowsedGroup(
+        group=entry.seq,
+        task=clip(entry.task, min(limit, 130)),
+        version=None if entry.version < 0 else entry.version,
+        reward_mean=round(entry.mean, 4),
+        successes=entry.wins,
+        size=entry.size,
+        prompt=None if prompt is None else clip(prompt, min(limit, _PROMPT)),
+        rollouts=picked,
+        change=None if found.change is None else round(found.change, 4),
+    )
+
+
+def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[answers.ShownRollout]:
+    """The rollout of a group that an order is about."""
+    if group is None:
+        return []
+    outcomes = group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
+    if not outcomes:
+        return []
+
+    def worth(place: int) -> float:
+        outcome = outcomes[place]
+        return outcome.reward if query.part is None else outcome.parts.get(query.part, 0.0)
+
+    places = sorted(range(len(outcomes)), key=worth)
+    if which == "failed":
+        bad = [place for place in places if _is_failed(group, outcomes, place)]
+        places = (bad or places)[:1]
+    place = {"best": places[-1], "worst": places[0], "failed": places[0], "typical": places[len(places) // 2]}[which]
+    outcome, text = outcomes[place], _text(group, place)
+    return [
+        answers.ShownRollout(
+            reward=round(outcome.reward, 4),
+            parts={clip(name, 40): round(one, 4) for name, one in sorted(outcome.parts.items())[:8]},
+            success=outcome.success,
+            truncated=outcome.truncated,
+            error=None if outcome.error is None else clip(outcome.error, min(limit, 200)),
+            answer=None if text is None else clip(text, min(limit, _ANSWER)),
+        )
+    ]
+
+
+def _is_failed(group: Group, outcomes: list[Outcome], place: int) -> bool:
+    text = _text(group, place)
+    unread = outcomes[place].parts.get("parsed", 1.0) <= 0 or (text is not None and not text.strip())
+    return outcomes[place].error is not None or unread
+
+
+def _prompt(group: Group) -> str | None:
+    if group.prompt is not None:
+        return group.prompt
+    said = [one for one in _conversation(group, 0) if one[0] != "assistant"]
+    return "\n".join(text for _, text in said) or None
+
+
+def _text(group: Group, place: int) -> str | None:
+    """What was answered; groups of outside environments have it in their messages, if at all."""
+    if group.answers is not None and place < len(group.answers):
+        return group.answers[place]
+    rows = [row for row in range(len(group.tokens)) if group.outcome_of(row) == place]
+    said = [text for row in rows for role, text in _conversation(group, row) if role == "assistant"]
+    return "\n".join(said) or None
+
+
+def _conversation(group: Group, row: int) -> list[tuple[str, str]]:
+    messages: Any = group.messages[row] if group.messages and row < len(group.messages) else None
+    messages = messages if isinstance(messages, list) else [messages]
+    return [(str(one.get("role", "")), str(one.get("content", ""))) for one in messages if isinstance(one, dict)]
+
+
+def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
+    version = "" if one.version is None else f", policy v{one.version}"
+    head = f"group {one.group}{version}, task {one.task or 'unnamed'}: reward {number(one.reward_mean)}, "
+    head += f"{one.successes}/{one.size} right"
+    if one.change is not None:
+        head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since it was first played"
+    lines = [head]
+    if one.prompt is not None:
+        lines.append(f"  asked {json.dumps(one.prompt, ensure_ascii=False)}")
+    labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")
+    for label, rollout in zip(labels, one.rollouts, strict=False):
+        said = "no text kept" if rollout.answer is None else json.dumps(rollout.answer, ensure_ascii=False)
+        notes = [f"reward {number(rollout.reward)}"]
+        if len(rollout.parts) > 1:
+            notes.append(", ".join(f"{name} {number(value)}" for name, value in rollout.parts.items()))
+        notes += ["cut off"] if rollout.truncated else []
+        notes += [f"error: {rollout.error}"] if rollout.error else []
+        lines.append(f"  {label} {said} ({'; '.join(notes)})")
+    return lines

@@ -1,0 +1,110 @@
+"""Measuring a policy, or other models in its place, without training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+
+from toprope.errors import InvalidValue
+from toprope.records.run.specification import ModelUnderTest, TestPlan
+from toprope.settings.endpoints import BASE
+from toprope.workbench.endpoints import require_keys, resolve_models
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import Answer, call
+from toprope_tools.runs.training import launch
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["test_inference"]
+
+_MOST_ROLLOUTS = 100_000
+_FEW_TOKENS = 512
+
+
+async def test_inference(
+    workshop: Workshop,
+    *,
+    draft_id: str,
+    models: list[str] | None = None,
+    tasks: int | None = None,
+    group_size: int | None = None,
+    max_new_tokens: int | None = None,
+) -> Answer:
+    """Starts a run of kind `test` on validation tasks.
+
+    Args:
+        workshop: The server's.
+        draft_id: Which draft's environment and policy.
+        models: Names of models, each of which is tested by itself: `base` for the draft's policy, the owner's, or those
+            of a preset. The draft's policy alone when None.
+        tasks: How many tasks; evaluation.validation_tasks when None.
+        group_size: Answers to each; rollout.group_size when None.
+        max_new_tokens: Longest answer of models given by name; rollout.max_new_tokens when None.
+
+    Raises:
+        NotFound, LockedField, InvalidValue: The draft cannot run, there is no such model, or its key is missing;
+            nothing was started.
+    """
+    draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
+    config = draft.config
+    if max_new_tokens is not None and not models:
+        raise InvalidValue(
+            "max_new_tokens is for models given by name.",
+            hint=f'edit_config sets rollout.max_new_tokens for the draft\'s policy; models=["{BASE}"] names it.',
+        )
+    plan = TestPlan(
+        tasks=config.evaluation.validation_tasks if tasks is None else tasks,
+        group_size=config.rollout.group_size if group_size is None else group_size,
+        models=await to_thread.run_sync(lambda: _models(workshop, models)) if models is not None else [],
+        max_new_tokens=max_new_tokens,
+    )
+    rollouts = plan.tasks * plan.group_size * max(len(plan.models), 1)
+    if plan.tasks < 1 or plan.group_size < 1 or rollouts > _MOST_ROLLOUTS:
+        raise InvalidValue(
+            f"{plan.tasks} tasks with {plan.group_size} answers each are not from 1 to {_MOST_ROLLOUTS} rollouts.",
+            hint="64 tasks with 8 answers tell enough.",
+        )
+    if max_new_tokens is not None and not 1 <= max_new_tokens < config.policy.max_context and _has_base(plan):
+        raise InvalidValue(
+            f"max_new_tokens {max_new_tokens} leaves no room for a prompt within policy.max_context "
+            f"({config.policy.max_context}) of the draft's policy.",
+            hint=f"Leave {BASE!r} out, or ask for less.",
+        )
+    specification = await launch(workshop, draft_id=draft_id, kind="test", test=plan)
+    whom = f"policy {config.policy.model}"
+    if plan.models:
+        whom = "models " + ", ".join(model.name for model in plan.models)
+    text = (
+        f"Started {specification.run_id}: {plan.tasks} validation tasks of {draft.environment.name}, {plan.group_size} "
+        f"answers each, {whom}. Nothing is trained.\n"
+    )
+    limit = config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
+    if any(model.endpoint for model in plan.models) and limit < _FEW_TOKENS:
+        text += (
+            f"Answers are cut off at {limit} tokens; models that think before they answer need thousands: "
+            "max_new_tokens sets it.\n"
+        )
+    text += (
+        f"Next: {call('check_status', run_ids=[specification.run_id], wait_s=45)}, then "
+        f"{call('get_results', run_id=specification.run_id)}"
+    )
+    data = answers.Started(
+        run_id=specification.run_id, kind="test", draft_id=draft.id, revision=draft.revision, state="queued"
+    )
+    return Answer(text, data)
+
+
+def _models(workshop: Workshop, names: list[str]) -> list[ModelUnderTest]:
+    settings = workshop.settings()
+    models = resolve_models(names, settings, workshop.home.preset_folders)
+    require_keys(models, settings, workshop.home.settings_file)
+    return models
+
+
+def _has_base(plan: TestPlan) -> bool:
+    return any(model.endpoint is None for model in plan.models)
+
+
+test_inference.__test__ = False  # type: ignore[attr-defined]  # a tool, whatever a test runner thinks of its name

@@ -1,0 +1,130 @@
+"""Lists of runs: a page of all of them, the open ones in a line, and a run as one row.
+
+Pages are cut by place, not by count: a run that ends or goes while somebody turns the page moves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from anyio import to_thread
+
+from toprope.errors import InvalidValue
+from toprope.records.run.folder import RUN_ID
+from toprope.records.run.status import LIVE, Status
+from toprope.workbench.launch.seeds import group_of
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import Answer, ago, call, clip, percent
+from toprope_tools.runs.sweeps import best_line, member_of
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["list_runs", "open_runs", "run_item", "run_row"]
+
+_PAGE = 20
+_AT = re.compile(r"\d{1,12}(\.\d{1,9})?")
+
+
+async def list_runs(
+    workshop: Workshop, *, state: str = "any", query: str | None = None, cursor: str | None = None
+) -> Answer:
+    """Runs on this machine, newest first, 20 a page.
+
+    Args:
+        workshop: The server's.
+        state: any, live or ended.
+        query: Text that id, environment, kind or state must contain.
+        cursor: `next_cursor` of the page before: when its last run was made, and its id.
+
+    Raises:
+        InvalidValue: The cursor is none.
+    """
+    runs = await to_thread.run_sync(workshop.statuses)
+    if state != "any":
+        runs = [run for run in runs if run.ended == (state == "ended")]
+    if query:
+        words = query.lower().split()
+        runs = [
+            run
+            for run in runs
+            if all(word in f"{run.run_id} {run.environment} {run.kind} {run.state}".lower() for word in words)
+        ]
+    total, start = len(runs), 0
+    if cursor is not None:
+        place = _place(cursor)
+        start = next((number for number, run in enumerate(runs) if _key(run) < place), total)
+    page = runs[start : start + _PAGE]
+    more = f"{page[-1].run_id}@{page[-1].created_at!r}" if page and start + len(page) < total else None
+    if not page:
+        what = f"{state} runs" if state != "any" else "runs"
+        text = f"There are no {what}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
+    else:
+        lines = [f"{total} runs, {start + 1} to {start + len(page)}, newest first:"]
+        lines += [run_row(run) for run in page]
+        if more:
+            asked = {"state": state, "query": query} if query else {"state": state}
+            lines.append(f"More: {call('list_runs', **asked, cursor=more)}")
+        text = "\n".join(lines)
+    return Answer(text, answers.Runs(runs=[run_item(run) for run in page], total=total, next_cursor=more))
+
+
+async def open_runs(workshop: Workshop) -> str:
+    """One line that names the live runs and the last ended ones, for a call that named none."""
+    runs = await to_thread.run_sync(workshop.statuses)
+    live = [run for run in runs if run.state in LIVE]
+    if not runs:
+        return "There are no runs yet; start_training starts one from a draft."
+    shown = (live + [run for run in runs if run.ended][:5])[:10]
+    return "Runs: " + "; ".join(f"{run.run_id} ({run.state}, {run.kind})" for run in shown)
+
+
+def _key(run: Status) -> tuple[float, str]:
+    """Where a run stands in every list."""
+    return run.created_at, run.run_id
+
+
+def _place(cursor: str) -> tuple[float, str]:
+    run_id, _, created_at = cursor.rpartition("@")
+    if not RUN_ID.fullmatch(run_id) or not _AT.fullmatch(created_at):
+        raise InvalidValue(f"{clip(cursor, 80)!r} is no cursor of this list.", hint="Omit it for the first page.")
+    return float(created_at), run_id
+
+
+def run_item(run: Status) -> answers.RunItem:
+    """A run as an entry of a list."""
+    return answers.RunItem(
+        run_id=run.run_id,
+        kind=run.kind,
+        environment=run.environment,
+        state=run.state,
+        created_at=run.created_at,
+        ended_at=run.ended_at,
+        summary=_summary(run),
+        group=(group_of(run.run_id) or (None,))[0],
+    )
+
+
+def run_row(run: Status) -> str:
+    """A run as one line of a list."""
+    summary = _summary(run)
+    parts = [run.state, run.kind, run.environment, ago(run.created_at), *([summary] if summary else [])]
+    if (member := member_of(run.run_id)) is not None:
+        parts.append(member)
+    if (group := group_of(run.run_id)) is not None:
+        parts.append(f"seed {group[1]} of group {group[0]}")
+    return f"{run.run_id}: {', '.join(parts)}"
+
+
+def _summary(run: Status) -> str:
+    """What is worth a few words in a list; a live run's numbers are check_status's."""
+    if run.failure is not None:
+        return clip(f"{run.failure.component}: {run.failure.reason}", 100)
+    if run.kind == "sweep":
+        return best_line(run)
+    before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
+    if after.get("accuracy") is not None:
+        return f"accuracy {percent(before.get('accuracy'))} -> {percent(after['accuracy'])}"
+    test = run.evaluations.get("test", {})
+    return f"accuracy {percent(test['accuracy'])}" if test.get("accuracy") is not None else ""

@@ -1,0 +1,242 @@
+"""How a look at runs is said: what was met, each run in a line with its news below, or one line where there is none.
+
+What is told is stamped, and the cursor of the answer says up to which event of each run: what found no room is told at
+the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toprope.errors import DiskFull
+from toprope.records.index.index import Stamp
+from toprope.records.index.stamps import keep_stamps
+from toprope.records.run.lifecycle import checks_of, state_of
+from toprope.records.run.status import LIVE, Event, Status
+from toprope_tools.answers import base as answers
+from toprope_tools.answers.base import TOKEN_BUDGET, Answer, ago, call, clip, duration, percent, tokens
+from toprope_tools.status import cursor as places
+from toprope_tools.status.progress_line import numbers_line
+from toprope_tools.status.snapshot import Look, work_of
+from toprope_tools.status.wait import Met, Waited
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["Patience", "tell"]
+
+_EVENTS = (20, 8, 3, 1)
+"""Events of each run in an answer: as many as it has room for."""
+_SHORT = 3
+"""Runs whose last numbers are repeated when there is no news of any."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """What was asked of a wait: seconds asked for, seconds that the client holds out, and its conditions by name."""
+
+    asked_s: float
+    longest_s: float
+    until: tuple[str, ...] = ()
+
+    @property
+    def wait_s(self) -> float:
+        return min(self.asked_s, self.longest_s)
+
+    @property
+    def cut(self) -> bool:
+        return self.asked_s > self.longest_s
+
+
+@dataclass(frozen=True)
+class _Told:
+    """One run's part of an answer. `place`: the last event told; `stamp`: to be kept, None where nothing was told;
+    `new`: there is something that the caller did not know."""
+
+    text: str
+    item: answers.RunStatus
+    place: int
+    stamp: Stamp | None
+    new: bool
+
+
+def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience: Patience) -> Answer:
+    """The answer of check_status, with as many events as it has room for; keeps the stamps.
+
+    Args:
+        workshop: The server's.
+        waited: What was found.
+        known: The caller's cursor, which may name more runs.
+        patience: How long it was to wait.
+    """
+    for most in _EVENTS:
+        told = [_told(look, most) for look in waited.looks]
+        answer = _answer(told, waited.met, known, patience)
+        if tokens(answer) <= TOKEN_BUDGET:
+            break
+    with suppress(DiskFull):  # how a run stands is told on a full disk, too
+        keep_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
+    return answer
+
+
+def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int], patience: Patience) -> Answer:
+    live = [one.item.run_id for one in told if one.item.state in LIVE]
+    at = {**known, **{one.item.run_id: one.place for one in told}}
+    here = places.written({run_id: at[run_id] for run_id in live})
+    goes_on = {"until": list(patience.until)} if patience.until else {}
+    following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
+    data = answers.StatusAnswer(
+        runs=[one.item for one in told],
+        met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
+        cursor=places.written(at),
+        longest_wait_s=patience.longest_s if patience.cut else None,
+    )
+    if live and not met and not any(one.new for one in told):
+        return Answer(f"No news{_after(patience)}. {_briefly(told)} {following}", data, brief=True)
+    lines = []
+    if met:
+        lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
+    elif patience.until:
+        lines.append(f"Nothing of until was met{_after(patience)}.")
+    elif patience.cut:
+        lines.append(f"A wait lasts {duration(patience.longest_s)} at most: this client drops longer calls.")
+    lines += [one.text for one in told]
+    if live:
+        lines.append(following)
+    ended = [one.item.run_id for one in told if one.item.state not in LIVE]
+    if ended:
+        lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
+    return Answer("\n".join(lines), data, brief=True)
+
+
+def _after(patience: Patience) -> str:
+    if not patience.wait_s:
+        return ""
+    return f" in {duration(patience.wait_s)}{', the longest that this client holds out' if patience.cut else ''}"
+
+
+def _briefly(told: Sequence[_Told]) -> str:
+    """All runs in one line."""
+    shown = told if len(told) <= _SHORT else told[:1]
+    text = " ".join(one.text for one in shown)
+    return text if len(shown) == len(told) else f"{text} And {len(told) - len(shown)} more runs."
+
+
+def _told(look: Look, most: int) -> _Told:
+    """One run's lines with at most so many events: the next ones of a caller with a cursor, else the newest."""
+    status, stamp, known = look.status, look.stamp, look.place is not None
+    told = look.news[:most] if known else look.news[-most:]
+    left = len(look.news) - len(told)
+    last = look.events[-1].seq if look.events else (look.place if look.place is not None else stamp.seq if stamp else 0)
+    place = told[-1].seq if known and left else last
+    if look.due or stamp is None:
+        fresh, numbers, at = True, look.numbers, look.now
+    else:
+        fresh, numbers, at = False, stamp.snapshot, stamp.at
+    seq = max(place, stamp.seq if stamp else 0)
+    kept = Stamp(at, seq, numbers)
+    if stamp is not None and seq == stamp.seq and (not fresh or (status.ended and numbers == stamp.snapshot)):
+        kept = None
+    limited = not status.ended and bool(work_of(numbers))
+    next_in = max(0.0, round(at + look.interval_s - look.now, 1)) if limited else None
+    line = f"{status.run_id}: {status.state}"
+    if status.reason and status.failure is None:
+        line += f" ({clip(status.reason, 200)})"
+    if fresh:
+        line += f"; {numbers_line(numbers)}."
+        if next_in:
+            line += f" Next numbers in {duration(next_in)}."
+    else:
+        line += f"; numbers of {ago(at, look.now)}: {numbers_line(numbers)}. Next in {duration(next_in or 0)}."
+    checks = _open_checks(status)
+    if checks:
+        line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
+    line += "".join(f"\n  {text}" for text in _news(told))
+    if left and known:
+        line += f"\n  {left} more events: call again with the cursor."
+    elif left:
+        line += f'\n  {left} events before these: cursor="{status.run_id}:{look.events[0].seq - 1}" tells them.'
+    failure = status.failure
+    if failure is not None:
+        line += f"\n  failed: {failure.component}: {clip(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
+    item = answers.RunStatus(
+        run_id=status.run_id,
+        kind=status.kind,
+        environment=status.environment,
+        state=status.state,
+        fresh=fresh,
+        numbers=numbers,
+        numbers_age_s=round(look.now - at, 1),
+        next_numbers_in_s=next_in,
+        events=[_structured(event) for event in told],
+        events_left=left,
+        failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
+        lifecycle=state_of(status),
+        checks=checks,
+    )
+    new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
+    return _Told(line, item, place, kept, new)
+
+
+def _open_checks(status: Status) -> dict[str, str]:
+    """How a run's checks stand, while they are made and where one failed; empty once all have passed."""
+    checks: dict[str, str] = dict(checks_of(status))
+    made = status.state in ("validating", "starting") or "failed" in checks.values()
+    return checks if made and set(checks.values()) != {"passed"} else {}
+
+
+def _structured(event: Event) -> dict[str, Any]:
+    """An event without what tells nothing: empty reasons, microseconds, and of a finding where its limit comes from,
+    which get_results tells in detail."""
+    left_out = ("threshold", "source") if event.kind == "finding" else ()
+    data = {key: one for key, one in event.data.items() if key not in left_out and one != ""}
+    return {"seq": event.seq, "at": round(event.at, 1), "kind": event.kind, "data": data}
+
+
+def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
+    return {**failure, "excerpt": [clip(line, 300) for line in failure["excerpt"][-min(most, 10) :]]}
+
+
+def _news(events: Sequence[Event]) -> list[str]:
+    """Events as short lines; a chain of states is one line."""
+    states = [str(event.data.get("to")) for event in events if event.kind == "state"]
+    lines = [f"new: {' -> '.join(states[-6:])}"] if states else []
+    return lines + [f"new: {_event(event)}" for event in events if event.kind not in ("state", "end")]
+
+
+def _event(event: Event) -> str:
+    data = event.data
+    if event.kind == "evaluation":
+        return f"evaluation {_evaluation(data)}"
+    if event.kind == "finding":
+        level = data.get("level")
+        how = "is over" if level == "over" else f"({level})"
+        return f"finding {clip(data.get('rule', ''), 60)} {how}: {_what(data)}"
+    if isinstance(data.get("what"), str):
+        return f"{event.kind}{' is over' if data.get('over') is True else ''}: {_what(data)}"
+    said = ", ".join(f"{key} {answers.value(one)}" for key, one in data.items())
+    return f"{event.kind}: {clip(said, 200)}"
+
+
+def _what(data: Mapping[str, Any]) -> str:
+    """What is the case, and what to do about it."""
+    return clip(data.get("what", ""), 240) + (f" Next: {clip(data['next'], 200)}" if data.get("next") else "")
+
+
+def _evaluation(data: Mapping[str, Any]) -> str:
+    found = data.get("summary")
+    summary = found if isinstance(found, dict) else data
+    label = data.get("label", "")
+    if summary.get("accuracy") is None:
+        return f"{label}: {clip(', '.join(f'{key} {answers.value(one)}' for key, one in summary.items()), 200)}"
+    text = f"{label}: accuracy {percent(summary['accuracy'])}"
+    if summary.get("tasks"):
+        text += f" on {summary['tasks']} {summary.get('split', '')} tasks".replace("  ", " ")
+    each = summary.get("environments")
+    if isinstance(each, dict):
+        told = [f"{clip(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]
+        text += f" ({', '.join(told)})"
+    return text

@@ -1,0 +1,163 @@
+"""Waiting for news of runs, so that an agent need not poll: four looks a second, and progress to the client meanwhile.
+
+A wait ends at what it is for, and at the latest when the client would give up on the call. An evaluation is followed by
+the end of its run within a moment where it was the last one; the two are told together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio import to_thread
+
+from toprope.records.run.specification import TRAINING
+from toprope_tools.status.progress_line import numbers_line
+from toprope_tools.status.snapshot import Look, look_at
+from toprope_tools.status.wait_conditions import Condition
+
+if TYPE_CHECKING:
+    from toprope.settings.owner import StatusLimit
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["Met", "Progress", "Waited", "wait_for_news"]
+
+Progress = Callable[[float, float | None, str], Awaitable[None]]
+"""Tells the client's user how far a wait is: done, total, message."""
+
+_LOOK_EVERY_S = 0.25
+_PROGRESS_EVERY_S = 0.5
+_SIGN_OF_LIFE_S = 15.0
+"""A client counts a call as silent when it hears nothing, and ends it in time."""
+_SETTLE_S = 2.0
+"""Seconds that a wait goes on after it was over, while what belongs to its end is still being written."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """A condition that a run has met."""
+
+    run_id: str
+    condition: str
+
+
+@dataclass(frozen=True)
+class Waited:
+    """How a wait ended: the runs at that moment, and what was met."""
+
+    looks: list[Look]
+    met: list[Met]
+
+
+async def wait_for_news(
+    workshop: Workshop,
+    run_ids: Sequence[str],
+    *,
+    wait_s: float,
+    until: Sequence[Condition] = (),
+    places: Mapping[str, int] | None = None,
+    limit: StatusLimit | None = None,
+    progress: Progress | None = None,
+) -> Waited:
+    """Looks at runs until one has news, or the time is over.
+
+    Args:
+        workshop: The server's.
+        run_ids: Which.
+        wait_s: Seconds; 0: one look.
+        until: Ends at the first of these; none: at any news. A run that ends, ends the wait as well.
+        places: The caller's own places in the runs' events.
+        limit: The owner's limit on fresh numbers.
+        progress: Called at once and at every change, at most twice a second.
+
+    Raises: see `look_at`.
+    """
+    deadline = time.monotonic() + wait_s
+    told = _Told(progress)
+    woken_at = None
+    while True:
+        looks = await to_thread.run_sync(look_at, workshop, run_ids, places, limit)
+        met = _met(looks, until)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        if met or _over(looks, until):
+            woken_at = woken_at or time.monotonic()
+            if not _unsettled(looks, met) or time.monotonic() - woken_at >= _SETTLE_S:
+                break
+        await told.of(looks)
+        await anyio.sleep(min(_LOOK_EVERY_S, left))
+    if wait_s:
+        await told.of(looks, last=True)
+    return Waited(looks, met)
+
+
+def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
+    """Which run meets what. One whose end its caller knows meets nothing while others live: they are waited for."""
+    over = all(look.status.ended for look in looks)
+    judged = looks if over else [look for look in looks if not look.told_the_end]
+    met = [Met(look.run_id, one.name) for one in until for look in judged if one.met(look.status, look.news)]
+    if over:
+        last = max(looks, key=lambda look: look.status.ended_at or look.now)
+        met += [Met(last.run_id, one.name) for one in until if one.of_all]
+    return met
+
+
+def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
+    if all(look.status.ended for look in looks):
+        return True
+    if any(one.of_all for one in until):
+        return False  # it goes on over the end of one run; whoever wants to know of a failure names that, too
+    if until:
+        return any(look.status.ended and not look.told_the_end for look in looks)
+    return any(look.wakes for look in looks)
+
+
+def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
+    """Whether an end is on its way: evaluated and not completed, or completed and not yet said to be over."""
+    evaluated = not met or any(one.condition == "evaluation" for one in met)
+    return any(
+        (evaluated and look.status.state == "evaluating")
+        or (look.status.state == "completed" and look.status.ended_at is None)
+        for look in looks
+    )
+
+
+class _Told:
+    """What the client's user was last told of a wait."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._at, self._message, self._done = 0.0, "", -1.0
+
+    async def of(self, looks: Sequence[Look], *, last: bool = False) -> None:
+        """Tells how the runs stand, if that is new and the last time is not just past; `last` always, if it is new."""
+        if self._progress is None:
+            return
+        since = time.monotonic() - self._at
+        done, total, message = _how_far(looks)
+        if message == self._message and (last or since < _SIGN_OF_LIFE_S):
+            return
+        if since < _PROGRESS_EVERY_S and not last:
+            return
+        # The protocol asks that it grows with every message.
+        done = done if done > self._done else self._done + 1e-6
+        self._at, self._message, self._done = time.monotonic(), message, done
+        await self._progress(done, total, message)
+
+
+def _how_far(looks: Sequence[Look]) -> tuple[float, float | None, str]:
+    """Done, total and message over the runs that are waited for: the live numbers of one, a count of many."""
+    if len(looks) == 1:
+        look = looks[0]
+        numbers = {key: one for key, one in look.numbers.items() if key != "elapsed_s"}
+        message = f"{look.status.state}: {numbers_line(numbers)}" if numbers else look.status.state
+        step = numbers.get("step", 0) if "step" in numbers or look.status.kind in TRAINING else numbers.get("done", 0)
+        total = numbers.get("total_steps") if "step" in numbers else numbers.get("total")
+        return float(step), float(total) if total else None, message
+    done = sum(look.status.ended for look in looks)
+    said = ", ".join(f"{look.run_id} {look.status.state} {numbers_line(look.numbers)}" for look in looks[:3])
+    return float(done), float(len(looks)), f"{done}/{len(looks)} ended: {said}"

@@ -1,0 +1,113 @@
+"""What the tools of one server work on, opened once: the owner's home, the catalog, drafts, runs and the index.
+
+It is handed to each tool; there is no other state. Opening it makes nothing on disk and reads nothing but the owner's
+settings, which name folders with environments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from toprope.errors import Corrupt, NotFound
+from toprope.records.index.index import Index
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.settings.owner import Home, OwnerSettings
+from toprope.supervisor.runs.manager import Runs
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.drafts import Drafts
+from toprope.workbench.interpreters.background import Installations
+from toprope.workbench.interpreters.registry import Registry
+from toprope.workbench.launch import launch
+from toprope.workbench.launch.launch import machine_of
+
+__all__ = ["Workshop", "machine_of"]
+
+_LONGEST_STOP_S = 40.0
+_SWEEP_S = 8.0
+"""Seconds beyond the grace until a crew that ignores every request is gone."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The container. See the module."""
+
+    home: Home
+    catalog: Catalog
+    drafts: Drafts
+    runs: Runs
+    index: Index
+    installations: Installations = field(default_factory=Installations, repr=False)
+    """What is being installed for environments."""
+    _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
+    """Longest training by run: frozen with the run, so it is read once."""
+
+    @classmethod
+    def open(cls, home: Home | None = None) -> Workshop:
+        """The workshop of a home; the owner's own by default.
+
+        Raises:
+            InvalidValue: The owner's settings cannot be read.
+        """
+        home = home or Home.locate()
+        index, settings = Index(home.index), home.settings()
+        return cls(
+            home=home,
+            catalog=Catalog(
+                home.environment_folders(settings),
+                datasets=home.dataset_folders(settings),
+                tools=home.lent_tools(settings),
+                registry=Registry(home.environments_file),
+            ),
+            drafts=Drafts(index),
+            runs=launch.runs_of(home),
+            index=index,
+        )
+
+    def settings(self) -> OwnerSettings:
+        """The owner's settings as they are now."""
+        return self.home.settings()
+
+    def start(self, specification: Specification) -> None:
+        """Gives a frozen run its keeper, with the owner's variables; one without limits gets those that hold now.
+
+        Raises: see `Runs.start`, and `workbench.budgets.reserve`.
+        """
+        launch.start(self.home, self.runs, specification)
+
+    def resume(self, run_id: str) -> tuple[Status, Specification]:
+        """Gives a run that has ended its next attempt, with the owner's variables as they are now.
+
+        Returns:
+            The status it begins with, and what it is. Raises: see `Runs.resume`.
+        """
+        specification = Specification.read(self.runs.folder(run_id))
+        return self.runs.resume(run_id, launch.variables_of(specification, self.home)), specification
+
+    async def stop(self, run_id: str) -> Status:
+        """Orders a run to stop and waits until it has ended, or 40 s.
+
+        Raises:
+            NotFound, Corrupt: There is no such run, or its status cannot be read.
+        """
+        self.runs.stop(run_id)
+        try:
+            grace = Specification.read(self.runs.folder(run_id)).config.launcher.stop_grace_s
+        except (NotFound, Corrupt, ValueError):
+            grace = _LONGEST_STOP_S
+        limit = min(grace + _SWEEP_S, _LONGEST_STOP_S)
+        status, _ = await self.runs.wait(run_id, lambda now, _: now.ended and now.ended_at is not None, limit)
+        return status
+
+    def statuses(self) -> list[Status]:
+        """Every run, newest first."""
+        return self.runs.list()
+
+    def longest_s(self, run_id: str) -> float | None:
+        """Seconds that training may take at most by the run's own budget, None where it has no such limit."""
+        if run_id not in self._lengths:
+            try:
+                self._lengths[run_id] = Specification.read(self.runs.folder(run_id)).config.budget.max_train_seconds
+            except (NotFound, Corrupt, ValueError):
+                return None
+        return self._lengths[run_id]

@@ -1,0 +1,5 @@
+import sys
+
+from toprope.analysis.plots.run_plots import main
+
+sys.exit(main())

@@ -1,0 +1,233 @@
+"""The picture of a run: rewards and successes over its steps, and the accuracy before and after; or that of a sweep.
+
+    python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]
+
+A program of its own, started by the keeper at the end: matplotlib is large, and whatever goes wrong in it costs a
+picture and not a run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.analysis.plots.sweep_plots import draw_sweep
+from toprope.analysis.reports.report import Accuracy, Results, gather
+from toprope.analysis.statistics.intervals import Proportion
+from toprope.errors import TopropeError
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_history
+from toprope.records.run.specification import Specification, SweepPlan
+from toprope.records.run.status import Status
+from toprope.records.sweep_journal import Standing, read_standing
+
+__all__ = ["draw", "main", "smoothed"]
+
+_INCHES, _DPI = (12.0, 7.0), 100
+_ROWS = 4096
+"""More than there are pixels across."""
+_SHARES = (-0.02, 1.06)
+_EACH = ("#7a4fa3", "#2e8b57", "#b8860b", "#a13d63", "#4169a1", "#6b6b2f", "#8b5a2b", "#3d8f8f")
+"""Colours of environments."""
+_REWARD, _SUCCESS, _GREY = "#c2571a", "#1f6f8b", "#5b6570"
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The centred moving mean, over what there is at both ends. Same length; `window` in values, at least 1."""
+    half = max(window, 1) // 2
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    means = []
+    for index in range(len(values)):
+        low, high = max(0, index - half), min(len(values), index + half + 1)
+        means.append((sums[high] - sums[low]) / (high - low))
+    return means
+
+
+def draw(
+    path: Path,
+    results: Results,
+    rows: Sequence[Mapping[str, Any]],
+    sweep: tuple[Standing, SweepPlan] | None = None,
+) -> None:
+    """Writes a PNG of 1200x700 pixels, in one step: a reader sees all of it or nothing.
+
+    Args:
+        path: Where to.
+        results: Title and held-out accuracies.
+        rows: metrics.jsonl, a row a step or rows at about even distances.
+        sweep: Of a sweep, its decisions and its plan: they are drawn instead.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {
+        "font.size": 12,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": _GREY,
+        "axes.titlesize": 13,
+        "axes.titlelocation": "left",
+        "axes.grid": True,
+        "grid.color": "#e4e7ea",
+        "axes.axisbelow": True,
+        "text.parse_math": False,
+    }
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
+        figure.suptitle(_title(results), fontsize=14, fontweight="bold", x=0.012, ha="left")
+        if sweep is not None:
+            draw_sweep(figure.subplots(), *sweep)
+        else:
+            left, right = figure.subplots(1, 2, width_ratios=[2.6, 1])
+            _draw_steps(left, rows)
+            _draw_environments(left, results, rows)
+            _draw_heldout(right, results)
+        descriptor, temporary = tempfile.mkstemp(prefix=".plot.", suffix=".png", dir=path.parent)
+        os.close(descriptor)
+        try:
+            figure.savefig(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            plt.close(figure)
+
+
+def _title(results: Results) -> str:
+    parts = [results.run_id, results.environment, results.model]
+    title = "   ·   ".join(part if len(part) <= 40 else "…" + part[-39:] for part in parts if part)
+    return title
+
+
+def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    axes.set_title("Training: mean over each step's rollouts")
+    axes.set_xlabel("optimizer step")
+    bounded = True
+    for key, colour, name in (("reward", _REWARD, "reward"), ("success", _SUCCESS, "success")):
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        if not points:
+            continue
+        steps, values = [list(part) for part in zip(*points, strict=True)]
+        bounded = bounded and min(values) >= 0 and max(values) <= 1
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
+        mean = smoothed(values, max(1, len(values) // 20))
+        axes.plot(steps, mean, color=colour, linewidth=2.4, marker="o" if len(steps) == 1 else None, label=name)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
+        if bounded:
+            axes.set_ylim(*_SHARES)
+        axes.margins(x=0.01)
+    else:
+        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=_GREY)
+
+
+def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Successes of each of several environments, and where curricula opened a level."""
+    labels = [label for label in _environments(rows) if label]
+    for label, colour in zip(labels, _EACH, strict=False):
+        key = f"environments/{label}/success"
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        if points:
+            steps, values = [list(part) for part in zip(*points, strict=True)]
+            name = label if len(label) <= 32 else f"…{label[-31:]}"
+            mean = smoothed(values, max(1, len(values) // 10))
+            axes.plot(steps, mean, color=colour, linewidth=1.4, linestyle="--", label=f"success, {name}")
+    for one in results.curricula.values():
+        for measure in one["opened"]:
+            axes.axvline(measure["step"], color=_GREY, linestyle=":", linewidth=1.2)
+            text = f"{one['knob']} {one['levels'][measure['level'] + 1]}"
+            # Data coordinates across, the axes' own upwards.
+            axes.annotate(
+                text[:24],
+                (measure["step"], 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -4),
+                textcoords="offset points",
+                rotation=90,
+                va="top",
+                fontsize=9,
+                color=_GREY,
+            )
+    if labels:
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=10)
+
+
+def _environments(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The labels that rows tell of, in their order."""
+    head, tail = "environments/", "/share"
+    keys = [key for key in (rows[-1] if rows else {}) if key.startswith(head) and key.endswith(tail)]
+    return [key.removeprefix(head).removesuffix(tail) for key in keys]
+
+
+def _draw_heldout(axes: Any, results: Results) -> None:
+    labels = [label for label in ("before", "after") if label in results.evaluations]
+    validation = any(results.evaluations[label].split == "validation" for label in labels)
+    axes.set_title(f"{'Validation' if validation else 'Held-out'} accuracy, 95 % intervals")
+    axes.set_ylim(*_SHARES)
+    axes.set_xlim(-0.65, 1.65)
+    axes.set_xticks([0, 1], ["before", "after"])
+    axes.grid(axis="x", visible=False)
+    tasks = 0
+    for key, colour, shift in (("sampled", _SUCCESS, -0.09), ("greedy", _GREY, 0.09)):
+        shares: list[tuple[float, Proportion]] = []
+        for label in labels:
+            accuracy: Accuracy | None = getattr(results.evaluations[label], key)
+            if accuracy is not None:
+                shares.append((("before", "after").index(label) + shift, accuracy.proportion()))
+        if not shares:
+            continue
+        places = [place for place, _ in shares]
+        values = [share.value for _, share in shares]
+        spread = [[s.value - s.low for _, s in shares], [s.high - s.value for _, s in shares]]
+        axes.plot(places, values, color=colour, alpha=0.25, linewidth=1.2)
+        marker, size = ("o", 8) if key == "sampled" else ("s", 6)
+        axes.errorbar(
+            places, values, yerr=spread, fmt=marker, color=colour, markersize=size, capsize=5, linewidth=2, label=key
+        )
+        for place, share in shares:
+            outwards = shift < 0
+            axes.annotate(
+                f"{share.value:.3f}",
+                (place, share.value),
+                xytext=(-11 if outwards else 11, 0),
+                textcoords="offset points",
+                ha="right" if outwards else "left",
+                va="center",
+                color=colour,
+                fontsize=11,
+            )
+            tasks = max(tasks, share.n)
+    if tasks:
+        axes.set_xlabel(f"{tasks} tasks that training never saw")
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
+    else:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program: draws plot.png of the run folder that is its first argument, or the file that is its second."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) not in (1, 2):
+        print("usage: python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]", file=sys.stderr)
+        return 2
+    folder = RunFolder(Path(arguments[0]).resolve())
+    try:
+        specification = Specification.read(folder)
+        results = gather(folder, specification, Status.read(folder))
+        sweep = None if specification.sweep is None else (read_standing(folder), specification.sweep)
+        path = Path(arguments[1]) if arguments[1:] else folder.plot
+        draw(path, results, read_history(folder.metrics, _ROWS).rows, sweep)
+    except TopropeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

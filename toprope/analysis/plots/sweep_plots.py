@@ -1,0 +1,56 @@
+"""The picture of a sweep: what every candidate came to over the steps behind it, and which was made from which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toprope.records.run.specification import SweepPlan
+from toprope.records.sweep_journal import Standing
+
+__all__ = ["draw_sweep"]
+
+_BEST, _OTHERS, _GREY, _HELDOUT = "#c2571a", "#1f6f8b", "#9aa4ad", "#3b7a3b"
+_NAMED = 24
+"""Candidates whose names are written beside their points."""
+
+
+def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
+    """Draws the lineage of a sweep.
+
+    Args:
+        axes: Of matplotlib. A point a candidate that has a score: over the optimizer steps of its line, or over epochs
+            where nothing is trained. A whole line leads to who went on with its weights, a dotted one to who was made
+            of its settings alone.
+        standing: The sweep's decisions.
+        plan: What it was to do.
+    """
+    trains = plan.evaluate == "train"
+    axes.set_title(f"Candidates by score on validation tasks ({plan.strategy})")
+    axes.set_xlabel("optimizer steps behind the weights" if trains else "epoch")
+    axes.set_ylabel("score")
+    places: dict[str, tuple[float, float]] = {}
+    for name, scored in standing.scores.items():
+        if scored.score is not None:
+            places[name] = (standing.line_steps(name) if trains else standing.born[name], scored.score)
+    for name, (x, y) in places.items():
+        one = standing.candidates[name]
+        if one.parent in places:
+            style = "-" if one.continues else ":"
+            axes.plot([places[one.parent][0], x], [places[one.parent][1], y], style, color=_GREY, linewidth=1.2)
+    best = standing.best.candidate if standing.best else ""
+    for name, (x, y) in places.items():
+        axes.plot([x], [y], "o", color=_BEST if name == best else _OTHERS, markersize=9 if name == best else 6)
+        if len(places) <= _NAMED or name == best:
+            axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9, color=_GREY)
+    failed = sum(one.score is None for one in standing.scores.values())
+    if failed:
+        text = f"{failed} without a score (failed, or stopped early)"
+        axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", color=_GREY)
+    final = standing.final
+    if final is not None and final.measured is not None and final.measured.accuracy is not None:
+        label = f"winner on {final.measured.tasks} held-out tasks: {final.measured.accuracy:.3f}"
+        axes.axhline(final.measured.accuracy, color=_HELDOUT, linewidth=1.4, linestyle="--", label=label)
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
+    if not places:
+        axes.text(0.5, 0.5, "no candidate has a score", transform=axes.transAxes, ha="center", color=_GREY)
+    axes.margins(0.06)

@@ -1,0 +1,164 @@
+"""The pictures of a report, as SVG texts that stand for themselves: no script, no fonts or files from elsewhere.
+
+matplotlib is large, so it is imported when something is drawn and never before.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.analysis.plots.run_plots import smoothed
+
+__all__ = ["Bar", "Line", "bars", "lines"]
+
+COLOURS = ("#1f6f8b", "#c2571a", "#5f8f3e", "#7a5195", "#8a6d3b", "#3b6fb5")
+_GREY = "#5b6570"
+_MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric over steps: its name in the rows, and what it is called."""
+
+    key: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A share with its interval, and what it is of."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    before: float | None = None
+    """What it was before training, drawn as a hollow mark."""
+
+
+def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line], *, shares: bool = False) -> str | None:
+    """Metrics over steps, each as it was and smoothed; None where the rows have none of them.
+
+    Args:
+        title: Above the picture.
+        rows: metrics.jsonl, oldest first.
+        wanted: What to draw; what is not there is left out.
+        shares: Whether the axis goes from 0 to 1 as long as every value does.
+    """
+    drawn = [(line, _points(rows, line.key)) for line in wanted]
+    drawn = [(line, points) for line, points in drawn if points]
+    if not drawn:
+        return None
+    with _figure(6.4, 3.0) as (figure, axes):
+        axes.set_title(title)
+        axes.set_xlabel("optimizer step")
+        for number, (line, points) in enumerate(drawn):
+            colour = COLOURS[number % len(COLOURS)]
+            steps, values = [list(part) for part in zip(*points, strict=True)]
+            if len(steps) > 20:
+                axes.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
+                values = smoothed(values, max(1, len(values) // 20))
+            axes.plot(
+                steps, values, color=colour, linewidth=2.0, label=line.label, marker="o" if len(steps) < 3 else None
+            )
+        flat = [value for _, points in drawn for _, value in points]
+        if shares and min(flat) >= 0 and max(flat) <= 1:
+            axes.set_ylim(-0.03, 1.05)
+        if len(drawn) > 1:
+            axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
+        axes.margins(x=0.01)
+        return _svg(figure)
+
+
+def bars(title: str, wanted: Sequence[Bar]) -> str | None:
+    """Shares with their 95 % intervals from top to bottom, on an axis from 0 to 100 %; None where there are none."""
+    if not wanted:
+        return None
+    with _figure(6.4, 0.95 + 0.34 * len(wanted)) as (figure, axes):
+        axes.set_title(title)
+        places = list(range(len(wanted)))[::-1]
+        for place, bar in zip(places, wanted, strict=True):
+            low = bar.value if bar.low is None else bar.low
+            high = bar.value if bar.high is None else bar.high
+            axes.plot([100 * low, 100 * high], [place, place], color=COLOURS[0], linewidth=3, alpha=0.45)
+            axes.plot([100 * bar.value], [place], marker="o", markersize=7, color=COLOURS[0])
+            if bar.before is not None:
+                axes.plot([100 * bar.before], [place], marker="o", markersize=6, color=_GREY, fillstyle="none")
+        axes.set_yticks(places, [_short(bar.label) for bar in wanted])
+        axes.set_xlim(-2, 102)
+        axes.set_ylim(-0.6, len(wanted) - 0.4)
+        hollow = any(bar.before is not None for bar in wanted)
+        axes.set_xlabel(f"held-out accuracy, %{'; hollow: before training' if hollow else ''}")
+        axes.grid(axis="y", visible=False)
+        return _svg(figure)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    found = [
+        (float(row["step"]), float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool) and math.isfinite(row[key])
+    ]
+    every = max(1, -(-len(found) // _MOST_POINTS))
+    if every == 1:
+        return found
+    # The mean of each stretch: a picture has no room for more, and leaving points out would hide what lies between.
+    stretches = [found[start : start + every] for start in range(0, len(found), every)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in stretches]
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 44 else "…" + label[-43:]
+
+
+class _figure:
+    """A figure in the report's style, closed at the end."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self._size = (width, height)
+
+    def __enter__(self) -> tuple[Any, Any]:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        style = {
+            "font.size": 10,
+            "font.family": "sans-serif",
+            "font.sans-serif": ["DejaVu Sans"],
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": _GREY,
+            "axes.titlesize": 11,
+            "axes.titlelocation": "left",
+            "axes.grid": True,
+            "grid.color": "#e4e7ea",
+            "axes.axisbelow": True,
+            "text.parse_math": False,
+            # As outlines: the picture looks the same wherever it is opened, and no text in it is markup.
+            "svg.fonttype": "path",
+            "svg.hashsalt": "toprope",
+            "savefig.transparent": False,
+        }
+        self._context = plt.rc_context(style)
+        self._context.__enter__()
+        self._figure, axes = plt.subplots(figsize=self._size, layout="constrained")
+        return self._figure, axes
+
+    def __exit__(self, *raised: Any) -> None:
+        import matplotlib.pyplot as plt
+
+        plt.close(self._figure)
+        self._context.__exit__(*raised)
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,392 @@
+"""What the owner reads about runs: facts from records, put into an order and into words. See `pages` for the markup.
+
+Nothing is judged here that other code has not judged: intervals, findings, plateaus and comparisons come from where
+they are computed. Texts of environments, models and agents are cut and said to be theirs.
+"""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.analysis.reports.charts import Bar, Line, bars, lines
+from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
+from toprope.analysis.reports.report import Accuracy, Results, labels_to_tell
+from toprope.analysis.statistics.plateau import plateau
+from toprope.records.experiments import Experiment
+from toprope.records.run.findings import Finding
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Event, Status
+
+__all__ = ["Told", "of_all", "of_run"]
+
+_CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
+    ("Reward and success", (Line("reward", "reward"), Line("success", "success")), True),
+    (
+        "Groups without signal, answers cut off",
+        (Line("frac_reward_zero_std", "groups of equal reward"), Line("completions/clipped_ratio", "answers cut off")),
+        True,
+    ),
+    ("Entropy", (Line("entropy", "entropy"),), False),
+    ("Gradient norm", (Line("grad_norm", "gradient norm"),), False),
+    ("Answer length, tokens", (Line("completions/mean_length", "mean"),), False),
+    ("KL to the starting policy", (Line("kl", "KL"),), False),
+)
+_EXAMPLES, _FINDINGS, _CHANGES, _RUNS, _DETAILED, _LEDGER = 8, 20, 40, 200, 12, 100
+_ALONG = 12
+"""Evaluations between before and after."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One run, as it is told of."""
+
+    specification: Specification
+    status: Status
+    results: Results
+    rows: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
+    manifest: Manifest | None = None
+    repeated: str = ""
+    """How it compares with the run that it repeats."""
+
+
+def of_run(told: Told, experiments: Sequence[Experiment] = ()) -> list[Block]:
+    """The report of one run.
+
+    Args:
+        told: The run.
+        experiments: The ledger's; those that name the run are shown.
+    """
+    blocks: list[Block] = [Heading(told.status.run_id, 1), Paragraph(_summary(told)), *_verdict(told)]
+    blocks += _evaluations(told)
+    blocks += _curves(told)
+    blocks += _findings(told.events)
+    blocks += _changes(told)
+    blocks += _examples(told.results)
+    own = [entry for entry in experiments if told.status.run_id in entry.runs]
+    if own:
+        blocks += [Heading("In the ledger"), _ledger_table(own)]
+    blocks += _manifest(told)
+    blocks += _places(told.results)
+    return blocks
+
+
+def of_all(
+    told: Sequence[Told], experiments: Sequence[Experiment], goals: Mapping[str, str], total: int
+) -> list[Block]:
+    """The report over runs and ledger.
+
+    Args:
+        told: Runs, the newest first.
+        experiments: The ledger's, the newest first.
+        goals: What is to be reached, by environment.
+        total: How many runs there are, told or not.
+    """
+    blocks: list[Block] = [Heading("Training runs and experiments", 1)]
+    ended = sum(one.status.ended for one in told)
+    seconds = sum(one.results.seconds.training or 0.0 for one in told)
+    said = f"{total} runs, {len(experiments)} experiments in the ledger. "
+    if told:
+        said += f"Of the {len(told)} runs below {ended} have ended; they trained for {_duration(seconds)} in all."
+    blocks.append(Paragraph(said.strip()))
+    if goals:
+        blocks += [Heading("Goals"), Listed([f"{name}: {_cut(goal, 400)}" for name, goal in goals.items()])]
+    blocks += _ledger(experiments)
+    train = [one for one in told if one.specification.kind == "train"]
+    measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
+    if picture := bars("Runs, newest first", measured):
+        blocks += [Heading("Runs"), Figure(picture, "Held-out accuracy with 95 % intervals, before and after training")]
+    elif told:
+        blocks.append(Heading("Runs"))
+    if told:
+        blocks.append(_runs_table(told[:_RUNS]))
+    for one in train[:_DETAILED]:
+        blocks += [Heading(one.status.run_id), Paragraph(_summary(one)), *_verdict(one)]
+        blocks += _curves(one)[1:3]
+        blocks += _findings(one.events, level=3)
+    if len(train) > _DETAILED:
+        blocks.append(Paragraph(f"The other {len(train) - _DETAILED} runs have reports of their own."))
+    return blocks
+
+
+def _summary(told: Told) -> str:
+    status, results = told.status, told.results
+    said = f"{_KINDS.get(status.kind, status.kind)} of {results.environment} with the policy {_cut(results.model, 80)}"
+    said += f", started {_moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
+    if status.ended_at is not None:
+        said += f" after {_duration(status.ended_at - status.created_at)}"
+    said += "."
+    if results.steps:
+        said += f" {results.steps} steps, {results.rollouts} rollouts"
+        if results.seconds.training is not None:
+            said += f", {_duration(results.seconds.training)} of training"
+        said += "."
+    if status.attempt > 1:
+        said += f" This is attempt {status.attempt}."
+    if status.failure is not None:
+        said += f" {status.failure.component}: {_cut(status.failure.reason, 300)}"
+    return said
+
+
+_KINDS = {"train": "Training", "test": "A test", "ask": "Questions", "sft": "Fine-tuning", "eval": "An evaluation"}
+_STATES = {
+    "completed": "completed",
+    "stopped": "was stopped",
+    "failed": "failed",
+    "lost": "was lost",
+}
+
+
+def _verdict(told: Told) -> list[Block]:
+    results = told.results
+    before, after = (results.evaluations.get(label) for label in ("before", "after"))
+    blocks: list[Block] = []
+    if before and after and before.sampled and after.sampled:
+        said = (
+            f"Held-out accuracy went from {_accuracy(before.sampled)} to {_accuracy(after.sampled)} on "
+            f"{after.sampled.tasks} tasks that training never saw."
+        )
+        if results.rose:
+            blocks.append(Paragraph(f"{said} That is more than the 95 % intervals leave open.", "good"))
+        else:
+            fell = after.sampled.high < before.sampled.low
+            why = "It fell by more than the intervals." if fell else "No difference is shown: the intervals meet."
+            blocks.append(Paragraph(f"{said} {why}", "bad" if fell else "note"))
+    elif told.status.state in ("failed", "lost"):
+        blocks.append(Paragraph("It ended before its time, so there is no accuracy after training.", "bad"))
+    if told.repeated:
+        blocks.append(Paragraph(told.repeated, "note"))
+    return blocks
+
+
+def _evaluations(told: Told) -> list[Block]:
+    rows, drawn = [], []
+    for label in labels_to_tell(told.results.evaluations, _ALONG):
+        evaluation = told.results.evaluations[label]
+        for how, measured in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
+            if measured is None:
+                continue
+            rows.append(
+                [
+                    f"{label}, {how}",
+                    evaluation.split,
+                    str(measured.tasks),
+                    _percent(measured.accuracy),
+                    f"{_percent(measured.low)} to {_percent(measured.high)}",
+                    "" if measured.reward_mean is None else f"{measured.reward_mean:.3g}",
+                    str(measured.errors),
+                ]
+            )
+            if evaluation.split == "heldout":
+                drawn.append(Bar(f"{label}, {how}", measured.accuracy, measured.low, measured.high))
+    if not rows:
+        return []
+    head = ["evaluation", "split", "tasks", "accuracy", "95 % interval", "reward", "errors"]
+    blocks: list[Block] = [Heading("Evaluations"), Table(head, rows, numbers=(2, 3, 5, 6))]
+    if picture := bars("Held-out accuracy", drawn):
+        blocks.append(Figure(picture, "Held-out accuracy with 95 % intervals"))
+    return blocks
+
+
+def _curves(told: Told) -> list[Block]:
+    found: list[Block] = []
+    for title, wanted, shares in _CURVES:
+        if picture := lines(title, told.rows, wanted, shares=shares):
+            found.append(Figure(picture, f"{title}, by optimizer step"))
+    return [Heading("Training"), *found] if found else []
+
+
+def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
+    points = []
+    for event in events:
+        if event.kind == "finding":
+            finding = Finding.model_validate(event.data)
+            at = "" if finding.step is None else f" at step {finding.step}"
+            said = f"{finding.level}{at}: {finding.rule}. {_cut(finding.what, 300)} {_cut(finding.next, 200)}"
+            points.append(said.strip())
+        elif event.kind in ("warning", "stall"):
+            points.append(f"{event.kind}: {_cut(str(event.data.get('what', '')), 300)}")
+    if not points:
+        return []
+    more = len(points) - _FINDINGS
+    shown = points[:_FINDINGS] + ([f"and {more} more, in events.jsonl"] if more > 0 else [])
+    return [Heading("Findings", level), Listed(shown)]
+
+
+def _changes(told: Told) -> list[Block]:
+    beside = told.specification.beside_preset
+    rows = [[name, _value(before), _value(after)] for name, (before, after) in list(beside.items())[:_CHANGES]]
+    knobs = told.specification.config.environment.knobs
+    rows += [[f"environment.knobs.{name}", "", _value(value)] for name, value in list(knobs.items())[:20]]
+    if not rows:
+        return []
+    preset = told.specification.preset or "none"
+    return [Heading("Configuration"), Table(["field", f"preset {preset}", "this run"], rows)]
+
+
+def _examples(results: Results) -> list[Block]:
+    if not results.examples:
+        return []
+    rows = []
+    for example in results.examples[:_EXAMPLES]:
+        rows.append(
+            [
+                _cut(example.prompt, 200),
+                _answer(example.before, example.before_success),
+                _answer(example.after, example.after_success),
+            ]
+        )
+    note = "Texts of the environment and the policy, on validation tasks; greedy answers before and after training."
+    return [Heading("Examples"), Paragraph(note), Table(["asked", "before", "after"], rows)]
+
+
+def _answer(text: str | None, success: bool | None) -> str:
+    if text is None:
+        return ""
+    return f"{_cut(text, 160) or '(empty)'} ({'right' if success else 'wrong'})"
+
+
+def _ledger(experiments: Sequence[Experiment]) -> list[Block]:
+    if not experiments:
+        return []
+    blocks: list[Block] = [Heading("Experiments")]
+    drawn = []
+    for entry in experiments[:24]:
+        figures = [one for one in entry.figures.values() if one.accuracy is not None]
+        if figures and entry.accuracy is not None:
+            lows = [one.low for one in figures if one.low is not None]
+            highs = [one.high for one in figures if one.high is not None]
+            before = [one.before for one in figures if one.before is not None]
+            label = f"{entry.id}: {_cut(entry.hypothesis, 34)}"
+            start = sum(before) / len(before) if before else None
+            drawn.append(Bar(label, entry.accuracy, min(lows, default=None), max(highs, default=None), before=start))
+    if picture := bars("Experiments, newest first", drawn):
+        blocks.append(Figure(picture, "Held-out accuracy of each experiment's runs, with their outermost intervals"))
+    blocks.append(_ledger_table(experiments[:_LEDGER]))
+    for name in dict.fromkeys(entry.environment for entry in experiments):
+        found = plateau([entry for entry in experiments if entry.environment == name])
+        if found is not None:
+            blocks.append(Paragraph(found.says, "note" if found.stands else ""))
+    return blocks
+
+
+def _ledger_table(experiments: Sequence[Experiment]) -> Table:
+    rows = []
+    for entry in experiments:
+        rows.append(
+            [
+                entry.id,
+                _moment(entry.at),
+                entry.environment,
+                _cut(entry.hypothesis, 240),
+                "" if entry.accuracy is None else _percent(entry.accuracy),
+                _cut(entry.outcome, 240),
+                entry.decision,
+                ", ".join(entry.runs[:4]),
+            ]
+        )
+    head = ["id", "noted", "environment", "hypothesis", "accuracy", "outcome", "decision", "runs"]
+    return Table(head, rows, numbers=(4,), narrow=(0, 6))
+
+
+def _runs_table(told: Sequence[Told]) -> Table:
+    rows = []
+    for one in told:
+        before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
+        measured = after.sampled if after is not None else None
+        start = before.sampled if before is not None else None
+        rows.append(
+            [
+                one.status.run_id,
+                _moment(one.status.created_at),
+                one.results.environment,
+                one.status.kind,
+                one.status.state,
+                str(one.results.steps or ""),
+                "" if start is None else _percent(start.accuracy),
+                "" if measured is None else _accuracy(measured),
+            ]
+        )
+    head = ["run", "started", "environment", "kind", "state", "steps", "before", "after"]
+    return Table(head, rows, numbers=(5, 6, 7), narrow=(0, 1, 4))
+
+
+def _bar(one: Told) -> Bar | None:
+    before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
+    if after is None or after.sampled is None:
+        return None
+    start = before.sampled.accuracy if before is not None and before.sampled is not None else None
+    return Bar(one.status.run_id, after.sampled.accuracy, after.sampled.low, after.sampled.high, start)
+
+
+def _manifest(told: Told) -> list[Block]:
+    manifest = told.manifest
+    if manifest is None:
+        return []
+    code, hardware = manifest.code, manifest.hardware
+    rows = [
+        ["Toprope", f"{code.version}{f', commit {code.commit[:12]}' if code.commit else ''}"],
+        ["changed since that commit", "yes, see toprope.diff in the run folder" if code.changes_sha256 else "no"],
+        ["configuration", f"sha256 {manifest.configuration.sha256[:16]}, seed {manifest.configuration.seed}"],
+        ["locks", f"sha256 {manifest.configuration.locks_sha256[:16]}, {len(told.specification.locks)} locks"],
+        [
+            "environment",
+            f"sha256 {(manifest.environment.sha256 or 'unknown')[:16]} {_pairs(manifest.environment.versions)}",
+        ],
+        ["policy", f"sha256 {(manifest.policy.sha256 or 'unknown')[:16]} ({manifest.policy.hashed or 'not loaded'})"],
+        ["machine", f"{hardware.cpu}, {hardware.cores} cores, {hardware.memory_gb:g} GB, {hardware.system}"],
+        ["GPUs", ", ".join(hardware.gpus) or "none"],
+        ["Python", f"{manifest.python}; {_pairs(manifest.libraries)}"],
+    ]
+    if not code.commit:
+        rows.pop(1)
+    return [Heading("What it depended on"), Table(["input", "value"], rows)]
+
+
+def _places(results: Results) -> list[Block]:
+    named = (("Checkpoint", results.checkpoint), ("Weights, for from_pretrained", results.weights))
+    points = [f"{name}: {path}" for name, path in named if path is not None]
+    return [Heading("Where things lie"), Listed(points)] if points else []
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in list(values.items())[:16])
+
+
+def _accuracy(measured: Accuracy) -> str:
+    return f"{_percent(measured.accuracy)} [{_percent(measured.low)}, {_percent(measured.high)}]"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    return _cut(f"{value:g}" if isinstance(value, float) else str(value), 160)
+
+
+def _cut(text: str, limit: int) -> str:
+    """The text on one line, without what is invisible: it came from outside."""
+    line = " ".join(str(text).split())
+    line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _moment(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(seconds, 0.0)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

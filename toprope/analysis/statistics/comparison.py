@@ -1,0 +1,304 @@
+"""Whether one run, or group of seeds, is better than another: with what certainty, by how much, and at what price.
+
+Two things make a difference where there is none. The tasks: a few hundred, answered once each. The seed: the same
+configuration trained again ends elsewhere. The first is held against a paired test on the same tasks, the second
+against the spread between seeds where somebody measured it. A difference has to pass both, and to be larger than the
+noise floor that they make; else the answer is that no difference was shown.
+
+Pure: `comparable` reads runs, this judges what it read.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toprope.analysis.statistics.intervals import Interval, mean_interval, paired_difference, seeds_margin, wilson
+from toprope.analysis.statistics.sign_flip import sign_flip
+from toprope.errors import InvalidValue
+
+__all__ = ["Answers", "Comparison", "Cost", "Measured", "Side", "compare", "unlike"]
+
+SIGNIFICANT = 0.05
+_RESTS_ON = 0.5
+"""A difference rests on a seed when less than this share of it is left without that seed."""
+_UNPLAYED = "number "
+"""Begins the id of a task that could not be played."""
+
+Verdict = Literal["a", "b", "none"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run took. None: not measured."""
+
+    steps: int = 0
+    rollouts: int = 0
+    wall_s: float | None = None
+    train_s: float | None = None
+    cpu_s: float | None = None
+    gpu_s: float | None = None
+    usd: float | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How the tasks went: `wins[i]` of `each` answers to task `tasks[i]` were successes."""
+
+    tasks: tuple[str, ...]
+    wins: tuple[int, ...]
+    each: int = 1
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.wins) / (self.each * len(self.wins))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run as far as a comparison needs it.
+
+    `conditions` are what has to be alike, by name: environment, knobs, split, evaluator. `loose` may differ and is then
+    said. `sampled` and `greedy`: at the training temperature, and with the most likely token at each position.
+    """
+
+    run_id: str
+    seed: int
+    conditions: dict[str, str]
+    loose: dict[str, str]
+    sampled: Answers
+    greedy: Answers | None = None
+    cost: Cost = field(default_factory=Cost)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The runs of one side: a single one, or several that differ in their seed."""
+
+    name: str
+    runs: tuple[Measured, ...]
+
+
+@dataclass(frozen=True)
+class Means:
+    """One side's accuracies: by run, their mean, and its 95 % interval: over seeds or over tasks, whichever is wider.
+    Seeds that happen to agree answered the same tasks, and say nothing of others."""
+
+    by_run: tuple[float, ...]
+    interval: Interval
+    spread: float | None
+    """Standard deviation between seeds; None for a single run."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one kind of answer says. Differences are b less a, in shares of 1."""
+
+    a: Means
+    b: Means
+    difference: Interval
+    p_tasks: float
+    """Of the paired test over tasks."""
+    noise_floor: float
+    floor_basis: str
+    effect: float
+    """Cohen's h (Statistical Power Analysis, 1988): 0.2 small, 0.5 medium, 0.8 large."""
+    verdict: Verdict
+    why: str
+    only_a: int
+    only_b: int
+    """Tasks that this side solves more often than the other."""
+    rests_on: tuple[str, ...]
+    """Runs without which less than half of the difference is left, where the tasks alone would show one."""
+    lone_wins: dict[str, int]
+    """By run: tasks that it solves and no other seed of its side does."""
+
+
+def unlike(a: Side, b: Side) -> list[str]:
+    """Why these cannot be compared, in sentences; empty where they can."""
+    runs = [*a.runs, *b.runs]
+    first = runs[0]
+    problems = []
+    for name in first.conditions:
+        values: dict[str, list[str]] = {}
+        for run in runs:
+            values.setdefault(run.conditions.get(name, "unknown"), []).append(run.run_id)
+        if len(values) > 1:
+            told = "; ".join(f"{value} ({', '.join(ids[:3])})" for value, ids in list(values.items())[:4])
+            problems.append(f"They differ in {name}: {told}.")
+    if not problems:
+        for run in runs[1:]:
+            if not _same_tasks(first.sampled.tasks, run.sampled.tasks):
+                problems.append(
+                    f"{run.run_id} was measured on other tasks than {first.run_id}: "
+                    f"{len(run.sampled.tasks)} and {len(first.sampled.tasks)}, "
+                    f"{len(set(run.sampled.tasks) & set(first.sampled.tasks))} of them the same."
+                )
+            elif run.sampled.each != first.sampled.each:
+                problems.append(
+                    f"{run.run_id} has {run.sampled.each} answers to a task, {first.run_id} has {first.sampled.each}."
+                )
+    shared = {run.run_id for run in a.runs} & {run.run_id for run in b.runs}
+    if shared:
+        problems.append(f"On both sides: {', '.join(sorted(shared))}.")
+    return problems
+
+
+def _same_tasks(one: Sequence[str], other: Sequence[str]) -> bool:
+    """A task that could not be played has no id; its place in the order says which it is."""
+    return len(one) == len(other) and all(
+        x == y or x.startswith(_UNPLAYED) or y.startswith(_UNPLAYED) for x, y in zip(one, other, strict=True)
+    )
+
+
+def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
+    """Holds b against a.
+
+    Args:
+        a, b: Sides that `unlike` finds nothing against.
+        greedy: Judge the greedy answers instead of the sampled ones.
+
+    Returns:
+        The comparison; None where not every run has greedy answers.
+
+    Raises:
+        InvalidValue: They are not comparable, or a side is empty.
+    """
+    if not a.runs or not b.runs:
+        raise InvalidValue("A comparison needs at least one run on each side.")
+    if problems := unlike(a, b):
+        raise InvalidValue(" ".join(problems))
+    answers_a, answers_b = (_answers(side, greedy) for side in (a, b))
+    if answers_a is None or answers_b is None:
+        return None
+    means_a, means_b = _means(answers_a), _means(answers_b)
+    difference = statistics.fmean(means_b.by_run) - statistics.fmean(means_a.by_run)
+    units = _differences(answers_a, answers_b)
+    p_tasks = sign_flip(units)
+    pairing = _pairing_margin(answers_a, answers_b, units)
+    seeds = seeds_margin(means_a.by_run, means_b.by_run)
+    floor, basis = _floor(pairing, seeds, len(a.runs), len(b.runs))
+    if seeds is None and len(units) and answers_a[0].each == 1:
+        interval = _paired(answers_a[0], answers_b[0])
+    else:
+        interval = Interval(difference, difference - floor, difference + floor)
+    shown = p_tasks <= SIGNIFICANT and abs(difference) > floor and not interval.holds(0.0)
+    verdict: Verdict = "none" if not shown else "b" if difference > 0 else "a"
+    return Comparison(
+        a=means_a,
+        b=means_b,
+        difference=interval,
+        p_tasks=p_tasks,
+        noise_floor=floor,
+        floor_basis=basis,
+        effect=_h(statistics.fmean(means_b.by_run)) - _h(statistics.fmean(means_a.by_run)),
+        verdict=verdict,
+        why=_why(difference, p_tasks, floor, verdict),
+        only_a=sum(one < 0 for one in units),
+        only_b=sum(one > 0 for one in units),
+        rests_on=_rests_on(a, b, means_a.by_run, means_b.by_run, difference) if p_tasks <= SIGNIFICANT else (),
+        lone_wins=_lone_wins(a, answers_a) | _lone_wins(b, answers_b),
+    )
+
+
+def _answers(side: Side, greedy: bool) -> list[Answers] | None:
+    found = [run.greedy if greedy else run.sampled for run in side.runs]
+    return None if any(one is None for one in found) else [one for one in found if one is not None]
+
+
+def _means(answers: Sequence[Answers]) -> Means:
+    by_run = tuple(one.accuracy for one in answers)
+    # Answers to one task are not independent, of one seed or of several: the interval counts tasks.
+    tasks = len(answers[0].wins)
+    share = wilson(sum(sum(one.wins) / one.each for one in answers) / len(answers), tasks)
+    if len(by_run) == 1:
+        return Means(by_run, Interval(share.value, share.low, share.high), None)
+    seeds = mean_interval(by_run)
+    wider = Interval(seeds.value, max(0.0, min(seeds.low, share.low)), min(1.0, max(seeds.high, share.high)))
+    return Means(by_run, wider, statistics.stdev(by_run))
+
+
+def _differences(a: Sequence[Answers], b: Sequence[Answers]) -> list[int]:
+    """By task, b's mean success less a's, in units of 1 / (answers of a times answers of b)."""
+    wins_a, wins_b = (list(map(sum, zip(*(one.wins for one in side), strict=True))) for side in (a, b))
+    each_a, each_b = sum(one.each for one in a), sum(one.each for one in b)
+    return [y * each_a - x * each_b for x, y in zip(wins_a, wins_b, strict=True)]
+
+
+def _pairing_margin(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[int]) -> float:
+    """Half the 95 % interval of a mean difference over tasks, drawn anew and answered anew.
+
+    Two tasks are added, half a one for each way in which both sides can answer (Agresti and Min, Statistics in Medicine
+    24, 2005, 729-740): where no task tells the sides apart, that is no proof that none ever will.
+    """
+    if len(units) < 2:
+        return 1.0
+    scale, n = sum(one.each for one in a) * sum(one.each for one in b), len(units) + 2
+    mean = sum(units) / scale / n
+    variance = (sum((one / scale) ** 2 for one in units) + 1) / n - mean**2
+    return 1.959964 * math.sqrt(variance / n)
+
+
+def _paired(a: Answers, b: Answers) -> Interval:
+    pairs = list(zip(a.wins, b.wins, strict=True))
+    both, neither = sum(x and y for x, y in pairs), sum(not x and not y for x, y in pairs)
+    only_b, only_a = sum(y and not x for x, y in pairs), sum(x and not y for x, y in pairs)
+    return paired_difference(both, only_b, only_a, neither)
+
+
+def _floor(pairing: float, seeds: float | None, runs_a: int, runs_b: int) -> tuple[float, str]:
+    if seeds is None:
+        return pairing, (
+            "the draw of tasks and answers, paired (binomial); the spread between seeds was not measured, as each side "
+            "has one run"
+        )
+    measured = f"the spread between seeds ({runs_a} and {runs_b} runs, Welch's t)"
+    if min(runs_a, runs_b) == 1:
+        measured = (
+            f"the spread between the seeds of one side ({max(runs_a, runs_b)} runs), taken to hold for the other's "
+            "single run"
+        )
+    if seeds >= pairing:
+        return seeds, measured
+    return pairing, f"the draw of tasks and answers, paired; it is larger than {measured}"
+
+
+def _why(difference: float, p_tasks: float, floor: float, verdict: Verdict) -> str:
+    if verdict != "none":
+        return "It is larger than the noise floor, and the paired test over tasks agrees."
+    reasons = []
+    if abs(difference) <= floor:
+        reasons.append("it is below the noise floor")
+    if p_tasks > SIGNIFICANT:
+        reasons.append(f"the paired test over tasks does not tell it from chance (p {p_tasks:.2g})")
+    return " and ".join(reasons or ["its interval holds 0"]).capitalize() + "."
+
+
+def _h(share: float) -> float:
+    return 2 * math.asin(math.sqrt(min(max(share, 0.0), 1.0)))
+
+
+def _rests_on(
+    a: Side, b: Side, accuracy_a: Sequence[float], accuracy_b: Sequence[float], difference: float
+) -> tuple[str, ...]:
+    found = []
+    for side, own, other, sign in ((a, accuracy_a, accuracy_b, -1), (b, accuracy_b, accuracy_a, 1)):
+        for place, run in enumerate(side.runs):
+            rest = [value for index, value in enumerate(own) if index != place]
+            if rest and sign * (statistics.fmean(rest) - statistics.fmean(other)) / difference < _RESTS_ON:
+                found.append(run.run_id)
+    return tuple(found)
+
+
+def _lone_wins(side: Side, answers: Sequence[Answers]) -> dict[str, int]:
+    if len(answers) < 2:
+        return {}
+    found = {}
+    for place, run in enumerate(side.runs):
+        others = [one.wins for index, one in enumerate(answers) if index != place]
+        by_task = zip(answers[place].wins, *others, strict=True)
+        found[run.run_id] = sum(won > 0 and not any(rest) for won, *rest in by_task)
+    return found

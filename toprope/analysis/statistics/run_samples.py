@@ -1,0 +1,161 @@
+"""Reads runs into what `comparison` judges: how each task went, under which conditions, and what it cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from toprope.analysis.statistics.comparison import Answers, Cost, Measured
+from toprope.errors import Corrupt, NotFound, NotPossibleNow
+from toprope.records.run.folder import LEFT, RunFolder, read_json
+from toprope.records.run.metrics import last_row
+from toprope.records.run.specification import Specification
+from toprope.records.run.usage import Usage
+from toprope.settings.mixing import members_of, rewards_of
+from toprope.settings.schema import EnvironmentSection
+
+__all__ = ["cost_of", "measured"]
+
+_LABELS = {"train": "after", "sft": "after", "test": "test"}
+
+
+def measured(folder: RunFolder, state: str) -> Measured:
+    """A run as a comparison needs it: the held-out evaluation at its end, or for a test its validation tasks.
+
+    Args:
+        folder: The run's.
+        state: Its state, for the refusal.
+
+    Raises:
+        NotPossibleNow: Nothing of it can be compared; the text says why and what to do.
+        Corrupt: Its files are not what a run writes.
+    """
+    specification = Specification.read(folder)
+    label = _LABELS.get(specification.kind)
+    if label is None or (specification.test is not None and specification.test.models):
+        what = "puts questions to a policy" if label is None else "measures several models at once"
+        raise NotPossibleNow(
+            f"{folder.run_id} {what}: there is nothing of it to compare.",
+            hint="Name training runs, seed groups of them, or tests of a single policy.",
+        )
+    try:
+        evaluation = read_json(folder.evaluation(label))
+    except NotFound:
+        raise _not_evaluated(folder.run_id, specification, state, label) from None
+    try:
+        sampled = _answers(evaluation["sampled"])
+        if sampled is None:
+            raise NotPossibleNow(
+                f"{folder.run_id} was evaluated by a version that did not keep how each task went.",
+                hint="Start it again from its draft to compare it.",
+            )
+        greedy = _answers(evaluation.get("greedy"))
+        conditions = _conditions(specification, evaluation)
+        temperature = str(evaluation.get("temperature"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(
+            f"{folder.evaluation(label)} is not what the rollout driver writes: {error!r}.", hint=LEFT
+        ) from None
+    config = specification.config
+    functions = rewards_of(config.environment.rewards)
+    loose = {
+        "temperature of the sampled answers": temperature,
+        "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
+        "rollout.top_p": str(config.rollout.top_p),
+        "environment.reward_weights": json.dumps(config.environment.reward_weights, sort_keys=True)[:200],
+        **({"environment.rewards": ", ".join(one.fn for one in functions)[:200]} if functions else {}),
+        "starting policy": _base(folder, config.policy.model),
+    }
+    return Measured(
+        folder.run_id, config.algorithm.seed, conditions, loose, sampled, greedy, cost_of(folder, specification)
+    )
+
+
+def cost_of(folder: RunFolder, specification: Specification) -> Cost:
+    """What a run took, as far as it was measured."""
+    row = last_row(folder.metrics)
+    try:
+        usage = Usage.read(folder)
+    except Corrupt:
+        usage = None
+    priced = usage is not None and specification.limits is not None
+    return Cost(
+        steps=int(row.get("step") or 0),
+        rollouts=int(row.get("rollouts") or 0),
+        train_s=row.get("train_seconds"),
+        wall_s=usage.wall_s if usage else None,
+        cpu_s=usage.cpu_s if usage else None,
+        gpu_s=usage.gpu_s if usage else None,
+        usd=usage.usd if usage is not None and priced else None,
+    )
+
+
+def _answers(content: dict[str, Any] | None) -> Answers | None:
+    """How each task went; None where that was not measured or not kept."""
+    if not content or "by_task" not in content:
+        return None
+    tasks, wins = content["by_task"]["tasks"], content["by_task"]["wins"]
+    if not tasks or len(tasks) != len(wins):
+        return None
+    each = int(content.get("group_size") or 1)
+    return Answers(tuple(map(str, tasks)), tuple(map(int, wins)), each)
+
+
+def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dict[str, str]:
+    """What has to be alike, in words that can be told."""
+    section = specification.config.environment
+    loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
+    versions = (evaluation.get("evaluator") or {}).get("versions") or {}
+    return {
+        "kind of measurement": "held-out tasks after training"
+        if specification.trains
+        else "validation tasks of a test",
+        "environment": specification.environment.name,
+        "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
+        "environment.max_turns": str(section.max_turns),
+        **_measured_beside(section),
+        "the environment's source (hash)": str(loaded.get("environment", "unknown")),
+        "the environment's packages": ", ".join(f"{name} {one}" for name, one in sorted(versions.items())) or "none",
+        "the evaluator's source (hash)": str(loaded.get("toprope", "unknown")),
+    }
+
+
+def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
+    """What else decides which tasks are measured: other environments, and the level of a curriculum."""
+    first, *others = members_of(section)
+    found = {}
+    for plan in (first, *others):
+        if (curriculum := plan.curriculum) is not None:
+            measured = curriculum.levels[curriculum.measured]
+            found[f"the level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
+    if others:
+        told = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
+        found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)[:400]
+    return found
+
+
+def _base(folder: RunFolder, model: str) -> str:
+    """The starting weights: their hash where the manifest has it, else their name."""
+    try:
+        found = read_json(folder.path / "manifest.json")["policy"]["sha256"]
+    except (NotFound, Corrupt, KeyError, TypeError):
+        found = None
+    if found:
+        return f"{Path(model).name} {str(found)[:12]}"
+    return Path(model).name if len(model) < 80 else hashlib.sha256(model.encode()).hexdigest()[:12]
+
+
+def _not_evaluated(run_id: str, specification: Specification, state: str, label: str) -> NotPossibleNow:
+    if specification.trains and not specification.config.evaluation.heldout_tasks:
+        return NotPossibleNow(
+            f"{run_id} measured no held-out tasks: its evaluation.heldout_tasks is 0.",
+            hint="Set evaluation.heldout_tasks and start another run.",
+        )
+    hint = {
+        "stopped": f'resume_training(run_id="{run_id}") brings it to its end.',
+        "failed": f'resume_training(run_id="{run_id}") goes on from its checkpoint, once the cause is mended.',
+        "lost": f'resume_training(run_id="{run_id}") brings it to its end.',
+    }.get(state, f'check_status(run_ids=["{run_id}"], wait_s=45) waits for it.')
+    return NotPossibleNow(f"{run_id} is {state} and has no evaluation {label!r} yet.", hint=hint)

@@ -1,0 +1,232 @@
+"""The ledger of experiments: what was tried and why, in which runs, what came of it and what was decided.
+
+It outlives contexts and servers, so it has one truth that nothing of ours replaces: `ledger.jsonl` in the home, to
+which a line is appended for every change and which a person can read. The table in the index is a view of it, for
+reading by environment; an index that is new, restored or rebuilt reads the file again from its beginning.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toprope.errors import NotFound, NotPossibleNow, shown
+from toprope.records.index.index import Index
+
+__all__ = ["Decision", "Experiment", "Figures", "Ledger"]
+
+Decision = Literal["keep", "discard", "repeat", "undecided"]
+_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
+_GOAL = "goal:"
+
+
+class Figures(BaseModel):
+    """What was measured of a run when it was noted; the run itself may be pruned later."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    state: str
+    accuracy: float | None = None
+    """Held out, after training."""
+    low: float | None = None
+    high: float | None = None
+    tasks: int | None = None
+    before: float | None = None
+    steps: int = 0
+    seed: int = 0
+    configuration: str = ""
+    """Hash of the configuration without its seed: runs that share it differ by chance alone."""
+
+
+class Experiment(BaseModel):
+    """One entry. Amending it appends the whole entry again."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    at: float
+    updated_at: float
+    environment: str
+    hypothesis: str
+    runs: list[str] = []
+    drafts: list[str] = []
+    outcome: str = ""
+    decision: Decision = "undecided"
+    question: str = ""
+    """What it leaves open."""
+    figures: dict[str, Figures] = {}
+    """By run."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean over its runs; None where none was measured."""
+        known = [one.accuracy for one in self.figures.values() if one.accuracy is not None]
+        return sum(known) / len(known) if known else None
+
+
+class Ledger:
+    """The ledger of one home.
+
+    Args:
+        index: Holds the view.
+        path: ledger.jsonl.
+
+    Raises (every method): Corrupt, NotPossibleNow as `Index` does, NotPossibleNow where the file cannot be written.
+    """
+
+    def __init__(self, index: Index, path: Path) -> None:
+        self._index, self.path = index, path
+
+    def put(self, entry: Experiment) -> Experiment:
+        """Keeps an entry, new or amended."""
+        entry = entry.model_copy(update={"updated_at": time.time()})
+        self._append({"v": 1, "op": "experiment", **entry.model_dump(mode="json")})
+        return entry
+
+    def set_goal(self, environment: str, goal: str) -> None:
+        """Keeps what is to be reached in an environment."""
+        self._append({"v": 1, "op": "goal", "environment": environment, "goal": goal, "at": time.time()})
+
+    def new_id(self) -> str:
+        """A free id such as `exp-7f3k`."""
+        with self._view() as db:
+            while True:
+                found = "exp-" + "".join(secrets.choice(_ALPHABET) for _ in range(4))
+                if db is None or db.execute("SELECT 1 FROM experiments WHERE id = ?", (found,)).fetchone() is None:
+                    return found
+
+    def get(self, experiment_id: str) -> Experiment:
+        """An entry.
+
+        Raises:
+            NotFound: There is none of that id; the message names the latest.
+        """
+        with self._view() as db:
+            row = db.execute("SELECT entry FROM experiments WHERE id = ?", (experiment_id,)).fetchone() if db else None
+        if row is None or experiment_id.startswith(_GOAL):
+            latest = [entry.id for entry in self.entries(limit=5)]
+            hint = f"The latest: {', '.join(latest)}." if latest else "There are none yet; omit experiment_id."
+            raise NotFound(f"There is no experiment {shown(experiment_id)}.", hint=hint)
+        return Experiment.model_validate_json(row["entry"])
+
+    def entries(self, environment: str | None = None, limit: int = 1000) -> list[Experiment]:
+        """Entries, the newest first."""
+        where, values = ("AND environment = ?", (environment,)) if environment is not None else ("", ())
+        with self._view() as db:
+            if db is None:
+                return []
+            rows = db.execute(
+                f"SELECT entry FROM experiments WHERE id NOT LIKE 'goal:%' {where} ORDER BY at DESC, id LIMIT ?",
+                (*values, limit),
+            ).fetchall()
+        return [Experiment.model_validate_json(row["entry"]) for row in rows]
+
+    def goals(self) -> dict[str, str]:
+        """What is to be reached, by environment."""
+        with self._view() as db:
+            rows = (
+                db.execute("SELECT environment, entry FROM experiments WHERE id LIKE 'goal:%' ORDER BY at").fetchall()
+                if db
+                else []
+            )
+        return {row["environment"]: json.loads(row["entry"])["goal"] for row in rows}
+
+    def _append(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    data = b"\n" + data  # a full disk cut the last line; this one must not become its rest
+                if os.write(descriptor, data) < len(data):  # the disk took a part; the reader passes over it
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise NotPossibleNow(
+                f"{self.path} cannot be written: {error.strerror or error}.", hint="Check the room on that disk."
+            ) from None
+
+    def _view(self) -> _View:
+        return _View(self._index, self.path)
+
+
+class _View:
+    """The table, brought up to what the file says, for the time of a `with`."""
+
+    def __init__(self, index: Index, path: Path) -> None:
+        self._index, self._path = index, path
+        self._reading: Any = None
+
+    def __enter__(self) -> sqlite3.Connection | None:
+        self._catch_up()
+        self._reading = self._index.reading()
+        return self._reading.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._reading.__exit__(*raised)
+
+    def _catch_up(self) -> None:
+        try:
+            size = self._path.stat().st_size
+            with self._path.open("rb") as file:
+                first = file.readline(1 << 20).decode(errors="replace")
+        except FileNotFoundError:
+            size, first = 0, ""
+        with self._index.reading() as db:
+            read = db.execute("SELECT bytes, first_line FROM ledger_read").fetchone() if db else None
+        if (read is None and not size) or (read is not None and (read["bytes"], read["first_line"]) == (size, first)):
+            return
+        with self._index.writing() as db:
+            read = db.execute("SELECT bytes, first_line FROM ledger_read").fetchone()
+            done = read["bytes"] if read is not None and read["first_line"] == first and read["bytes"] <= size else 0
+            if not done:
+                db.execute("DELETE FROM experiments")
+            for end, line in _lines(self._path, done):
+                done = end
+                _apply(db, line)
+            db.execute("INSERT OR REPLACE INTO ledger_read VALUES (1, ?, ?)", (done, first))
+
+
+def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from byte `start` on, each with the position behind it."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(start)
+        at = start
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            at += len(line)
+            yield at, line
+
+
+def _apply(db: sqlite3.Connection, line: bytes) -> None:
+    """Takes a line into the table; one that a newer version or somebody else wrote is passed over."""
+    try:
+        read = json.loads(line)
+        if read.get("op") == "goal":
+            entry = {"goal": str(read["goal"])}
+            values = (f"{_GOAL}{read['environment']}", float(read["at"]), float(read["at"]), str(read["environment"]))
+            db.execute("INSERT OR REPLACE INTO experiments VALUES (?, ?, ?, ?, ?)", (*values, json.dumps(entry)))
+        elif read.get("op") == "experiment":
+            one = Experiment.model_validate(read)
+            values = (one.id, one.at, one.updated_at, one.environment)
+            db.execute("INSERT OR REPLACE INTO experiments VALUES (?, ?, ?, ?, ?)", (*values, one.model_dump_json()))
+    except (ValueError, TypeError, KeyError, AttributeError, ValidationError):
+        return

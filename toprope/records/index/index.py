@@ -1,0 +1,408 @@
+"""The machine's own memory between servers: drafts with their history, which draft started which run, status stamps.
+
+It is no truth about runs; that is in their folders. It is SQLite in WAL mode, because clients start several servers at
+once, on one machine, over one home. A connection is opened for each operation: nothing is held between calls, so that a
+thread, a fork or a second server cannot meet another's transaction.
+
+A file that is not ours or is damaged is left as it is: whoever owns it decides, never this code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
+from toprope.records.index.migrations import MIGRATIONS
+
+__all__ = ["DraftRow", "EditRow", "Index", "Stamp", "StartRow"]
+
+_BUSY_MS = 5000
+_LITTLE = 1 << 20
+_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
+"""Letters and digits of ids; those that look alike are left out."""
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A draft as it is kept: `environment`, `knobs` and `config` are JSON values."""
+
+    id: str
+    created_at: float
+    updated_at: float
+    preset: str
+    environment: dict[str, Any]
+    knobs: list[dict[str, Any]]
+    config: dict[str, Any]
+    revision: int
+
+
+@dataclass(frozen=True)
+class EditRow:
+    """One edit: `changes` are {"field", "before", "after"}; `revision` is the one that it led to."""
+
+    revision: int
+    at: float
+    changes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """A run that was started from a draft's revision."""
+
+    run_id: str
+    draft_id: str
+    revision: int
+    kind: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When fresh numbers of a run were last given to an agent, up to which event, and what they were."""
+
+    at: float
+    seq: int
+    snapshot: dict[str, Any]
+
+
+class Index:
+    """The database at `path`. It is made at the first write; reading from none finds nothing.
+
+    Raises (every method): Corrupt where the file is not a sound database of ours, NotPossibleNow where it belongs to a
+    newer version or stays locked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._looked = False
+
+    def create_draft(
+        self, preset: str, environment: dict[str, Any], knobs: list[dict[str, Any]], config: dict[str, Any]
+    ) -> DraftRow:
+        """Keeps a new draft at revision 1 and gives it an id such as `draft-7f3k`."""
+        now = time.time()
+        with self.writing() as db:
+            for length in (4, 4, 4, 6, 8, 12):
+                draft_id = "draft-" + "".join(secrets.choice(_ALPHABET) for _ in range(length))
+                inserted = db.execute(
+                    "INSERT OR IGNORE INTO drafts VALUES (?, ?, ?, ?, ?, ?, ?, 1)",
+                    (draft_id, now, now, preset, _dump(environment), _dump(knobs), _dump(config)),
+                ).rowcount
+                if inserted:
+                    return DraftRow(draft_id, now, now, preset, environment, knobs, config, 1)
+        raise NotPossibleNow("No free id for a draft was found.", hint="Call again.")
+
+    def draft(self, draft_id: str) -> DraftRow:
+        """The draft of that id.
+
+        Raises:
+            NotFound: There is none.
+        """
+        with self.reading() as db:
+            return _draft(_one(db, draft_id))
+
+    def drafts(self, limit: int = 50) -> list[DraftRow]:
+        """Drafts, the last edited first; those whose row cannot be read are left out."""
+        with self.reading() as db:
+            rows = db.execute("SELECT * FROM drafts ORDER BY updated_at DESC, id LIMIT ?", (limit,)) if db else ()
+            found = []
+            for row in rows:
+                try:
+                    found.append(_draft(row))
+                except Corrupt:
+                    continue
+            return found
+
+    def edit_draft(
+        self, draft_id: str, edit: Callable[[DraftRow], tuple[dict[str, Any], list[dict[str, Any]]]]
+    ) -> DraftRow:
+        """Replaces a draft's configuration in one transaction, so that two servers' edits follow each other.
+
+        Args:
+            draft_id: Which.
+            edit: From the draft as it is now to the new configuration and the changes; what it raises leaves the draft
+                as it was. No changes: nothing is written and the revision stays.
+
+        Raises:
+            NotFound: There is no such draft.
+        """
+        with self.writing() as db:
+            row = _draft(_one(db, draft_id))
+            config, changes = edit(row)
+            if not changes:
+                return row
+            now = time.time()
+            db.execute(
+                "UPDATE drafts SET config = ?, revision = ?, updated_at = ? WHERE id = ?",
+                (_dump(config), row.revision + 1, now, draft_id),
+            )
+            db.execute("INSERT INTO edits VALUES (?, ?, ?, ?)", (draft_id, row.revision + 1, now, _dump(changes)))
+            return _draft(_one(db, draft_id))
+
+    def edits(self, draft_id: str) -> list[EditRow]:
+        """A draft's edits, oldest first."""
+        with self.reading() as db:
+            _one(db, draft_id)
+            rows = db.execute(
+                "SELECT revision, at, changes FROM edits WHERE draft_id = ? ORDER BY revision", (draft_id,)
+            )
+            return [EditRow(row["revision"], row["at"], _of_draft(draft_id, row, "changes", list)) for row in rows]
+
+    def record_start(self, start: StartRow, live: Callable[[StartRow], bool] | None) -> StartRow | None:
+        """Notes that a run starts from a draft's revision, unless one of the same kind is live.
+
+        Args:
+            start: The run that is about to start.
+            live: Whether a run that was noted before is live; None: do not ask, several may be.
+
+        Returns:
+            None where it was noted; the live run's start where it was not.
+        """
+        with self.writing() as db:
+            if live is not None:
+                rows = db.execute(
+                    "SELECT * FROM starts WHERE draft_id = ? AND revision = ? AND kind = ? ORDER BY at DESC",
+                    (start.draft_id, start.revision, start.kind),
+                )
+                for row in rows.fetchall():
+                    earlier = StartRow(**dict(row))
+                    if live(earlier):
+                        return earlier
+            db.execute(
+                "INSERT INTO starts (run_id, draft_id, revision, kind, at) VALUES (?, ?, ?, ?, ?)",
+                (start.run_id, start.draft_id, start.revision, start.kind, start.at),
+            )
+        return None
+
+    def forget_start(self, run_id: str) -> None:
+        """Takes back a note of a run that did not start."""
+        with self.writing() as db:
+            db.execute("DELETE FROM starts WHERE run_id = ?", (run_id,))
+
+    def starts(self, draft_id: str) -> list[StartRow]:
+        """Runs that were started from a draft, newest first."""
+        with self.reading() as db:
+            rows = db.execute("SELECT * FROM starts WHERE draft_id = ? ORDER BY at DESC", (draft_id,)) if db else ()
+            return [StartRow(**dict(row)) for row in rows]
+
+    def stamp(self, run_id: str) -> Stamp | None:
+        """The last stamp of a run."""
+        with self.reading() as db:
+            row = db.execute("SELECT at, seq, snapshot FROM stamps WHERE run_id = ?", (run_id,)).fetchone() if db else 0
+            return Stamp(row["at"], row["seq"], _load(row["snapshot"])) if row else None
+
+    def set_stamp(self, run_id: str, stamp: Stamp) -> None:
+        """Replaces the stamp of a run; an older one never replaces a newer one."""
+        with self.writing() as db:
+            db.execute(
+                "INSERT INTO stamps VALUES (?, ?, ?, ?) ON CONFLICT (run_id) DO UPDATE SET at = excluded.at, "
+                "seq = max(seq, excluded.seq), snapshot = excluded.snapshot WHERE excluded.at >= stamps.at",
+                (run_id, stamp.at, stamp.seq, _dump(stamp.snapshot)),
+            )
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection | None]:
+        """A connection to read from, or None where there is no database yet."""
+        if not self.path.exists():
+            yield None
+            return
+        with self._connected(reading=True) as db:
+            yield db
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A connection within a write transaction, committed at the end and rolled back on an exception."""
+        if not self.path.exists():
+            self._create()
+        with self._connected() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                if db.in_transaction:  # a full disk has rolled it back already
+                    db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    @contextmanager
+    def _connected(self, reading: bool = False) -> Iterator[sqlite3.Connection]:
+        # A log that is left says that somebody died with it open, or has it open now: then the file is looked through,
+        # once by each process.
+        unclean = not self._looked and Path(f"{self.path}-wal").exists()
+        db = None
+        try:
+            db = self._opened(reading)
+            db.row_factory = sqlite3.Row
+            db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+            db.execute("PRAGMA foreign_keys = ON")
+            self._migrate(db)
+            if unclean and (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise _Unreadable(problem)
+            self._looked = True
+            yield db
+        except sqlite3.OperationalError as error:
+            raise self._refusal(error) from None
+        except (sqlite3.DatabaseError, _Unreadable) as error:
+            raise self._corrupt(error) from None
+        finally:
+            if db is not None:
+                db.close()
+
+    def _opened(self, reading: bool) -> sqlite3.Connection:
+        """A connection. To read on a disk without room, where SQLite cannot make what it keeps beside the file, it
+        is read as it lies; nobody can be writing to it then."""
+        db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
+        if not reading:
+            return db
+        try:
+            db.execute("PRAGMA user_version").fetchone()
+            return db
+        except sqlite3.OperationalError as error:
+            log = Path(f"{self.path}-wal")
+            if not self._no_room(str(error)) or (log.exists() and log.stat().st_size):
+                return db
+        db.close()
+        return sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
+
+    def _no_room(self, text: str) -> bool:
+        """Whether SQLite failed for lack of room, which it does not always say."""
+        if "disk is full" in text:
+            return True
+        unsaid = "disk I/O error" in text or "unable to open" in text
+        return unsaid and shutil.disk_usage(self.path.parent).free < _LITTLE
+
+    def _refusal(self, error: sqlite3.OperationalError | OSError) -> Corrupt | NotPossibleNow:
+        text = str(error)
+        if "locked" in text or "busy" in text:
+            return NotPossibleNow(
+                f"{self.path} stayed locked for {_BUSY_MS // 1000} s by another process.", hint="Call again."
+            )
+        if self._no_room(text):
+            return DiskFull(
+                f"{self.path} cannot be used: {text}.",
+                hint="There is no room on its disk, it seems: `toprope prune` shows what old runs hold.",
+            )
+        if "no such table" in text or "no such column" in text or "has no column" in text:
+            return self._corrupt(error)
+        return NotPossibleNow(
+            f"{self.path} cannot be used: {text}.", hint="Check its permissions and the room on the disk."
+        )
+
+    def _corrupt(self, error: Exception) -> Corrupt:
+        return Corrupt(
+            f"{self.path} is damaged or no index of Toprope ({error}); it was left as it is.",
+            hint="Runs are safe in their folders. The owner runs `toprope doctor --repair`, which keeps the file and "
+            "makes a new one of what can be read there and of the runs.",
+        )
+
+    def _create(self) -> None:
+        """Makes the database beside its place and links it there whole: of two servers that do so at once, one wins."""
+        try:
+            # 0600, as -wal and -shm will be.
+            descriptor, name = tempfile.mkstemp(prefix=".index.", dir=self.path.parent)
+        except OSError as error:
+            raise self._refusal(error) from None
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            db = sqlite3.connect(temporary, isolation_level=None)
+            try:
+                self._migrate(db)
+            finally:
+                db.close()
+            os.link(temporary, self.path)
+        except FileExistsError:
+            pass
+        except (sqlite3.OperationalError, OSError) as error:
+            raise self._refusal(error) from None
+        finally:
+            for suffix in ("", "-wal", "-shm"):
+                Path(name + suffix).unlink(missing_ok=True)
+
+    def _migrate(self, db: sqlite3.Connection) -> None:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == len(MIGRATIONS):
+            return
+        if version > len(MIGRATIONS):
+            raise NotPossibleNow(
+                f"{self.path} was written by a newer version of Toprope (its version {version}, ours "
+                f"{len(MIGRATIONS)}); it was left as it is.",
+                hint="Update Toprope, or set TOPROPE_HOME to another folder.",
+            )
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if version == 0 and tables:
+            raise _Unreadable("it holds tables of something else")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            for script in MIGRATIONS[version:]:
+                for statement in script.split(";"):
+                    if statement.strip():
+                        db.execute(statement)
+            db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        db.execute("COMMIT")
+
+
+class _Unreadable(Exception):
+    """A value in the database is not what we wrote."""
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _Unreadable(f"a row is not JSON: {error}") from None
+
+
+def _one(db: sqlite3.Connection | None, draft_id: str) -> sqlite3.Row:
+    row = db.execute("SELECT * FROM drafts WHERE id = ?", (draft_id,)).fetchone() if db else None
+    if row is None:
+        raise NotFound(f"There is no draft {shown(draft_id)}.", hint="select_environment makes one.")
+    return row
+
+
+def _of_draft(draft_id: str, row: sqlite3.Row, column: str, kind: type) -> Any:
+    """A column of a draft as the value that it holds. What is wrong with it is wrong with this draft alone."""
+    try:
+        value = json.loads(row[column])
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise Corrupt(
+            f"The draft {draft_id} cannot be read: its {column} in the index is not what was written there. It was "
+            "left as it is; other drafts are not touched.",
+            hint="select_environment makes a new one.",
+        )
+    return value
+
+
+def _draft(row: sqlite3.Row) -> DraftRow:
+    return DraftRow(
+        id=row["id"],
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        preset=row["preset"],
+        environment=_of_draft(row["id"], row, "environment", dict),
+        knobs=_of_draft(row["id"], row, "knobs", list),
+        config=_of_draft(row["id"], row, "config", dict),
+        revision=row["revision"],
+    )

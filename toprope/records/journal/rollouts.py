@@ -1,0 +1,399 @@
+"""Reads a run's rollouts from its journal: sorted, filtered, a page at a time, however many there are.
+
+Bodies hold token ids, which are large and of no use to a reader. So each group is looked at once and what can be asked
+of it is kept as a line of an index beside the journal (`rollouts.idx`), which grows with the journal and can be thrown
+away. A page is found by reading the index from end to end, with a heap of a page's size; the bodies of the page alone
+are read again. Reading the journal stops after some seconds and goes on at the next call.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import heapq
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from toprope.errors import InvalidValue
+from toprope.records.journal.frames import GROUP, scan
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.run.folder import RunFolder
+
+__all__ = ["Browsed", "Entry", "Found", "Order", "Query", "browse"]
+
+Order = Literal["best", "worst", "most_changed", "newest"]
+
+PARSED = "parsed"
+"""The reward part by which an environment says whether it could read an answer at all: 1 or 0."""
+_VERSION = 1
+_INDEX_SECONDS = 4.0
+_MOST_TASKS = 200_000
+"""Tasks that are told apart when looking for change."""
+_LONGEST_LINE = 1 << 20
+
+
+class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One group in the index."""
+
+    seq: int
+    segment: int
+    at: int
+    """Offset of its body in the segment."""
+    length: int
+    task: str
+    version: int
+    """The oldest policy version that sampled a token of it, -1 where unknown."""
+    size: int
+    mean: float
+    low: float
+    high: float
+    wins: int
+    errors: int
+    unread: int
+    """Rollouts whose answer is empty or could not be read."""
+    truncated: int
+    parts: dict[str, float] = {}
+    """Means over the rollouts."""
+
+
+class _Head(msgspec.Struct):
+    """First line of the index."""
+
+    toprope_rollouts: int = _VERSION
+
+
+class _Mark(msgspec.Struct, tag_field="of", tag="read"):
+    """How far a segment was read: a line after its groups."""
+
+    segment: int
+    end: int
+
+
+class _Body(msgspec.Struct):
+    """What the index needs of a group; the rest of a body is passed over."""
+
+    scores: list[float]
+    outcomes: list[Outcome] | None = None
+    versions: list[list[tuple[int, int]]] | None = None
+    task_id: str | None = None
+    answers: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked of a run's rollouts.
+
+    `part` orders by the mean of a reward part instead of the reward. `failed`: groups with an answer that raised an
+    error or could not be read. `after` is the position that a page ended at.
+    """
+
+    order: Order = "newest"
+    task: str | None = None
+    part: str | None = None
+    failed: bool = False
+    after: tuple[float, int] | None = None
+    limit: int = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """A group of a page. `before` is the first group of the same task, `change` how much its reward rose since, where
+    change was asked for."""
+
+    entry: Entry
+    group: Group | None
+    """None where its body cannot be read any more."""
+    key: tuple[float, int]
+    before: Group | None = None
+    change: float | None = None
+
+
+@dataclass(frozen=True)
+class Browsed:
+    """A page, and what it was found in."""
+
+    groups: list[Found]
+    matching: int
+    scanned: int
+    complete: bool
+    """Whether the whole journal was looked at; else the next call goes on."""
+    more: bool
+    parts: list[str]
+    repeated: int = 0
+    """Tasks that were played more than once, where change was asked for."""
+
+
+_entries = msgspec.json.Decoder(Entry)
+_bodies = msgspec.json.Decoder(_Body)
+_groups = msgspec.json.Decoder(Group)
+_encode = msgspec.json.Encoder().encode
+
+
+def browse(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SECONDS) -> Browsed:
+    """A page of a run's rollouts.
+
+    Args:
+        folder: The run's.
+        query: What is wanted.
+        seconds: How long the journal may be read for the index.
+
+    Raises:
+        InvalidValue: There is no such reward part.
+    """
+    index = _Index(folder.journal)
+    complete = index.extend(time.monotonic() + seconds)
+    parts: set[str] = set()
+    if query.order == "most_changed":
+        return _most_changed(index, query, complete)
+    heap: list[tuple[tuple[float, int], int, Entry]] = []
+    matching = scanned = beyond = 0
+    for entry in index:
+        scanned += 1
+        parts.update(entry.parts)
+        if not _matches(entry, query):
+            continue
+        matching += 1
+        key = _key(entry, query)
+        if query.after is not None and key >= query.after:
+            continue
+        beyond += 1
+        item = (key, entry.seq, entry)
+        if len(heap) < query.limit:
+            heapq.heappush(heap, item)
+        else:
+            heapq.heappushpop(heap, item)
+    _check_part(query, parts)
+    page = [Found(entry, index.read(entry), key) for key, _, entry in sorted(heap, reverse=True)]
+    return Browsed(page, matching, scanned, complete, beyond > len(page), sorted(parts))
+
+
+def _check_part(query: Query, parts: set[str]) -> None:
+    if query.part is not None and parts and query.part not in parts:
+        raise InvalidValue(
+            f"There is no reward part {query.part!r} in these rollouts.", hint=f"There are: {', '.join(sorted(parts))}."
+        )
+
+
+def _matches(entry: Entry, query: Query) -> bool:
+    if query.task is not None and query.task not in entry.task:
+        return False
+    if query.failed and not entry.errors and not entry.unread:
+        return False
+    return query.part is None or query.part in entry.parts
+
+
+def _key(entry: Entry, query: Query) -> tuple[float, int]:
+    """What a page is sorted by, the largest first; of equal ones the newest."""
+    if query.order == "newest":
+        return float(entry.seq), entry.seq
+    if query.part is not None:
+        value = entry.parts[query.part]
+        return (value if query.order == "best" else -value), entry.seq
+    return (entry.high + entry.mean / 1e6 if query.order == "best" else -entry.low - entry.mean / 1e6), entry.seq
+
+
+def _value(entry: Entry, query: Query) -> float:
+    return entry.mean if query.part is None else entry.parts[query.part]
+
+
+def _most_changed(index: _Index, query: Query, complete: bool) -> Browsed:
+    """Tasks by how far their reward moved from the first time they were played to the last."""
+    firsts: dict[str, Entry] = {}
+    lasts: dict[str, Entry] = {}
+    parts: set[str] = set()
+    scanned = matching = 0
+    for entry in index:
+        scanned += 1
+        parts.update(entry.parts)
+        if not entry.task or not _matches(entry, query):
+            continue
+        matching += 1
+        if entry.task in firsts:
+            lasts[entry.task] = entry
+        elif len(firsts) < _MOST_TASKS:
+            firsts[entry.task] = entry
+    _check_part(query, parts)
+
+    def keyed() -> Iterator[tuple[tuple[float, int], Entry, Entry]]:
+        for task, last in lasts.items():
+            change = _value(last, query) - _value(firsts[task], query)
+            key = (abs(change), last.seq)
+            if query.after is None or key < query.after:
+                yield key, firsts[task], last
+
+    best = heapq.nlargest(query.limit + 1, keyed(), key=lambda item: item[0])
+    page = [
+        Found(last, index.read(last), key, index.read(first), _value(last, query) - _value(first, query))
+        for key, first, last in best[: query.limit]
+    ]
+    return Browsed(page, matching, scanned, complete, len(best) > query.limit, sorted(parts), len(lasts))
+
+
+class _Index:
+    """The index of one journal. Where it cannot be written (a read-only folder), it is kept in memory for this call."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._path = journal / "rollouts.idx"
+        self._extra: list[Entry] = []
+        self._ends: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        for line in self._lines():
+            if line.startswith(b"["):
+                yield _entries.decode(line)
+        yield from self._extra
+
+    def extend(self, deadline: float) -> bool:
+        """Reads on in the journal until the deadline; whether all of it was read."""
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError:
+            self._ends = self._read_so_far()
+            return self._walk(deadline, lambda entries, _: self._extra.extend(entries))
+        try:
+            if not _locked(descriptor, deadline):  # another server is at it
+                return False
+            if not self._sound():
+                os.ftruncate(descriptor, 0)
+            self._ends = self._read_so_far()
+            if os.fstat(descriptor).st_size == 0:
+                os.write(descriptor, _encode(_Head()) + b"\n")
+
+            def keep(entries: list[Entry], mark: _Mark) -> None:
+                os.write(descriptor, b"".join(_encode(one) + b"\n" for one in (*entries, mark)))
+
+            return self._walk(deadline, keep)
+        except OSError:  # the disk is full: what was kept stands, the next call tries again
+            return False
+        finally:
+            os.close(descriptor)
+
+    def read(self, entry: Entry) -> Group | None:
+        """A group's body; None where its segment was removed or is damaged."""
+        try:
+            with self._segment(entry.segment).open("rb") as file:
+                file.seek(entry.at)
+                return _groups.decode(file.read(entry.length))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def _walk(self, deadline: float, keep: Callable[[list[Entry], _Mark], None]) -> bool:
+        segments = sorted(int(path.stem) for path in self._journal.glob("*.journal") if path.stem.isdecimal())
+        for segment in segments:
+            path, done = self._segment(segment), self._ends.get(segment, 0)
+            try:
+                if path.stat().st_size <= done:
+                    continue
+                entries: list[Entry] = []
+                end = done
+                with path.open("rb") as file:
+                    for frame in scan(path, start=done):
+                        end = frame.end
+                        if frame.kind == GROUP:
+                            file.seek(frame.body_at)
+                            entries.append(_entry(segment, frame.seq, frame.body_at, file.read(frame.body_length)))
+                        if len(entries) >= 500 or time.monotonic() > deadline:
+                            keep(entries, _Mark(segment, end))
+                            entries = []
+                            if time.monotonic() > deadline:
+                                return False
+                if end > done:
+                    keep(entries, _Mark(segment, end))
+            except FileNotFoundError:  # its groups were passed by a checkpoint, and it was removed
+                continue
+        return True
+
+    def _segment(self, number: int) -> Path:
+        return self._journal / f"{number:08d}.journal"
+
+    def _lines(self) -> Iterator[bytes]:
+        """Lines up to the last mark: what comes after it was cut short, and is read anew."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            return
+        with file:
+            held: list[bytes] = []
+            for line in file:
+                held.append(line)
+                if line.startswith(b'{"of"') and line.endswith(b"\n"):
+                    yield from held
+                    held = []
+
+    def _read_so_far(self) -> dict[int, int]:
+        ends = {}
+        for line in self._lines():
+            if line.startswith(b'{"of"'):
+                mark = msgspec.json.decode(line, type=_Mark)
+                ends[mark.segment] = mark.end
+        return ends
+
+    def _sound(self) -> bool:
+        """Whether the file is an index of this version that ends at a mark."""
+        try:
+            with self._path.open("rb") as file:
+                if msgspec.json.decode(file.readline(_LONGEST_LINE), type=_Head).toprope_rollouts != _VERSION:
+                    return False
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+                last = file.read().splitlines(keepends=True)[-1]
+                return last.endswith(b"\n") and last.startswith((b'{"of"', b'{"toprope'))
+        except FileNotFoundError:
+            return True
+        except (OSError, msgspec.DecodeError, IndexError):
+            return False
+
+
+def _locked(descriptor: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+
+
+def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
+    """A group's line. One whose body is not what the API takes in has no rollouts."""
+    try:
+        read = _bodies.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Entry(seq, segment, at, len(body), "", -1, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    outcomes = read.outcomes or [Outcome(score, success=score >= 1) for score in read.scores]
+    rewards = [outcome.reward for outcome in outcomes] or [0.0]
+    names = {name for outcome in outcomes for name in outcome.parts}
+    parts = {}
+    for name in sorted(names)[:32]:
+        values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
+        parts[name] = round(sum(values) / len(values), 6)
+    answers = read.answers or []
+    unread = sum(
+        outcome.parts.get(PARSED, 1.0) <= 0 or (number < len(answers) and not answers[number].strip())
+        for number, outcome in enumerate(outcomes)
+    )
+    task = read.task_id or ""
+    return Entry(
+        seq=seq,
+        segment=segment,
+        at=at,
+        length=len(body),
+        task=task if len(task) <= 128 else f"{task[:96]}-{hashlib.sha256(task.encode()).hexdigest()[:16]}",
+        version=min((version for row in read.versions or [] for version, _ in row), default=-1),
+        size=len(outcomes),
+        mean=round(sum(rewards) / len(rewards), 6),
+        low=min(rewards),
+        high=max(rewards),
+        wins=sum(outcome.success for outcome in outcomes),
+        errors=sum(outcome.error is not None for outcome in outcomes),
+        unread=unread,
+        truncated=sum(outcome.truncated for outcome in outcomes),
+        parts=parts,
+    )

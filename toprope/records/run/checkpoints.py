@@ -1,0 +1,220 @@
+"""Which checkpoints can be trusted: each carries a manifest of its files' sizes and digests, and is held against it
+before anybody uses it.
+
+    step-000120/manifest.json   {"version": 1, "files": {"state.json": {"bytes": 912, "sha256": "..."}, ...}}
+
+The manifest is written last, after every file was synced, so a checkpoint that lacks it was not finished. Those that
+older versions wrote have none (their state.json says version 1); of them only state.json can be looked at. Nothing
+that is damaged is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import Corrupt, NotFound, TooNew
+from toprope.records.run.folder import RunFolder, checkpoints_in, read_json, write_json
+
+__all__ = [
+    "MANIFEST",
+    "STATE_VERSION",
+    "Checkpoint",
+    "Damage",
+    "newest_sound",
+    "nothing_sound",
+    "problem_of",
+    "seal",
+    "set_aside",
+]
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+STATE_VERSION = 2
+"""Of state.json. Since version 2 there is a manifest beside it."""
+
+_HASHERS = 4
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found sound: where it lies, its step, and the cursor behind the last group in it."""
+
+    path: Path
+    step: int
+    cursor: int
+
+    def told(self, folder: RunFolder) -> dict[str, Any]:
+        """As a status tells it."""
+        at = self.path.stat().st_mtime
+        return {"step": self.step, "path": str(self.path.relative_to(folder.path)), "cursor": self.cursor, "at": at}
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that cannot be used, and which of its files is wrong and how."""
+
+    path: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"The checkpoint {self.path.name} cannot be used: {self.what}."
+
+
+def seal(folder: Path) -> None:
+    """Syncs every file of a checkpoint, then writes its manifest and syncs that and the folders.
+
+    Digests are computed by threads while the disk works. Raises: OSError.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    names = list(_files(folder))
+    with ThreadPoolExecutor(max_workers=min(_HASHERS, max(len(names), 1))) as pool:
+        digests = pool.map(lambda name: _digest(folder / name), names)
+        for name in names:
+            _sync(folder / name)
+        files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in zip(names, digests, strict=True)}
+    write_json(folder / MANIFEST, {"version": MANIFEST_VERSION, "files": files})
+    _sync(folder / MANIFEST)
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            _sync(path)
+    _sync(folder)
+
+
+def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None where it is sound.
+
+    Args:
+        path: Its folder.
+        hash_bytes: Compare digests of at most so many bytes, the smallest files first, and of the others their sizes;
+            None: of all.
+
+    Raises:
+        TooNew: A newer version wrote it.
+    """
+    name = "state.json"
+    try:
+        _state(path)
+        name = MANIFEST
+        manifest = _manifest(path)
+    except NotFound:
+        return f"{name} is missing"
+    except TooNew:
+        raise
+    except Corrupt as error:
+        return error.message.removeprefix(f"{path}/").rstrip(".")
+    if manifest is None:
+        return None
+    for name, entry in sorted(manifest.items(), key=lambda item: item[1]["bytes"]):
+        try:
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes, not {entry['bytes']}"
+            if hash_bytes is not None and (hash_bytes := hash_bytes - size) < 0:
+                continue
+            if _digest(path / name)[1] != entry["sha256"]:
+                return f"{name} is not what was written: its SHA-256 differs"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+    return None
+
+
+def newest_sound(
+    folder: RunFolder, *, below: int | None = None, hash_bytes: int | None = None
+) -> tuple[Checkpoint | None, list[Damage]]:
+    """The newest checkpoint that is sound, and those after it that are not, newest first. None: there is none.
+
+    Args:
+        folder: The run's.
+        below: Only checkpoints of steps up to this one.
+        hash_bytes: See `problem_of`.
+
+    Raises:
+        TooNew: A newer version wrote one of them.
+    """
+    damaged = []
+    for path in reversed(checkpoints_in(folder.checkpoints)):
+        if below is not None and int(path.name.removeprefix("step-")) > below:
+            continue
+        problem = problem_of(path, hash_bytes=hash_bytes)
+        if problem is None:
+            step, cursor = _state(path)
+            return Checkpoint(path, step, cursor), damaged
+        damaged.append(Damage(path, problem))
+    return None, damaged
+
+
+def nothing_sound(folder: RunFolder, damaged: Sequence[Damage]) -> Corrupt:
+    """The error to raise where a run has checkpoints and none that can be used."""
+    said = " ".join(str(damage) for damage in damaged[:3])
+    return Corrupt(
+        f"{folder.run_id} has no sound checkpoint to go on from. {said}",
+        hint="They were left as they are. Move the folder away to begin again at step 0, or put back what it held.",
+    )
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that a new one can take its place and nobody counts it; where it lies now."""
+    for number in range(1, 1000):
+        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
+        if not aside.exists():
+            os.rename(path, aside)
+            return aside
+    raise FileExistsError(f"{path.parent} holds a thousand damaged checkpoints")
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Step and cursor.
+
+    Raises:
+        NotFound, Corrupt: state.json is missing or not what was written.
+    """
+    state = read_json(path / "state.json", STATE_VERSION)
+    try:
+        return int(state["step"]), int(state["cursor"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise Corrupt(f"state.json is not a checkpoint's state: {type(error).__name__} {error}") from None
+
+
+def _manifest(path: Path) -> dict[str, dict[str, Any]] | None:
+    try:
+        manifest = read_json(path / MANIFEST, MANIFEST_VERSION)
+    except NotFound:
+        if read_json(path / "state.json").get("version", 1) < 2:
+            return None
+        raise
+    try:
+        entries = manifest["files"].items()
+        files = {str(name): {"bytes": int(one["bytes"]), "sha256": str(one["sha256"])} for name, one in entries}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise Corrupt(f"{MANIFEST} is not a manifest") from None
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        raise Corrupt(f"{MANIFEST} names files elsewhere")
+    return files
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            yield path.relative_to(folder).as_posix()
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

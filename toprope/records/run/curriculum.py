@@ -1,0 +1,96 @@
+"""Where the curricula of a run stand: curriculum.json of its folder, by environment.
+
+The rollout driver writes it when it has measured or moved; a driver that is started again, and an attempt that goes on
+from a checkpoint, take it up. A level that was reached after the checkpoint is not reached yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toprope.errors import Corrupt, NotFound
+from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json, write_json
+
+__all__ = ["Climbed", "Curricula", "Measure"]
+
+CURRICULUM_VERSION = 1
+_NAME = "curriculum.json"
+_MOST_MEASURES = 200
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Measure(_Record):
+    """One measure on validation tasks: after `step` updates of the policy, at number `level`."""
+
+    step: int
+    level: int
+    successes: int
+    tasks: int
+    moved: bool = False
+    """Whether it opened the next level."""
+
+
+class Climbed(_Record):
+    """One environment's curriculum: its knob, the values of its levels, and what was measured, oldest first."""
+
+    knob: str
+    levels: list[Any]
+    level: int = 0
+    since: int = 0
+    """The step at which the present level began."""
+    measures: list[Measure] = []
+
+    @property
+    def value(self) -> Any:
+        """What the knob is now."""
+        return self.levels[min(self.level, len(self.levels) - 1)]
+
+    def at(self, step: int) -> Climbed:
+        """As it stood after `step` steps."""
+        measures = [one for one in self.measures if one.step <= step]
+        moves = [one for one in measures if one.moved]
+        level, since = (moves[-1].level + 1, moves[-1].step) if moves else (0, 0)
+        if self.level <= level:
+            level, since = self.level, min(self.since, step)
+        return self.model_copy(update={"measures": measures, "level": level, "since": since})
+
+
+class Curricula(_Record):
+    """The file."""
+
+    version: int = CURRICULUM_VERSION
+    environments: dict[str, Climbed] = {}
+    """By the environment's label."""
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Curricula | None:
+        """A run's curricula; None where it has none, or has measured nothing yet.
+
+        Raises:
+            Corrupt: The file cannot be read.
+        """
+        try:
+            return cls.model_validate(read_json(folder.path / _NAME, CURRICULUM_VERSION))
+        except NotFound:
+            return None
+        except ValidationError as error:
+            raise Corrupt(f"{folder.path / _NAME} is no curriculum: {misfits(error)}.", hint=LEFT) from None
+
+    def write(self, folder: RunFolder) -> None:
+        """Replaces the file. Raises: OSError."""
+        kept = {
+            label: one.model_copy(update={"measures": _thinned(one.measures)})
+            for label, one in self.environments.items()
+        }
+        write_json(folder.path / _NAME, self.model_copy(update={"environments": kept}).model_dump(mode="json"))
+
+
+def _thinned(measures: list[Measure]) -> list[Measure]:
+    """All that moved, and the newest others."""
+    newest = {id(one) for one in measures[-_MOST_MEASURES:]}
+    return [one for one in measures if one.moved or id(one) in newest]

@@ -1,0 +1,76 @@
+"""What a figure was measured by, as hashes: two runs can be compared only where environment and evaluator are the same,
+and a run can be trusted only where they stayed the same while it went on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import toprope
+from toprope.records.run.specification import EnvironmentSource
+
+__all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "measuring", "rewards_digest"]
+
+_PACKAGE = Path(toprope.__file__).resolve().parent
+_SDK = ("sdk", "sdk/authoring", "sdk/worker")
+_EVALUATOR = ("training/evaluation/evaluator.py", "training/rollouts/group_sampler.py")
+"""What decides how an answer is asked for and counted; how it is scored stands in the sdk."""
+_SHOWN = 16
+
+
+def environment_digest(source: EnvironmentSource) -> str:
+    """The hash of the code of an environment: its file, or every Python file of the package that it is the head of, or
+    the adapter's module and what it is asked for. `missing` where a file is gone.
+
+    Packages that an environment imports are told by their versions, and data by the hashes of the tasks.
+    """
+    if source.file is None:
+        adapter = _PACKAGE / "sdk" / "adapters" / f"{(source.adapter or '').rsplit('.', 1)[-1]}.py"
+        return digest_of([adapter], f"{source.adapter}:{source.target}")
+    file = Path(source.file)
+    package = file.name == "__init__.py"
+    return digest_of(sorted(file.parent.rglob("*.py")) if package else [file], source.attribute or "")
+
+
+def rewards_digest(source: EnvironmentSource) -> str:
+    """The hash of the reward functions that a configuration adds to an environment; `missing` where a file is gone."""
+    said = ";".join(f"{one.name} {one.weight} {one.low} {one.high} {one.attribute}" for one in source.rewards)
+    return digest_of([Path(one.file) for one in source.rewards], said)
+
+
+def evaluator_digest() -> str:
+    """The hash of our own code that asks, scores and counts."""
+    sdk = [file for folder in _SDK for file in sorted((_PACKAGE / folder).glob("*.py"))]
+    return digest_of([*sdk, *(_PACKAGE / name for name in _EVALUATOR)])
+
+
+def measuring(source: EnvironmentSource) -> dict[str, str]:
+    """What measures, as it lies on the disk now: `environment`, `toprope`, and `rewards` where functions are added."""
+    found = {"environment": environment_digest(source), "toprope": evaluator_digest()}
+    return found | ({"rewards": rewards_digest(source)} if source.rewards else {})
+
+
+def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What `measuring` gave of several environments as one."""
+    if len(measured) == 1:
+        return dict(measured[0])
+    found = dict(measured[0])
+    for name in ("environment", "rewards"):
+        own = [one[name] for one in measured if name in one]
+        if own:
+            found[name] = "missing" if "missing" in own else digest_of([], " ".join(own))
+    return found
+
+
+def digest_of(files: Iterable[Path], more: str = "") -> str:
+    """SHA-256 over names and contents, 16 hexadecimal digits; `missing` where a file cannot be read."""
+    found = hashlib.sha256(more.encode())
+    try:
+        for file in files:
+            found.update(f"\0{file.name}\0".encode())
+            found.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError:
+        return "missing"
+    return found.hexdigest()[:_SHOWN]

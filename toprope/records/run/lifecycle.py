@@ -1,0 +1,79 @@
+"""A run's life in the words of a checked training: which checks have passed, and how far it is.
+
+    created -> validating -> validated -> training -> trained -> evaluating -> complete        error
+
+Everything is read off the status, for runs of every kind: what has to be so before a component serves has been checked
+when it does. The policy loads, the environment has tasks in every split and scores an answer, a trainer of the owner's
+own has no objection: each is a check that has passed, failed, or is still open.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from toprope.records.run.status import Status
+
+__all__ = ["CHECKS", "Lifecycle", "State", "checks_of", "state_of"]
+
+State = Literal["created", "validating", "validated", "training", "trained", "evaluating", "complete", "error"]
+Lifecycle = Literal["open", "passed", "failed"]
+CHECKS = ("config", "agent", "dataset", "reward")
+
+_READY = frozenset({"ready", "finished"})
+_NEEDS = {"config": (), "agent": ("policy", "inference"), "dataset": ("environment",), "reward": ("environment",)}
+"""Which members have to serve for a check to have passed. The configuration was checked when the run was frozen."""
+_NAMED = re.compile(r"\bcheck_(config|agent|dataset|reward):")
+_REWARD = re.compile(r"reward|scor", re.IGNORECASE)
+
+
+def checks_of(status: Status) -> dict[str, Lifecycle]:
+    """How each check stands."""
+    crew, failed = status.crew, _failed(status)
+    begun = status.training_at is not None or bool(status.evaluations)
+    found: dict[str, Lifecycle] = {}
+    for name in CHECKS:
+        members = [crew[member] for member in _NEEDS[name] if member in crew]
+        ready = begun or (len(members) == len(_NEEDS[name]) and all(member.state in _READY for member in members))
+        if status.kind == "train" and "trainer" in crew and not begun and name != "config":
+            ready = ready and crew["trainer"].state in _READY  # one of the owner's own checks them, too
+        found[name] = "failed" if name in failed else "passed" if ready else "open"
+    return found
+
+
+def state_of(status: Status) -> State:
+    """How far it is."""
+    match status.state:
+        case "completed":
+            return "complete"
+        case "failed" | "lost":
+            return "error"
+        case "queued":
+            return "created"
+        case "evaluating":
+            # Until the first task is played what there is, is a trained policy.
+            return "evaluating" if "what" in status.progress or status.training_at is None else "trained"
+        case "stopping" | "stopped" if status.checkpoint is not None:
+            return "trained"
+    if status.training_at is not None:
+        return "training"
+    if status.state == "validating" or "open" in checks_of(status).values():
+        return "validating" if status.started_at is not None else "created"
+    return "validated"
+
+
+def _failed(status: Status) -> set[str]:
+    """The checks that ended the run: those that its failure names, or the one of the member that failed before training
+    began."""
+    failure = status.failure
+    if failure is None:
+        return set()
+    if named := set(_NAMED.findall(failure.reason)):
+        return named
+    if status.training_at is not None or status.evaluations:
+        return set()
+    if failure.component in ("policy", "inference"):
+        return {"agent"}
+    if failure.component == "environment":
+        return {"reward"} if _REWARD.search(failure.reason) else {"dataset"}
+    return set()

@@ -1,0 +1,184 @@
+"""Reading metrics.jsonl: all of it, its last row, or as much as a picture or a report needs of a file of any size.
+
+A run of a million steps leaves hundreds of megabytes. Nobody who looks at it needs every row, so `read_history` reads a
+small file whole and of a large one only rows at even distances of bytes, which costs the same whatever its size.
+
+The trainer writes a first line for each attempt that says which version of the file follows; it is no row. An attempt
+that goes on from a checkpoint writes steps again that came after it: a row counts unless a later line has its step or a
+lower one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from toprope.errors import Corrupt
+from toprope.records.run.folder import LEFT, check_version
+
+__all__ = ["METRICS_VERSION", "History", "header", "last_row", "read_history", "read_rows"]
+
+METRICS_VERSION = 1
+_WHOLE_BYTES = 1 << 20
+"""A file up to this size is read whole."""
+_ROWS = 512
+_PIECE = 2048
+"""Bytes read at a place; a row of ours has some 600."""
+_LONGEST_ROW = 1 << 17
+_decoder = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True)
+class History:
+    """Rows of a run, ascending by step, the newest among them. `whole`: every row that counts is there; else they lie
+    at about even distances."""
+
+    rows: list[dict[str, Any]]
+    whole: bool
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest row; empty where there is none."""
+        return self.rows[-1] if self.rows else {}
+
+
+def header(attempt: int) -> bytes:
+    """The line that an attempt of the trainer writes before its first row."""
+    line = {"version": METRICS_VERSION, "attempt": attempt}
+    return json.dumps(line).encode() + b"\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Every row that counts, ascending by step; none where there is no file. Lines that are torn are passed over.
+
+    Raises:
+        TooNew: A newer version wrote the file.
+    """
+    try:
+        with path.open("rb") as file:
+            return _counting(_rows(path, file))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+
+
+def read_history(path: Path, rows: int = _ROWS) -> History:
+    """About `rows` rows over the whole of a run, in milliseconds; all of them where the file is small.
+
+    Raises:
+        TooNew: A newer version wrote the file.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return History([], True)
+    if size <= _WHOLE_BYTES:
+        return History(read_rows(path), True)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+    try:
+        return History(_counting(_sampled(path, descriptor, size, max(rows, 2))), False)
+    finally:
+        os.close(descriptor)
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """The newest row; empty where there is none. Reads the end of the file only.
+
+    Raises:
+        TooNew: A newer version wrote it.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            return _last(path, file.fileno(), size) or {}
+    except FileNotFoundError:
+        return {}
+
+
+def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.endswith(b"\n") and (row := _row(path, line)) is not None:
+            yield row
+
+
+def _row(path: Path, line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it is torn, or a header.
+
+    Raises:
+        TooNew: It says that a newer version wrote what follows.
+    """
+    try:
+        row = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    step = row.get("step")
+    if step is None:
+        check_version(path, row, METRICS_VERSION)
+        return None
+    return row if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _counting(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those that a later row's step takes back."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def _sampled(path: Path, descriptor: int, size: int, count: int) -> Iterator[dict[str, Any]]:
+    last_at = -1
+    for number in range(count - 1):
+        at = number * size // (count - 1)
+        row, starts = _row_after(path, descriptor, at, size)
+        if row is not None and starts > last_at:
+            last_at = starts
+            yield row
+    newest = _last(path, descriptor, size)
+    if newest is not None:
+        yield newest
+
+
+def _row_after(path: Path, descriptor: int, at: int, size: int) -> tuple[dict[str, Any] | None, int]:
+    """The first row that begins at or after byte `at`, and where it does."""
+    start, length = max(at - 1, 0), _PIECE
+    while True:
+        piece = os.pread(descriptor, length, start)
+        begin = 0 if at == 0 else piece.find(b"\n") + 1
+        found = begin > 0 or at == 0
+        while found and (end := piece.find(b"\n", begin)) != -1:
+            row = _row(path, piece[begin : end + 1])
+            if row is not None:
+                return row, start + begin
+            begin = end + 1
+        if start + length >= size or length > _LONGEST_ROW:
+            return None, -1
+        length *= 8
+
+
+def _last(path: Path, descriptor: int, size: int) -> dict[str, Any] | None:
+    length = 4 * _PIECE
+    while True:
+        start = max(0, size - length)
+        lines = os.pread(descriptor, size - start, start).split(b"\n")[:-1]
+        for line in reversed(lines if start == 0 else lines[1:]):
+            row = _row(path, line)
+            if row is not None:
+                return row
+        if start == 0 or length > 8 * _LONGEST_ROW:
+            return None
+        length *= 8

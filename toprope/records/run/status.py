@@ -1,0 +1,291 @@
+"""A run's life as its folder tells it: the states, the status that carries its own data, and events.
+
+    queued -> validating -> starting -> training -> evaluating -> completed
+    any of these -> stopping -> stopped          any of these -> failed | lost
+    starting | training | evaluating <-> paused
+    stopped | failed | lost -> (resume: same run, next attempt) -> queued
+    lost -> stopped (somebody stops it before it goes on by itself)
+
+A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toprope.errors import Corrupt
+from toprope.records.run.findings import Finding
+from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json, write_json
+from toprope.records.run.lines import PatientLines
+
+__all__ = [
+    "ENDED",
+    "LIVE",
+    "RESUMABLE",
+    "TRANSITIONS",
+    "CrewMember",
+    "Event",
+    "EventLog",
+    "Failure",
+    "State",
+    "Status",
+    "read_events",
+]
+
+STATUS_VERSION = 1
+EVENT_VERSION = 1
+"""Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""
+
+_TAIL_BYTES = 1 << 15
+_NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
+"""How a line of ours begins: those that are known already are passed over without reading them."""
+
+State = Literal[
+    "queued",
+    "validating",
+    "starting",
+    "training",
+    "evaluating",
+    "stopping",
+    "paused",
+    "completed",
+    "stopped",
+    "failed",
+    "lost",
+]
+
+ENDED: frozenset[str] = frozenset({"completed", "stopped", "failed", "lost"})
+LIVE: frozenset[str] = frozenset({"queued", "validating", "starting", "training", "evaluating", "stopping", "paused"})
+
+RESUMABLE: frozenset[str] = frozenset({"stopped", "failed", "lost"})
+
+TRANSITIONS: dict[str, frozenset[str]] = {
+    "queued": frozenset({"validating", "stopping", "failed", "lost"}),
+    "validating": frozenset({"starting", "stopping", "failed", "lost"}),
+    "starting": frozenset({"training", "evaluating", "paused", "stopping", "failed", "lost"}),
+    "training": frozenset({"evaluating", "paused", "stopping", "failed", "lost"}),
+    "paused": frozenset({"starting", "training", "evaluating", "stopping", "failed", "lost"}),
+    "evaluating": frozenset({"completed", "paused", "stopping", "failed", "lost"}),
+    "stopping": frozenset({"stopped", "failed", "lost"}),
+    "completed": frozenset(),
+    "stopped": frozenset({"queued"}),
+    "failed": frozenset({"queued"}),
+    "lost": frozenset({"queued", "stopped"}),
+}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Failure(_Record):
+    """Why a run failed: which component, how it ended, what it said last, what may help."""
+
+    component: str
+    reason: str
+    exit_code: int | None = None
+    signal: str | None = None
+    excerpt: list[str] = []
+    hint: str = ""
+    kind: str = ""
+    """What it is called (`toprope.analysis.failures.Kind`); empty where nobody classified it."""
+    evidence: str = ""
+    """The line that says so."""
+
+
+class CrewMember(_Record):
+    """One component as the keeper sees it now."""
+
+    state: Literal["starting", "ready", "finished", "exited", "stopped"]
+    pid: int | None = None
+    exit_code: int | None = None
+    since: float
+    restarts: int = 0
+    """How often it was started again in this attempt."""
+    worker_restarts: int = 0
+    """How often the environment started its worker again."""
+
+
+class Status(_Record):
+    """status.json. Times are seconds since the epoch; `progress` holds the newest numbers, all optional:
+    step, total_steps, reward, success, rollouts_per_second, eta_s, what, done, total."""
+
+    version: int = STATUS_VERSION
+    run_id: str
+    kind: str
+    environment: str
+    state: State
+    reason: str = ""
+    attempt: int = 1
+    created_at: float
+    started_at: float | None = None
+    training_at: float | None = None
+    ended_at: float | None = None
+    since: float
+    updated_at: float
+    progress: dict[str, Any] = {}
+    crew: dict[str, CrewMember] = {}
+    counts: dict[str, Any] = {}
+    making: dict[str, Any] = {}
+    """What the environment says of the groups that it made, over all its lives: `begun`, `posted`, `unanswered` (it
+    ended before the API had answered the post; the API's account says whether it has them), and `given_up` by reason.
+    Once the run has ended, begun = posted + unanswered + the sum of given_up."""
+    evaluations: dict[str, dict[str, Any]] = {}
+    curricula: dict[str, dict[str, Any]] = {}
+    """By environment where a curriculum stands since it moved: `knob`, `value`, `level` (from 0) of `levels`."""
+    checkpoint: dict[str, Any] | None = None
+    failure: Failure | None = None
+    findings: list[Finding] = []
+    """What diagnosis holds against the run now, the most severe first."""
+    resume_at: float | None = None
+    """Of a lost run that goes on by itself: from when."""
+    resumed_lost: int = 0
+    """How often in a row it went on by itself, without a checkpoint in between."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Status:
+        """The status on disk.
+
+        Raises:
+            NotFound: The run has none yet.
+            Corrupt: It cannot be read; TooNew where a newer version wrote it.
+        """
+        try:
+            return cls.model_validate(read_json(folder.status, STATUS_VERSION))
+        except ValidationError as error:
+            raise Corrupt(f"{folder.status} is not a status: {misfits(error)}.", hint=LEFT) from None
+
+    def write(self, folder: RunFolder) -> None:
+        """Replaces the status on disk. The keeper's right alone while a run lives."""
+        write_json(folder.status, self.model_dump(mode="json"))
+
+
+class Event(_Record):
+    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning,
+    restart, curriculum, end."""
+
+    seq: int
+    at: float
+    kind: str
+    data: dict[str, Any] = {}
+    version: int = EVENT_VERSION
+
+
+class EventLog:
+    """Appends numbered events to a run's events.jsonl; goes on after the last number found there.
+
+    What a full disk does not take is kept, and written before the next event or by `catch_up`.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._next = _last_number(folder.events) + 1
+        self._lines = PatientLines(folder.events)
+
+    @property
+    def behind(self) -> int:
+        """How many events are not on disk yet."""
+        return self._lines.behind
+
+    def append(self, kind: str, **data: Any) -> Event:
+        """Writes one event as one line; one that finds no room, later.
+
+        Raises:
+            OSError: It cannot be written, and not for lack of room.
+        """
+        event = Event(seq=self._next, at=time.time(), kind=kind, data=data)
+        self._next += 1
+        self._lines.append((event.model_dump_json() + "\n").encode())
+        return event
+
+    def catch_up(self) -> bool:
+        """Writes what is left; whether nothing is left. Raises: see `append`."""
+        return self._lines.catch_up()
+
+
+def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Event]:
+    """Events with a number above `after`, oldest first; a torn last line is passed over.
+
+    Args:
+        path: events.jsonl. Only its end is read where `after` is near the last number.
+        after: The last number that is known.
+        kinds: Only events of these kinds; None: all.
+
+    Raises:
+        TooNew: A newer version wrote one of them.
+    """
+    marks = None if kinds is None else [f'"kind":"{kind}"'.encode() for kind in kinds]
+    for line in _lines_after(path, after):
+        if marks is not None and not any(mark in line for mark in marks):
+            continue
+        if (numbered := _NUMBERED.match(line)) is not None and int(numbered[1]) <= after:
+            continue
+        try:
+            value = json.loads(line)
+            event = Event.model_validate(value)
+        except ValueError:
+            continue
+        check_version(path, value, EVENT_VERSION)
+        if event.seq > after and (kinds is None or event.kind in kinds):
+            yield event
+
+
+def _lines_after(path: Path, after: int) -> list[bytes]:
+    """Whole lines of the file: at least those of events above `after`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            length = size if after <= 0 else _TAIL_BYTES
+            while True:
+                start = max(0, size - length)
+                file.seek(start)
+                lines = file.read(size - start).splitlines(keepends=True)
+                if lines and not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                if start == 0:
+                    return lines
+                lines = lines[1:]  # the rest of a line that begins before
+                first = next((number for line in lines if (number := _number(line)) is not None), None)
+                if first is not None and first <= after:
+                    return lines
+                length *= 8
+    except FileNotFoundError:
+        return []
+
+
+def _last_number(path: Path) -> int:
+    length = _TAIL_BYTES
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - length))
+                lines = file.read(size).split(b"\n")
+                for line in reversed(lines if length >= size else lines[1:]):
+                    if (number := _number(line)) is not None:
+                        return number
+                if length >= size:
+                    return 0
+                length *= 8
+    except FileNotFoundError:
+        return 0
+
+
+def _number(line: bytes) -> int | None:
+    if (numbered := _NUMBERED.match(line)) is not None and line.endswith((b"}\n", b"}")):
+        return int(numbered[1])
+    try:
+        return Event.model_validate_json(line).seq
+    except ValueError:
+        return None

@@ -1,0 +1,287 @@
+"""What a sweep decided, in order: the journal in its folder, from which a conductor that was killed goes on.
+
+    sweep.jsonl     one decision a line, appended and synced before anything is done about it (the conductor only)
+
+Nothing that stands there is decided again: neither what a strategy answered, nor which run measures a candidate, nor
+what that came to. A run's id follows from the sweep's id and the candidate's place, so a start that was noted and not
+carried out is carried out by whoever reads it, once. A last line that was torn by a kill does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from toprope.errors import Corrupt
+from toprope.records.run.folder import LEFT, RUN_ID, RunFolder, check_version, misfits
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Finalist",
+    "Generation",
+    "Measured",
+    "Scored",
+    "Standing",
+    "Started",
+    "Survivors",
+    "SweepLog",
+    "final_id",
+    "member_id",
+    "members_in",
+    "read_standing",
+    "sweep_of",
+]
+
+SWEEP_VERSION = 1
+_FILE = "sweep.jsonl"
+_MEMBER = re.compile(r"-m(\d{2,4})$|-final$")
+_OF_A_SWEEP = re.compile(r"^(?P<sweep>.+-\d{6}-\d{4}-[a-z0-9]{4})-(?:m(?P<number>\d{2,4})|final)$")
+
+
+def member_id(sweep: str, number: int) -> str:
+    """The id of the run that measures a sweep's candidate number `number`."""
+    return f"{sweep}-m{number:02d}"
+
+
+def final_id(sweep: str) -> str:
+    """The id of the run that measures a sweep's winner on held-out tasks."""
+    return f"{sweep}-final"
+
+
+def sweep_of(run_id: str) -> tuple[str, int | None] | None:
+    """The sweep that a run belongs to and its candidate's number, None for the winner's measurement, by its id; None
+    for a run of no sweep."""
+    found = _OF_A_SWEEP.match(run_id)
+    return (found["sweep"], int(found["number"]) if found["number"] else None) if found else None
+
+
+def members_in(runs: Path, sweep: str) -> list[str]:
+    """The ids of a sweep's runs that lie in a folder of runs, in the order of their candidates."""
+    if not RUN_ID.fullmatch(sweep):
+        return []
+    found = [path.name for path in runs.glob(f"{sweep}-*") if _MEMBER.fullmatch(path.name[len(sweep) :])]
+    return sorted(found, key=lambda name: (name.endswith("-final"), len(name), name))
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: int = SWEEP_VERSION
+
+
+class Candidate(BaseModel):
+    """One member of a population: `values` by field, `steps` of its own run, the candidate that it was made from, and
+    the one whose weights and optimizer it goes on with."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str
+    values: dict[str, Any]
+    steps: int
+    parent: str | None = None
+    continues: str | None = None
+
+
+class Generation(_Line):
+    """The population of an epoch; those that have a score already are not measured again."""
+
+    what: Literal["generation"] = "generation"
+    epoch: int
+    candidates: list[Candidate]
+
+
+class Started(_Line):
+    """A run is to measure a candidate."""
+
+    what: Literal["started"] = "started"
+    candidate: str
+    epoch: int
+    run_id: str
+
+
+class Measured(BaseModel):
+    """What a candidate's run came to. `tasks`, `successes`, `accuracy`, `reward_mean` of the validation split; None
+    where nothing was measured. `steps`: optimizer steps that were done; `groups`: that it was given, its whole line."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    accuracy: float | None = None
+    tasks: int | None = None
+    successes: int | None = None
+    reward_mean: float | None = None
+    steps: int = 0
+    groups: int = 0
+    state: str = ""
+
+
+class Scored(_Line):
+    """A candidate's score, the higher the better; None: it has none, `why` says for what reason."""
+
+    what: Literal["scored"] = "scored"
+    candidate: str
+    score: float | None
+    measured: Measured = Measured()
+    why: str = ""
+
+
+class Survivors(_Line):
+    """Who was selected at the end of an epoch, the best first."""
+
+    what: Literal["survivors"] = "survivors"
+    epoch: int
+    ids: list[str]
+
+
+class Finalist(_Line):
+    """The winner is measured on held-out tasks, once: first that it is to be, then with what it came to."""
+
+    what: Literal["final"] = "final"
+    candidate: str
+    run_id: str | None = None
+    measured: Measured | None = None
+    why: str = ""
+
+
+Decision = Generation | Started | Scored | Survivors | Finalist
+_decisions: TypeAdapter[Decision] = TypeAdapter(Decision)
+
+
+@dataclass
+class Standing:
+    """How far a sweep is: its decisions, put together."""
+
+    generations: list[Generation] = field(default_factory=list)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)
+    """Candidate -> the run that measures it."""
+    born: dict[str, int] = field(default_factory=dict)
+    """Candidate -> the epoch in which it first stood."""
+    scores: dict[str, Scored] = field(default_factory=dict)
+    survivors: dict[int, list[str]] = field(default_factory=dict)
+    final: Finalist | None = None
+
+    def take(self, decision: Decision) -> None:
+        """Adds one decision."""
+        match decision:
+            case Generation():
+                self.generations.append(decision)
+                for one in decision.candidates:
+                    self.candidates.setdefault(one.id, one)
+                    self.born.setdefault(one.id, decision.epoch)
+            case Started():
+                self.runs[decision.candidate] = decision.run_id
+            case Scored():
+                self.scores[decision.candidate] = decision
+            case Survivors():
+                self.survivors[decision.epoch] = decision.ids
+            case Finalist():
+                self.final = decision
+
+    @property
+    def best(self) -> Scored | None:
+        """The candidate with the highest score; of equals the one that was measured on more steps, then the earlier."""
+        return self.best_until(len(self.generations))
+
+    def best_until(self, epoch: int) -> Scored | None:
+        """The best, see there, of those that there were in an epoch or before."""
+        scored = [one for one in self.scores.values() if one.score is not None and self.born[one.candidate] <= epoch]
+        return max(scored, key=lambda one: (one.score, self.line_steps(one.candidate)), default=None)
+
+    @property
+    def epochs_completed(self) -> int:
+        """Epochs at whose end was selected."""
+        return len(self.survivors)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that all runs have done together."""
+        return self.steps_until(len(self.generations))
+
+    def steps_until(self, epoch: int) -> int:
+        """Those of the candidates that there were in an epoch or before."""
+        return sum(one.measured.steps for one in self.scores.values() if self.born[one.candidate] <= epoch)
+
+    def line_steps(self, candidate: str) -> int:
+        """Optimizer steps behind a candidate's weights, those of the candidates that it goes on from included."""
+        total, at = 0, self.candidates.get(candidate)
+        while at is not None:
+            scored = self.scores.get(at.id)
+            total += scored.measured.steps if scored else 0
+            at = self.candidates.get(at.continues) if at.continues else None
+        return total
+
+
+class SweepLog:
+    """The journal of a sweep, open for its one writer."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / _FILE
+        self.standing = Standing()
+        self._cut_torn()
+        for decision in _read(self._path):
+            self.standing.take(decision)
+
+    def append(self, decision: Decision) -> None:
+        """Notes a decision; it holds when this returns.
+
+        Raises:
+            OSError: It cannot be written; it does not hold.
+        """
+        data = decision.model_dump_json().encode() + b"\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+        self.standing.take(decision)
+
+    def _cut_torn(self) -> None:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        if data and not data.endswith(b"\n"):
+            os.truncate(self._path, data.rfind(b"\n") + 1)
+
+
+def read_standing(folder: RunFolder) -> Standing:
+    """How far a sweep is, for whoever looks; nothing where it has not begun.
+
+    Raises:
+        Corrupt: The journal is not what a conductor writes; TooNew where a newer version wrote it.
+    """
+    standing = Standing()
+    for decision in _read(folder.path / _FILE):
+        standing.take(decision)
+    return standing
+
+
+def _read(path: Path) -> Iterator[Decision]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            value = json.loads(line)
+            check_version(path, value, SWEEP_VERSION)
+            yield _decisions.validate_python(value)
+        except ValidationError as error:
+            raise Corrupt(f"{path}, line {number} is no decision of a sweep: {misfits(error)}.", hint=LEFT) from None
+        except ValueError as error:
+            raise Corrupt(f"{path}, line {number} is no decision of a sweep: {error}.", hint=LEFT) from None

@@ -1,0 +1,127 @@
+"""Mixtures of reasoning-gym's tasks: `composite`, whose knob `tasks` says of what, with which weights and settings.
+
+    "tasks": [{"name": "chain_sum", "weight": 2, "knobs": {"max_terms": 3}},
+              {"name": "gcd", "knobs": {"difficulty": 1}}]
+
+reasoning-gym's own CompositeDataset draws and scores. The knob `difficulty` moves all tasks that have a curriculum; one
+that says its own difficulty keeps it. A target that is a JSON object, `{"tasks": ..., "name": ..., "description":
+...}`, is a mixture of its own name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from toprope.sdk.adapters._reasoning_gym.levels import levels_of
+from toprope.sdk.adapters.reasoning_gym import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
+from toprope.sdk.authoring.environment import Environment, Task
+from toprope.sdk.authoring.knobs import knob, make_knobs, nearest
+from toprope.sdk.errors import InvalidRequest, LoadError
+
+__all__ = ["Composite", "make"]
+
+_SEED = 0
+_HARDEST = 20
+_FIRST = ("chain_sum", "gcd", "spell_backward")
+"""What it is made of where nobody says."""
+_MEMBER = ("name", "weight", "knobs")
+
+
+class Composite(Environment):
+    """A mixture of tasks of reasoning-gym, by weight."""
+
+    packages = ("reasoning-gym",)
+    tags = (COMPOSITE, "mixture")
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self.name = str(target.get("name") or f"reasoning_gym/{COMPOSITE}")  # type: ignore[misc]
+        self.__doc__ = str(target.get("description") or type(self).__doc__)
+        self.parts = parts_of("partial")
+        members = target.get("tasks") or [{"name": name} for name in _FIRST]
+        fields: list[tuple[str, Any, Any]] = [
+            ("tasks", list[dict], knob(members, help="each {name, weight, knobs}; weight 1 and no knobs by default")),
+            ("scoring", Literal["exact", "partial", "both"],
+             knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each")),
+            ("difficulty", int,
+             knob(0, ge=0, le=_HARDEST, help="0: as each task says; n: level n of each one's curriculum, or its last")),
+        ]  # fmt: skip
+        self.Knobs = dataclasses.make_dataclass("Knobs", fields)  # type: ignore[assignment]
+        self._dataset: Any = None
+
+    def setup(self) -> None:
+        from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
+
+        self.parts = parts_of(self.knobs.scoring)
+        if not self.knobs.tasks:
+            raise InvalidRequest(f"{self.name} needs a task at least in its knob `tasks`: [{{'name': 'gcd'}}].")
+        members = [DatasetSpec(*self._member(given)) for given in self.knobs.tasks]
+        try:
+            config = CompositeConfig(seed=_SEED, datasets=members)
+            config.validate()
+            self._dataset = CompositeDataset(config)
+        except (AssertionError, ValueError, TypeError) as error:
+            raise InvalidRequest(f"{self.name} refuses these tasks: {error}") from error
+
+    def tasks(self) -> Iterator[Task]:
+        for index in itertools.count():
+            entry = self._dataset[index]
+            yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
+
+    def score(self) -> dict[str, float]:
+        value = float(self._dataset.score_answer(self.answer.strip(), self.task.data["entry"]))
+        return {"exact": float(value >= 1.0), "partial": min(max(value, 0.0), 1.0)}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["exact"] >= 1.0
+
+    def _member(self, given: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
+        """One task as reasoning-gym's composite is told of it: name, weight, fields of its configuration."""
+        from reasoning_gym.factory import DATASETS
+
+        for key in given:
+            if key not in _MEMBER:
+                raise InvalidRequest(f"A task of {self.name} has no {key!r}. {nearest(str(key), _MEMBER, 'Keys')}")
+        name, weight, knobs = given.get("name"), given.get("weight", 1.0), given.get("knobs") or {}
+        names = [one for one in DATASETS if one != COMPOSITE]
+        if name not in names:
+            raise InvalidRequest(f"reasoning-gym has no task {name!r}. {nearest(str(name), names, 'Tasks')}")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
+            raise InvalidRequest(f"The weight of {name} must be a number above 0, not {weight!r}.")
+        if not isinstance(knobs, Mapping):
+            raise InvalidRequest(f"The knobs of {name} must be an object of settings, not {knobs!r}.")
+        config = DATASETS[name][1]
+        levels = levels_of(name, config)
+        try:
+            made = make_knobs(settings_of(config, levels), knobs)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error}") from None
+        values = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        del values["scoring"]
+        if levels is not None:
+            own = values.pop(difficulty_of(config))
+            values = levels.values(own or min(self.knobs.difficulty, levels.count), values)
+        return str(name), float(weight), values
+
+
+def make(target: str) -> Composite:
+    """The mixture of a target. See the module.
+
+    Raises:
+        LoadError: The target is none.
+    """
+    if target == COMPOSITE:
+        return Composite({})
+    try:
+        given = json.loads(target)
+    except ValueError as error:
+        raise LoadError(f"The target of a mixture is `{COMPOSITE}` or a JSON object ({error}).") from None
+    for key in given:
+        if key not in KEYS:
+            raise LoadError(f"The target of a mixture has no {key!r}. {nearest(key, KEYS, 'Keys')}")
+    if not isinstance(given.get("tasks"), list) or not all(isinstance(one, dict) for one in given["tasks"]):
+        raise LoadError("The target of a mixture needs `tasks`, a list of {name, weight, knobs}.")
+    return Composite(given)

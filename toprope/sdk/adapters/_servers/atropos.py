@@ -1,0 +1,192 @@
+"""What an Atropos environment asks in place of its own server: the policy, with the keys of its group's rollouts.
+
+Atropos knows one server and no rollouts: `collect_trajectories` may ask for n answers in one request, or for one n
+times, and goes on with any of them. Which rollout a request belongs to is told by what it goes on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.sdk.authoring.env_managed import Session
+
+__all__ = ["GROUP", "Group", "server_class"]
+
+
+@dataclass
+class _Rollout:
+    session: Session
+    said: list[str] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    busy: bool = False
+
+
+class Group:
+    """The rollouts of one group."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.rollouts = [_Rollout(session) for session in sessions]
+
+    def take(self, count: int, before: str) -> list[_Rollout]:
+        """Rollouts that `count` answers belong to.
+
+        Args:
+            count: How many are asked for.
+            before: What the request goes on from, as text.
+        """
+        taken: list[_Rollout] = []
+        if count == 1:
+            going = [one for one in self.rollouts if one.said and not one.busy and one.said[-1].strip()]
+            # The longest first: a short answer is easily found in what another one said.
+            going.sort(key=lambda one: -len("".join(one.said)))
+            taken = [one for one in going if all(said in before for said in one.said)][:1]
+        for free in (lambda one: not one.said and not one.busy, lambda one: not one.busy, lambda one: True):
+            left = [one for one in self.rollouts if one not in taken and free(one)]
+            taken += left[: count - len(taken)]
+        while len(taken) < count:  # more answers than the group has rollouts
+            taken.append(self.rollouts[len(taken) % len(self.rollouts)])
+        for one in taken:
+            one.busy = True
+        return taken
+
+    def whose(self, texts: Sequence[str]) -> list[int | None]:
+        """For each text of a scored sequence the rollout whose answers are in it, each rollout once."""
+        left = set(range(len(self.rollouts)))
+        found: list[int | None] = []
+        for text in texts:
+            fitting = [
+                place
+                for place in sorted(left)
+                if self.rollouts[place].said and self.rollouts[place].said[-1].strip() in text
+            ]
+            fitting.sort(key=lambda place: -len(self.rollouts[place].said[-1]))
+            if fitting:
+                left.discard(fitting[0])
+            found.append(fitting[0] if fitting else None)
+        for place, owner in enumerate(found):  # what cannot be told goes by its place
+            if owner is None and place in left:
+                left.discard(place)
+                found[place] = place
+        if len(left) == 1 and found.count(None) == 1:
+            found[found.index(None)] = left.pop()
+        return found
+
+
+GROUP: ContextVar[Group | None] = ContextVar("group", default=None)
+"""The group that the present task plays."""
+
+
+def server_class(tokenizer: Callable[[], Any]) -> type:
+    """A server in the terms of atroposlib, which has to be importable.
+
+    Args:
+        tokenizer: Gives the environment's.
+    """
+    import httpx
+    import openai
+    from atroposlib.envs.server_handling.server_baseline import APIServer
+
+    class PolicyServer(APIServer):  # type: ignore[misc]
+        """Asks for one answer a request, under the key of its rollout."""
+
+        def __init__(self, config: Any, reasoning_config: Any = None) -> None:
+            super().__init__(config, reasoning_config=None)
+            self.initialized = True
+            self._clients: dict[str, Any] = {}
+
+        @property
+        def tokenizer(self) -> Any:
+            return tokenizer()
+
+        async def check_server_status_task(self, chat_completion: bool = True) -> None:
+            self.server_healthy = True
+
+        async def _chat_completion_wrapper(self, **asked: Any) -> Any:
+            messages = asked["messages"]
+            before = "\n".join(str(one.get("content") or "") for one in messages)
+            answers = await self._asked(asked, before, lambda client: client.chat.completions.create)
+            for rollout, answer in answers:
+                rollout.said.append(answer.choices[0].message.content or "")
+                rollout.messages = [*messages, {"role": "assistant", "content": rollout.said[-1]}]
+            return _joined([answer for _, answer in answers])
+
+        async def _completion_wrapper(self, **asked: Any) -> Any:
+            answers = await self._completed(asked)
+            return _joined([answer for _, answer in answers])
+
+        async def _tokens_and_logprobs_completion_wrapper(self, **asked: Any) -> tuple[list[Any], ...]:
+            if (ids := asked.pop("input_ids", None)) is not None:
+                asked["prompt"] = ids
+            asked["extra_body"] = {**(asked.get("extra_body") or {}), "return_token_ids": True}
+            answers = [answer for _, answer in await self._completed(asked)]
+            prompt = getattr(answers[0], "prompt_token_ids", None)
+            if prompt is None:
+                prompt = asked["prompt"] if isinstance(asked["prompt"], list) else self._encoded(asked["prompt"])
+            choices = [answer.choices[0] for answer in answers]
+            tokens = [getattr(choice, "token_ids", None) or self._encoded(choice.text) for choice in choices]
+            values = [
+                getattr(choice, "token_logprobs", None) or [0.0] * len(ids)
+                for choice, ids in zip(choices, tokens, strict=True)
+            ]
+            return prompt, tokens, values, [choice.finish_reason for choice in choices]
+
+        async def _completed(self, asked: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
+            prompt = asked["prompt"]
+            before = prompt if isinstance(prompt, str) else tokenizer().decode(prompt)
+            answers = await self._asked(asked, before, lambda client: client.completions.create)
+            for rollout, answer in answers:
+                rollout.said.append(answer.choices[0].text or "")
+                rollout.messages = []
+            return answers
+
+        def _encoded(self, text: str) -> list[int]:
+            return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+        async def _asked(
+            self, asked: dict[str, Any], before: str, method: Callable[[Any], Any]
+        ) -> list[tuple[_Rollout, Any]]:
+            group = GROUP.get()
+            if group is None:
+                raise RuntimeError("the environment asked its server outside of collect_trajectories")
+            rollouts = group.take(int(asked.pop("n", 1) or 1), before)
+            try:
+                answers = await asyncio.gather(*(self._one(asked, one.session, method) for one in rollouts))
+            finally:
+                for one in rollouts:
+                    one.busy = False
+            return list(zip(rollouts, answers, strict=True))
+
+        async def _one(self, asked: dict[str, Any], session: Session, method: Callable[[Any], Any]) -> Any:
+            known = {name: value for name, value in asked.items() if name not in ("split", "model")}
+            known.setdefault("temperature", session.temperature)
+            known.setdefault("top_p", session.top_p)
+            wanted = known.pop("max_completion_tokens", None) or known.get("max_tokens") or session.max_tokens
+            known["max_tokens"] = min(int(wanted), session.max_tokens)
+            if session.stop and not known.get("stop"):
+                known["stop"] = list(session.stop)
+            if session.seed is not None:
+                known.setdefault("seed", session.seed)
+            headers = {**(known.pop("extra_headers", None) or {}), "Authorization": f"Bearer {session.api_key}"}
+            create = method(self._client(session.base_url))
+            return await create(model=session.model, extra_headers=headers, **known)
+
+        def _client(self, base_url: str) -> Any:
+            if base_url not in self._clients:
+                self._clients[base_url] = openai.AsyncOpenAI(
+                    base_url=base_url, api_key="of the rollout", timeout=httpx.Timeout(None), max_retries=1
+                )
+            return self._clients[base_url]
+
+    return PolicyServer
+
+
+def _joined(answers: list[Any]) -> Any:
+    first = answers[0]
+    first.choices = [answer.choices[0] for answer in answers]
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first

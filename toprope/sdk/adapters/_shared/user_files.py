@@ -1,0 +1,215 @@
+"""A user's own file as an adapter sees it: what it defines, the rows that go with it, and what its rewards may be.
+
+Two adapters run functions that were written for something else. What their targets have in common is read here:
+
+    {"file": "/path/rewards.py", "rows": "train.jsonl", "range": [0, 1], "clip": false, "name": ..., "description": ...}
+
+`rows` is a file beside the user's (JSON lines, CSV, Parquet) or anywhere, `hf:<id>` of the Hugging Face Hub, or the
+name of a list, a data set or a function without parameters in the user's file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.authoring.environment import Part
+from toprope.sdk.authoring.knobs import nearest
+from toprope.sdk.authoring.loading import module_of
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["Bounds", "UserFile", "assigned", "data_beside", "functions", "parsed", "public_name"]
+
+ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
+"""How the rows are called in files that do not say."""
+
+
+def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
+    """The target of an adapter.
+
+    Raises:
+        LoadError: It is no JSON object, or has a key that the adapter does not know.
+    """
+    try:
+        given = json.loads(target)
+    except ValueError as error:
+        raise LoadError(f"The target of {adapter} is a JSON object, not {target[:80]!r} ({error}).") from None
+    if not isinstance(given, dict):
+        raise LoadError(f"The target of {adapter} is a JSON object, not {type(given).__name__}.")
+    known = list(keys)
+    for key in given:
+        if key not in known:
+            raise LoadError(f"The target of {adapter} has no {key!r}. {nearest(key, known, 'Keys')}")
+    return given
+
+
+class UserFile:
+    """A user's file, loaded.
+
+    Args:
+        path: The file.
+
+    Raises:
+        LoadError: It does not load.
+    """
+
+    def __init__(self, path: str) -> None:
+        if not path:
+            raise LoadError("The target needs `file`, the path of a Python file.")
+        self.path = Path(path).expanduser().absolute()
+        self.module: ModuleType = module_of(self.path)
+
+    def get(self, name: str, what: str) -> Any:
+        """What the file defines, or what it names with dots: `rewards.accuracy`.
+
+        Raises:
+            LoadError: It does not.
+        """
+        found: Any = self.module
+        for part in name.split("."):
+            if not hasattr(found, part):
+                public = [word for word in vars(self.module) if not word.startswith("_")]
+                raise LoadError(
+                    f"{self.path.name} has no {name!r} for {what}. {nearest(name, public, 'It defines')}",
+                    f"{self.path}:1",
+                )
+            found = getattr(found, part)
+        return found
+
+    def files(self, rows: Any) -> tuple[str, ...]:
+        """The file itself, and the one that its rows come from."""
+        beside = self._data(rows)
+        return (str(self.path),) if beside is None else (str(self.path), str(beside))
+
+    def rows(self, given: Any) -> Iterator[dict[str, Any]]:
+        """The rows that a target names, each time anew.
+
+        Raises:
+            InvalidRequest: They cannot be read.
+            LoadError: There is nothing of that name.
+            EnvironmentMistake: One is no object.
+        """
+        found: Any = given
+        if isinstance(given, str) and (given.startswith(_rows.HUB) or self._data(given) is not None):
+            place = self._data(given)
+            files = [] if place is None else [place]
+            found = _rows.rows_of(given if place is None else str(place), [self.path.parent], files, "", "train")
+        elif isinstance(given, str):
+            found = self.get(given, "the rows")
+            if callable(found) and not isinstance(found, Sequence):
+                found = found()
+        if isinstance(found, Mapping | str) or not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
+            raise EnvironmentMistake(f"The rows {str(given)[:60]!r} are {type(found).__name__}, not a list of rows.")
+        for number, row in enumerate(found, 1):
+            if isinstance(row, str):
+                row = {"prompt": row}
+            if not isinstance(row, Mapping):
+                raise EnvironmentMistake(f"Row {number} is {type(row).__name__}, not an object with columns.")
+            yield dict(row)
+
+    def _data(self, given: Any) -> Path | None:
+        if not isinstance(given, str) or Path(given).suffix.lower() not in _rows.KINDS:
+            return None
+        place = Path(given).expanduser()
+        return place if place.is_absolute() else self.path.parent / place
+
+
+class Bounds:
+    """Between which numbers a user's rewards lie.
+
+    Args:
+        given: `[low, high]`; None for 0 to 1.
+        clip: Whether a value beyond is moved to the bound, instead of being an error of its rollout.
+        key: How a target declares it, for errors.
+
+    Raises:
+        LoadError: They are none.
+    """
+
+    def __init__(self, given: Any, clip: bool, key: str) -> None:
+        pair = [0.0, 1.0] if given is None else given
+        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(
+            isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in pair
+        )  # fmt: skip
+        if not numbers or pair[0] >= pair[1]:
+            raise LoadError(f"{key} must be [low, high], two finite numbers, not {given!r}.")
+        self.low, self.high = float(pair[0]), float(pair[1])
+        self.clip, self._key = bool(clip), key
+
+    def part(self, weight: float, description: str) -> Part:
+        """The part of a reward that these are the bounds of."""
+        return Part(weight, self.low, self.high, description)
+
+    def value(self, given: Any, whose: str) -> float:
+        """The value as a number within the bounds.
+
+        Raises:
+            EnvironmentMistake: It is no finite number, or beyond them and not to be clipped.
+        """
+        if isinstance(given, str | bytes | complex) or not hasattr(type(given), "__float__"):
+            raise EnvironmentMistake(f"{whose} gave {given!r:.60}, which is no number.")
+        number = float(given)
+        if not math.isfinite(number):
+            raise EnvironmentMistake(f"{whose} gave {number}, which is not finite.")
+        if self.clip:
+            return min(max(number, self.low), self.high)
+        if not self.low - 1e-9 <= number <= self.high + 1e-9:
+            raise EnvironmentMistake(
+                f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high] in "
+                "the target, or `clip`: true."
+            )
+        return min(max(number, self.low), self.high)
+
+
+def public_name(function: Any) -> str:
+    """How a function, a partial one or a callable object is called, as TRL logs it."""
+    while hasattr(function, "func"):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling it gives a coroutine."""
+    while hasattr(function, "func"):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def functions(tree: ast.Module) -> dict[str, list[str]]:
+    """Names of the parameters of a file's own functions."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            found[node.name] = [one.arg for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    return found
+
+
+def assigned(tree: ast.Module) -> set[str]:
+    """Names that a file assigns at its top, imports and functions included."""
+    names = set(functions(tree))
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names |= {one.id for one in node.targets if isinstance(one, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {one.asname or one.name for one in node.names}
+    return names
+
+
+def data_beside(file: Path, tree: ast.Module) -> str:
+    """Where the rows of a file are that does not say: a list or function of one of the usual names, or a data file of
+    the same name; empty where there is none."""
+    there = assigned(tree)
+    for name in ROWS:
+        if name in there:
+            return name
+    return next((file.with_suffix(kind).name for kind in _rows.KINDS if file.with_suffix(kind).is_file()), "")

@@ -1,0 +1,189 @@
+"""Makes the instance of an environment that a source names, with errors that say where and what to do.
+
+A source is either a user's file and what to take from it, or one of our adapters and its target. Only workers call
+this: it runs the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from toprope.sdk.authoring.environment import Environment
+from toprope.sdk.authoring.knobs import nearest
+from toprope.sdk.errors import Failure, LoadError
+
+__all__ = ["Loaded", "attribute_of", "load", "module_of"]
+
+_ADAPTERS = Path(__file__).parent.parent / "adapters"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An environment, not configured yet."""
+
+    environment: Environment
+    name: str
+    """Its own name, or its file's."""
+    near: str
+    """Folder of its code, for error messages."""
+    versions: dict[str, str]
+    """`python`, `sha256` of a user's file, and each of the environment's `packages`."""
+
+
+def load(source: Mapping[str, Any]) -> Loaded:
+    """Loads an environment.
+
+    Args:
+        source: `{"file": path, "attribute": name or None}` or `{"adapter": name, "target": name}`.
+
+    Raises:
+        LoadError: It cannot be loaded.
+    """
+    if source.get("adapter"):
+        return _from_adapter(str(source["adapter"]), str(source.get("target") or ""))
+    if source.get("file"):
+        return _from_file(Path(str(source["file"])).absolute(), source.get("attribute"))
+    raise LoadError("A source needs a file, or an adapter and its target.")
+
+
+def _from_adapter(adapter: str, target: str) -> Loaded:
+    known = sorted(path.stem for path in _ADAPTERS.glob("[a-z]*.py"))
+    if adapter not in known:
+        raise LoadError(f"There is no adapter {adapter!r}. {nearest(adapter, known, 'Adapters')}")
+    module = importlib.import_module(f"toprope.sdk.adapters.{adapter}")
+    try:
+        environment = module.make(target)
+    except (LoadError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the ecosystem's import may raise anything
+        failure = Failure.of(error)
+        raise LoadError(f"{adapter} does not load: {failure.type}: {failure.message}", failure.where) from error
+    near = os.path.dirname(
+        environment.files[0] if environment.files else inspect.getsourcefile(type(environment)) or ""
+    )
+    return Loaded(environment, environment.name or f"{adapter}/{target}", near, _versions(environment))
+
+
+def attribute_of(file: Path, name: str) -> Any:
+    """Something that a user's file defines, whatever it is.
+
+    Raises:
+        LoadError: The file does not load or does not define it.
+    """
+    module = module_of(file)
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        raise LoadError(f"{file.name} has no {name!r}. {nearest(name, public, 'It defines')}", f"{file}:1")
+    return getattr(module, name)
+
+
+def module_of(file: Path) -> ModuleType:
+    """A user's file, run anew.
+
+    Raises:
+        LoadError: It does not load.
+    """
+    if not file.is_file():
+        raise LoadError(f"The file {file} does not exist.")
+    folder = str(file.parent)
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    return _import(file, folder)
+
+
+def _from_file(file: Path, attribute: str | None) -> Loaded:
+    folder = str(file.parent)
+    found = _attribute(module_of(file), file, attribute)
+    environment = _instance(found, file, folder)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    versions = _versions(environment) | {"sha256": digest}
+    return Loaded(environment, environment.name or file.stem, folder, versions)
+
+
+def _import(file: Path, folder: str) -> ModuleType:
+    # The plain name lets the author's own processes find the module again; a name that is taken is left alone.
+    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    name = f"environment_{file.stem}" if taken else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{file} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an author's file may raise anything, SystemExit too
+        sys.modules.pop(name, None)
+        failure = Failure.of(error, folder)
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            hint = f" Install what provides {error.name!r} for {sys.executable}, which runs this environment."
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            hint = " An environment's file stands alone: import its neighbours by their plain names."
+        raise LoadError(
+            f"{file.name} does not load: {failure.type}: {failure.message}.{hint}", failure.where
+        ) from error
+    return module
+
+
+def _attribute(module: ModuleType, file: Path, attribute: str | None) -> Any:
+    classes = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Environment) and value.__module__ == module.__name__
+    }
+    if attribute is None:
+        public = [value for name, value in classes.items() if not name.startswith("_")]
+        if len(public) == 1:
+            return public[0]
+        raise LoadError(f"{file.name} has {len(public)} environments: name one. {nearest('', classes, 'Environments')}")
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    raise LoadError(f"{file.name} has no {attribute!r}. {nearest(attribute, classes, 'Environments')}", f"{file}:1")
+
+
+def _instance(found: Any, file: Path, folder: str) -> Environment:
+    environment = found
+    if not isinstance(found, Environment):
+        if not callable(found):
+            raise LoadError(f"{file.name} gives {type(found).__name__}, which is no environment and makes none.")
+        label = getattr(found, "__name__", type(found).__name__)
+        try:
+            environment = found()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an author's constructor may raise anything
+            failure = Failure.of(error, folder)
+            message = f"{label}() raised {failure.type}: {failure.message}"
+            raise LoadError(f"{message}. It is called without arguments.", failure.where) from error
+        if not isinstance(environment, Environment):
+            raise LoadError(f"{label}() made {type(environment).__name__}, which is no toprope.sdk.Environment.")
+    return environment
+
+
+def _versions(environment: Environment) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in environment.packages:
+        import importlib.metadata  # 20 ms that most environments do not need
+
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    for file in environment.files:
+        with contextlib.suppress(OSError):
+            versions[f"sha256 {os.path.basename(file)}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return versions

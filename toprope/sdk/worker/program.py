@@ -1,0 +1,176 @@
+"""The process that holds an environment's code, in the environment's own interpreter.
+
+    python -P <path>/worker.py
+
+Requests come as JSON lines on standard input, `{"id": 1, "op": "begin", ...}`; answers go out in the same order (those
+of toprope.sdk.worker.service.BESIDE as they are done) on what was standard output, `{"id": 1, "ok": true, "result":
+...}` or
+`{"id": 1, "ok": false, "error": {"kind", "type", "message", "where", "traceback"}}`. toprope.sdk.worker.service says
+which
+operations there are, toprope.sdk.worker.client speaks to us.
+
+- Environments print: descriptor 1 leads to standard error before any of their code runs, the protocol has a copy that
+  no child inherits. Descriptor 0 leads to /dev/null, so nothing of theirs can read requests.
+- Of Toprope only this package is brought in, by its path: a user's own `tools` or `configs` never meet ours.
+- Some ecosystems depend on the order of sets of texts: PYTHONHASHSEED is fixed, by a restart if need be.
+- At the end of input the caller is gone: we end, in the middle of a call if need be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+_ENOUGH_TO_END_S = 2.0
+_CHUNK = 1 << 20
+
+
+def _fix_hash_seed() -> None:
+    """Starts this process again where texts would hash differently in each process."""
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _take_streams() -> tuple[int, int]:
+    """Takes standard input and output for the protocol and gives the environment others.
+
+    Returns:
+        Descriptors of requests and answers; neither is inherited by children.
+    """
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    return requests, answers
+
+
+def _bring_in_sdk() -> None:
+    """Makes `toprope.sdk` importable, and nothing else that lies beside it."""
+    import importlib.util
+    import types
+
+    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    root = os.path.dirname(os.path.dirname(here))
+    ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
+    if ours_alone:  # a checkout on the path, and not a folder of packages that we share with others
+        sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") != root]
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        kept = [place for place in inherited if place and os.path.realpath(place) != root]
+        os.environ.pop("PYTHONPATH", None)
+        if kept:
+            os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    house = types.ModuleType("toprope")
+    house.__path__ = []
+    spec = importlib.util.spec_from_file_location(
+        "toprope.sdk", os.path.join(here, "__init__.py"), submodule_search_locations=[here]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{here} holds no toprope.sdk")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["toprope"], sys.modules["toprope.sdk"] = house, package
+    house.sdk = package  # type: ignore[attr-defined]
+    spec.loader.exec_module(package)
+
+
+def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
+    """Reads lines until the end, then sees to it that the process ends."""
+    pending: list[bytes] = []
+    while chunk := os.read(descriptor, _CHUNK):
+        first, *rest = chunk.split(b"\n")
+        pending.append(first)
+        for following in rest:
+            requests.put(b"".join(pending))
+            pending = [following]
+    requests.put(None)
+    time.sleep(_ENOUGH_TO_END_S)
+    os._exit(1)
+
+
+def _encode(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
+
+
+def _write(descriptor: int, answer: bytes) -> None:
+    data = memoryview(answer)
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
+    import asyncio
+
+    from toprope.sdk.errors import Failure, InvalidRequest
+    from toprope.sdk.worker.service import Service, kind_of
+
+    service, me, writing = Service(), os.getpid(), threading.Lock()
+    beside: list[asyncio.AbstractEventLoop] = []
+
+    def say(answer: bytes) -> None:
+        with writing:
+            _write(answers, answer)
+
+    def failed(identity: Any, error: BaseException) -> bytes:
+        failure = Failure.of(error, service.near)
+        return _encode({"id": identity, "ok": False, "error": {"kind": kind_of(error)} | vars(failure)})
+
+    async def play(identity: Any, playing: Any) -> None:
+        try:
+            answer = _encode({"id": identity, "ok": True, "result": await playing})
+        except BaseException as error:  # as below
+            answer = failed(identity, error)
+        say(answer)
+
+    def loop() -> asyncio.AbstractEventLoop:
+        if not beside:
+            beside.append(asyncio.new_event_loop())
+            threading.Thread(target=beside[0].run_forever, daemon=True, name="beside").start()
+        return beside[0]
+
+    while (line := requests.get()) is not None:
+        identity = None
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                raise InvalidRequest("A request is a JSON object.")
+            identity = request.pop("id", None)
+            result = service.answer(str(request.pop("op", "")), request)
+            if asyncio.iscoroutine(result):
+                asyncio.run_coroutine_threadsafe(play(identity, result), loop())
+                continue
+            answer = _encode({"id": identity, "ok": True, "result": result})
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the environment's code may raise anything, SystemExit too
+            if os.getpid() != me:
+                os._exit(1)  # a fork of theirs that came out here: it is not the worker
+            answer = failed(identity, error)
+        if os.getpid() != me:
+            os._exit(0)
+        say(answer)
+
+
+def main() -> None:
+    """Serves until the end of input."""
+    _fix_hash_seed()
+    requests_from, answers_to = _take_streams()
+    _bring_in_sdk()
+    sys.dont_write_bytecode = True  # an author's folder is theirs: describing an environment leaves nothing in it
+    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests_from, requests), daemon=True, name="requests").start()
+    try:
+        _serve(requests, answers_to)
+    except BrokenPipeError:
+        return
+
+
+if __name__ == "__main__":
+    main()

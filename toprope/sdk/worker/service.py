@@ -1,0 +1,399 @@
+"""What a worker can be asked: one method an operation, JSON in and JSON out.
+
+It knows nothing of pipes and processes; toprope.sdk.worker.program does those. Raises what went wrong; `kind_of` says
+how a
+caller should understand it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.sdk.authoring.env_managed import OwnLoop, Session, play_group
+from toprope.sdk.authoring.environment import Environment, Outcome, Scoring, Task
+from toprope.sdk.authoring.knobs import describe_knobs, nearest
+from toprope.sdk.authoring.loading import Loaded, load
+from toprope.sdk.authoring.rewards import Rewarding, Scored, load_rewards, rewarded, rewarding_of, seen_of
+from toprope.sdk.discovery import first_line
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.rollouts import Rollout, configure, grouped
+from toprope.sdk.worker.group_scoring import Together
+from toprope.sdk.worker.scripted_policy import scripted
+from toprope.sdk.worker.splits import SPLITS, Splits
+from toprope.sdk.worker.user_objects import Objects
+
+__all__ = ["BESIDE", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
+
+OPERATIONS = (
+    *("open", "card", "tasks", "survey", "begin", "advance", "settle", "solve", "discard", "score"),
+    *("ping", "mark", "make", "invoke"),
+    *("run", "vary", "limit"),
+)
+BESIDE = frozenset({"run"})
+"""Operations that are carried out beside the others, many at a time, and answered when they are done."""
+
+
+class UnknownOperation(InvalidRequest):
+    """A newer caller's operation, or a mistyped one."""
+
+
+def kind_of(error: BaseException) -> str:
+    """`load`, `invalid`, `unknown_op` or `raised`."""
+    if isinstance(error, UnknownOperation):
+        return "unknown_op"
+    if isinstance(error, LoadError):
+        return "load"
+    return "invalid" if isinstance(error, InvalidRequest) else "raised"
+
+
+@dataclass
+class _Opened:
+    """The environment with one choice of knobs."""
+
+    environment: Environment
+    splits: Splits
+    rewarding: Rewarding | None
+
+    def weighed(self, weights: dict[str, float] | None) -> _Opened:
+        """The same with other weights of reward parts, where they are named."""
+        if not weights:
+            return self
+        if self.rewarding is not None:
+            return dataclasses.replace(self, rewarding=self.rewarding.weighed(weights))
+        environment = copy.copy(self.environment)
+        environment.parts = Scoring.weighted(environment.parts, weights).parts
+        return dataclasses.replace(self, environment=environment)
+
+
+class Service:
+    """One environment, once it was opened, its variants, and the rollouts in progress."""
+
+    def __init__(self) -> None:
+        self.near = ""
+        """Folder of the environment's code, for error messages."""
+        self._variants: dict[str, _Opened] = {}
+        """By name; the environment as it was opened has none."""
+        self._asked: dict[str, Any] = {}
+        self._rollouts: dict[int, Rollout] = {}
+        self._last_handle = 0
+        self._together = Together()
+        self._unsettled: dict[int, Rollout] = {}
+        """Done, and waiting for their groups."""
+        self._objects = Objects()
+
+    def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
+        """Carries out one request; where an environment plays by itself it gives a coroutine that does (always for
+        those in BESIDE), to be run on the one event loop that such an environment has.
+
+        Raises:
+            UnknownOperation, LoadError, InvalidRequest: See `kind_of`.
+            BaseException: Whatever the environment's code raises.
+        """
+        if operation not in OPERATIONS:
+            raise UnknownOperation(f"There is no operation {operation!r}. {nearest(operation, OPERATIONS, 'Known')}")
+        method = getattr(self, f"_{operation}")
+        expected = method.__code__.co_varnames[1 : method.__code__.co_argcount]
+        required = expected[: len(expected) - len(method.__defaults__ or ())]
+        for name in arguments:
+            if name not in expected:
+                raise InvalidRequest(f"{operation} takes no {name!r}. {nearest(name, expected, 'Arguments')}")
+        missing = [name for name in required if name not in arguments]
+        if missing:
+            raise InvalidRequest(f"{operation} needs {', '.join(missing)}.")
+        return method(**arguments)
+
+    def _ping(self) -> str:
+        return "pong"
+
+    def _limit(self, memory_mb: int = 0, network: bool = True) -> None:
+        """Gives up memory beyond so many MB (0: none is given up) and the network, for good."""
+        from toprope.sdk.worker.resource_limits import deny_network, limit_memory
+
+        if memory_mb:
+            limit_memory(memory_mb)
+        if not network:
+            deny_network()
+
+    def _mark(self, text: str) -> None:
+        """Writes a line to standard error, after everything that was printed before."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # an author may have put anything in their place
+                stream.flush()
+        os.write(2, text.encode() + b"\n")
+
+    def _open(
+        self,
+        source: dict[str, Any],
+        knobs: dict[str, Any] | None = None,
+        reward_weights: dict[str, float] | None = None,
+        max_turns: int | None = None,
+        seed: int = 0,
+        rewards: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Opens an environment in place of the one before.
+
+        `rewards`: reward functions to add, as `toprope.sdk.authoring.rewards.load_rewards` takes them.
+        """
+        self._rollouts.clear()
+        self._together.clear()
+        self._unsettled.clear()
+        self._variants.clear()
+        self._asked = {
+            "source": source,
+            "reward_weights": dict(reward_weights or {}),
+            "max_turns": max_turns,
+            "seed": seed,
+            "functions": load_rewards(rewards or ()),
+        }
+        return self._opening("", knobs)
+
+    def _vary(self, variant: str, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Opens the environment with other knobs beside what is open: rollouts in progress go on. No content is in
+        different splits of two variants."""
+        self._opened()
+        if not variant:
+            raise InvalidRequest("A variant needs a name.")
+        return self._opening(variant, knobs)
+
+    def _opening(self, variant: str, knobs: dict[str, Any] | None) -> dict[str, Any]:
+        loaded, asked = self._load(self._asked["source"]), self._asked
+        functions, weights = asked["functions"], asked["reward_weights"]
+        environment = configure(
+            loaded.environment,
+            knobs=knobs,
+            reward_weights=None if functions else weights,
+            max_turns=asked["max_turns"],
+            seed=asked["seed"],
+        )
+        rewarding = rewarding_of(environment, functions, weights)
+        family = [other.splits for name, other in self._variants.items() if name != variant]
+        self._variants[variant] = _Opened(environment, Splits(environment, asked["seed"], family), rewarding)
+        return _card(loaded, environment.knobs, rewarding)
+
+    def _card(self, source: dict[str, Any]) -> dict[str, Any]:
+        loaded = self._load(source)
+        Scoring.weighted(loaded.environment.parts, {})
+        return _card(loaded, None)
+
+    def _load(self, source: dict[str, Any]) -> Loaded:
+        loaded = load(source)
+        self.near = loaded.near
+        return loaded
+
+    def _tasks(self, split: str, start: int, count: int, variant: str = "") -> dict[str, Any]:
+        splits = self._opened(variant).splits
+        tasks = splits.some(split, start, count)
+        return {
+            "tasks": [{"id": t.id, "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
+            "exhausted": splits.exhausted(split),
+            "known": splits.known(split),
+        }
+
+    def _survey(self, limit: int, seconds: float) -> dict[str, Any]:
+        splits = self._opened().splits
+        splits.survey(limit, seconds)
+        return {
+            split: {
+                "known": splits.known(split),
+                "exhausted": splits.exhausted(split),
+                "leaked": splits.leaked(split),
+            }
+            for split in SPLITS
+        }
+
+    def _make(self, file: str, attribute: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        made = self._objects.make(file, attribute, arguments or {})
+        self.near = self._objects.near
+        return made
+
+    def _invoke(self, handle: int, method: str, calls: list[Any]) -> list[Any]:
+        return self._objects.invoke(handle, method, calls)
+
+    def _run(
+        self,
+        split: str,
+        index: int,
+        sessions: list[Any],
+        weights: dict[str, float] | None = None,
+        variant: str = "",
+    ) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Has an environment that owns its loop play a task, once a session."""
+        opened = self._opened(variant).weighed(weights)
+        if not isinstance(opened.environment, OwnLoop):
+            raise InvalidRequest("This environment does not play by itself: `begin` and `advance` its rollouts.")
+        task, epoch = opened.splits.get(split, index)
+        return self._played(opened, task, [Session.of(one) for one in sessions], epoch)
+
+    async def _played(self, opened: _Opened, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
+        assert isinstance(opened.environment, OwnLoop)
+        played = await play_group(opened.environment, task, sessions, self.near)
+        ended = [
+            (outcome, opened.rewarding, functools.partial(seen_of, task, messages))
+            for outcome, messages in zip(played.outcomes, played.messages, strict=True)
+        ]
+        outcomes = rewarded(ended, list)
+        return {
+            "task_id": task.id,
+            "messages": task.messages,
+            "epoch": epoch,
+            "outcomes": [_outcome(one) for one in (await outcomes if inspect.iscoroutine(outcomes) else outcomes)],
+            "talks": played.messages,
+        }
+
+    def _begin(
+        self, split: str, index: int, count: int, weights: dict[str, float] | None = None, variant: str = ""
+    ) -> dict[str, Any]:
+        """Begins `count` rollouts of a task, whose reward parts weigh `weights` where they are named there."""
+        opened = self._opened(variant).weighed(weights)
+        environment = opened.environment
+        if isinstance(environment, OwnLoop):
+            raise InvalidRequest("This environment plays by itself: `run` its rollouts.")
+        if not isinstance(count, int) or count < 1:
+            raise InvalidRequest(f"count must be a whole number of at least 1, not {count!r}.")
+        task, epoch = opened.splits.get(split, index)
+        rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
+        for rollout in rollouts:
+            rollout.rewarding = opened.rewarding
+        first = [rollout.begin() for rollout in rollouts]
+        handles = [self._keep(rollout) for rollout in rollouts]
+        if grouped(environment):
+            self._together.begin(handles)
+        answer: dict[str, Any] = {"task_id": task.id, "messages": first[0], "rollouts": handles, "epoch": epoch}
+        if any(messages != first[0] for messages in first):
+            answer["per_rollout"] = first
+        if environment.wants_tokens:
+            answer["tokens"] = True  # moves should carry them
+        return answer
+
+    def _keep(self, rollout: Rollout) -> int:
+        self._last_handle += 1
+        self._rollouts[self._last_handle] = rollout
+        return self._last_handle
+
+    def _advance(self, moves: list[Any]) -> Any:
+        """Hands rollouts their answers: [rollout, text, whether it was cut off, ids of its tokens], the last two may be
+        left out. A rollout that is done without an outcome waits for its group; see `_settle`. Gives a list with
+        `messages`, `done` and `outcome` for each."""
+        checked = [self._move(move) for move in moves]
+        if len({move[0] for move in checked}) < len(checked):
+            raise InvalidRequest("A rollout can be advanced once in a request.")
+        together = self._opened().environment if checked else None
+        alone = together is None or not grouped(together)
+        turns, ended = [], []
+        for handle, text, truncated, tokens in checked:
+            rollout = self._rollouts[handle]
+            turn = rollout.advance(text, truncated, tokens=tokens, alone=alone)
+            turns.append(turn)
+            if turn.done:
+                del self._rollouts[handle]
+                ended.append((handle, rollout))
+        outcomes = {} if alone else self._together.done(ended)
+        by_handle = dict(ended)
+        self._unsettled.update((one, rollout) for one, rollout in ended if not alone and one not in outcomes)
+        scored = [
+            _scored(turn.outcome if alone else outcomes.get(move[0]), by_handle.get(move[0]))
+            for turn, move in zip(turns, checked, strict=True)
+        ]
+        return rewarded(
+            scored,
+            lambda found: [
+                {"messages": turn.messages, "done": turn.done, "outcome": _outcome(outcome)}
+                for turn, outcome in zip(turns, found, strict=True)
+            ],
+        )
+
+    def _settle(self, rollouts: list[int]) -> Any:
+        """Outcomes of rollouts that were done without one, scored with the others of their groups that are done; None
+        for those that are not there."""
+        outcomes = self._together.settle(rollouts)
+        scored = [_scored(outcomes.get(handle), self._unsettled.pop(handle, None)) for handle in rollouts]
+        return rewarded(scored, lambda found: [_outcome(outcome) for outcome in found])
+
+    def _move(self, move: Any) -> tuple[int, str, bool, list[int]]:
+        if not isinstance(move, list) or not 2 <= len(move) <= 4 or not isinstance(move[1], str):
+            raise InvalidRequest(f"A move is [rollout, text, truncated, tokens], not {move!r:.80}.")
+        if move[0] not in self._rollouts:
+            raise InvalidRequest(f"There is no rollout {move[0]!r}: it ended, was discarded, or never began.")
+        return move[0], move[1], len(move) > 2 and bool(move[2]), move[3] if len(move) > 3 else []
+
+    def _discard(self, rollouts: list[int]) -> int:
+        for one in rollouts:
+            self._unsettled.pop(one, None)
+        return sum((self._rollouts.pop(one, None) is not None) | self._together.discard(one) for one in rollouts)
+
+    def _solve(self, asked: list[Any]) -> list[str | None]:
+        """The environment's own next answer for each [rollout, variant]."""
+        for one in asked:
+            if not isinstance(one, list) or len(one) != 2 or one[0] not in self._rollouts or type(one[1]) is not int:
+                raise InvalidRequest(f"{one!r:.80} is no [rollout, variant] of a rollout that goes on.")
+        return [self._rollouts[handle].solve(variant) for handle, variant in asked]
+
+    def _score(self, split: str, index: int, answer: str, variant: str = "") -> Any:
+        opened = self._opened(variant)
+        environment, task = opened.environment, opened.splits.get(split, index)[0]
+        if isinstance(environment, OwnLoop):
+            return self._scripted(opened, task, answer)
+        rollout = Rollout(environment, task, self.near)
+        rollout.rewarding = opened.rewarding
+        rollout.begin()
+        outcome = rollout.advance(answer, only=True).outcome
+        return rewarded([_scored(outcome, rollout)], lambda found: _outcome(found[0]))
+
+    async def _scripted(self, opened: _Opened, task: Task, answer: str) -> dict[str, Any] | None:
+        with scripted(answer) as session:
+            answered = await self._played(opened, task, [session], 0)
+        return answered["outcomes"][0]
+
+    def _opened(self, variant: str = "") -> _Opened:
+        if not self._variants:
+            raise InvalidRequest("No environment is open: send `open` first.")
+        if variant not in self._variants:
+            raise InvalidRequest(f"There is no variant {variant!r}: `vary` opens it.")
+        return self._variants[variant]
+
+
+def _scored(outcome: Outcome | None, rollout: Rollout | None) -> Scored:
+    """A rollout's outcome, with what reward functions need."""
+    if outcome is None or rollout is None:
+        return outcome, None, dict
+    return outcome, rollout.rewarding, rollout.seen
+
+
+def _card(loaded: Loaded, knobs: Any, rewarding: Rewarding | None = None) -> dict[str, Any]:
+    environment = loaded.environment
+    parts = environment.parts if rewarding is None else rewarding.parts
+    return {
+        "name": loaded.name,
+        "description": first_line(environment.__doc__),
+        "max_turns": environment.max_turns,
+        "knobs": describe_knobs(environment.Knobs, knobs),
+        "parts": {name: dataclasses.asdict(part) for name, part in parts.items()},
+        "max_reward": Scoring(parts).max_reward,
+        "tags": list(environment.tags),
+        "own_loop": isinstance(environment, OwnLoop),
+        "guessed_reference": bool(environment.guessed_reference),
+        "versions": loaded.versions,
+    }
+
+
+def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
+    return None if outcome is None else dataclasses.asdict(outcome)
+
+
+def _plain(value: Any) -> Any:
+    """A reference as JSON can say it; its text where it cannot."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+    return value

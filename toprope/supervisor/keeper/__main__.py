@@ -1,0 +1,5 @@
+import sys
+
+from toprope.supervisor.keeper.program import main
+
+sys.exit(main())

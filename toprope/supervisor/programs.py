@@ -1,0 +1,65 @@
+"""Which programs a run of each kind consists of, in the order in which they are started: all at once.
+
+The supervisor knows the programs of `toprope.training` and `toprope.sweeps` by their module names only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from toprope.records.run.specification import Specification
+
+__all__ = ["LETS_GO", "PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "spare_of"]
+
+PLOT = "plot"
+"""Not a member of the crew: the program that draws at the end."""
+
+PROGRAMS: Mapping[str, str] = {
+    "policy": "toprope.training.policy",
+    "api": "toprope.training.api",
+    "inference": "toprope.training.inference",
+    "trainer": "toprope.training.trainer",
+    "environment": "toprope.training.driver",
+    "conductor": "toprope.sweeps.conductor",
+    PLOT: "toprope.analysis.plots",
+}
+
+_MEMBERS: Mapping[str, tuple[str, ...]] = {
+    "train": ("policy", "trainer", "inference", "environment", "api"),
+    "sft": ("policy", "trainer", "inference", "environment"),
+    "test": ("policy", "inference", "environment"),
+    "ask": ("policy", "inference", "environment"),
+    "sweep": ("conductor",),
+}
+"""The slowest to start come first: it matters by milliseconds on a busy machine."""
+
+LETS_GO = frozenset({"conductor"})
+"""Members that start runs: the keepers of those are to outlive them, so nothing holds what they detach. They start no
+code of users except in a worker, which has a guard of its own."""
+
+Programs = Mapping[str, Sequence[str]]
+"""Component -> argv, in place of the programs above."""
+
+
+def command_of(component: str, programs: Programs | None = None) -> list[str]:
+    """The argv that starts a component."""
+    if programs and component in programs:
+        return list(programs[component])
+    return [sys.executable, "-P", "-m", PROGRAMS[component]]
+
+
+def members_of(specification: Specification) -> tuple[str, ...]:
+    """Who belongs to a run's crew. A test of models at endpoints alone needs no policy here."""
+    models = specification.test.models if specification.test else []
+    if models and all(model.endpoint is not None for model in models):
+        return ("environment",)
+    return _MEMBERS[specification.kind]
+
+
+def spare_of(specification: Specification) -> frozenset[str]:
+    """Members that may fail without ending the run: those of the policy, where models at endpoints are tested too."""
+    models = specification.test.models if specification.test else []
+    if any(model.endpoint is not None for model in models):
+        return frozenset({"policy", "inference"})
+    return frozenset()

@@ -1,0 +1,46 @@
+"""Why a run cannot be started, resumed or read now, said in full."""
+
+from __future__ import annotations
+
+from toprope.errors import NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.status import Status
+
+__all__ = ["lives", "not_written", "unreadable"]
+
+
+def not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
+    """There is no room, or no right to write."""
+    return NotPossibleNow(
+        f"The run {folder.run_id!r} could not be written below {folder.path.parent}: {error.strerror or error}.",
+        hint="Nothing was started. `toprope doctor` shows the room on the disk, `toprope prune` removes old runs.",
+    )
+
+
+def lives(status: Status) -> NotPossibleNow:
+    """It has its keeper, or its processes are still ending."""
+    if status.ended:
+        return NotPossibleNow(
+            f"{status.run_id} is {status.state}, but its processes are still ending; it was not resumed.",
+            hint="Call again in a few seconds.",
+        )
+    return NotPossibleNow(
+        f"{status.run_id} is {status.state} under its keeper (attempt {status.attempt}): there is nothing to resume.",
+        hint=f'check_status(run_ids=["{status.run_id}"], wait_s=45) follows it; stop_training stops it.',
+    )
+
+
+def unreadable(folder: RunFolder, error: Exception) -> Status:
+    """What a list shows of a run whose status cannot be read."""
+    at = folder.path.stat().st_mtime
+    return Status(
+        run_id=folder.run_id,
+        kind="",
+        environment="",
+        state="lost",
+        reason=f"Its status cannot be read: {error}",
+        created_at=at,
+        since=at,
+        updated_at=at,
+        ended_at=at,
+    )

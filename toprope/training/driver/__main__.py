@@ -1,0 +1,5 @@
+import sys
+
+from toprope.training.driver.program import main
+
+sys.exit(main())

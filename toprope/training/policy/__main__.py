@@ -1,0 +1,5 @@
+import sys
+
+from toprope.training.policy.loading import main
+
+sys.exit(main())

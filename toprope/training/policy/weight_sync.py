@@ -1,0 +1,152 @@
+"""How the trainer's weights reach inference on one machine: a mapped file with two slots and a version.
+
+The trainer writes a version into the slot that nobody reads, then moves the version number; inference looks at the
+number between decode batches, which costs nothing, and copies the slot when it moved. No message, no pause, no torn
+read: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
+
+`weights.json` beside the file names the tensors; only what is trained travels, so for LoRA only the adapters do.
+An engine that lives elsewhere (vLLM, a cluster) gets its own, with `version` and `publish()` as here.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toprope.records.run.folder import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WeightFile", "WeightReader"]
+
+_HEADER = struct.Struct("<qq")
+"""The version at which the file began, and the newest one in it: equal until something was published."""
+_ALIGN = 64
+
+
+class WeightFile:
+    """The trainer's side. `parameters` maps names to the live tensors; shapes and dtypes do not change.
+
+    Args:
+        folder: Where the two files lie; a file of an earlier trainer is replaced, not overwritten: inference may be
+            reading it.
+        parameters: What is published.
+        version: The version that inference holds already: 0, or a checkpoint's.
+    """
+
+    def __init__(self, folder: Path, parameters: dict[str, torch.Tensor], version: int = 0) -> None:
+        import torch
+
+        self.version = version
+        layout, offset = [], 0
+        for name, tensor in parameters.items():
+            size = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            layout.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset})
+            offset += -(-size // _ALIGN) * _ALIGN
+        path, aside = folder / "weights.bin", folder / ".weights.bin"
+        aside.unlink(missing_ok=True)
+        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            size = _ALIGN + 2 * max(offset, _ALIGN)
+            if hasattr(os, "posix_fallocate"):
+                # Writing to a mapped file that finds no room on the disk would kill the trainer.
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self._slots = [_views(self._map, layout, _ALIGN + slot * offset) for slot in (0, 1)]
+        self._parameters = [(name, tensor.detach()) for name, tensor in parameters.items()]
+        self._no_grad = torch.no_grad
+        _HEADER.pack_into(self._map, 0, version, version)
+        self._began_at = version
+        # A reader looks at the file first: when it finds a new one, the layout must be that one's.
+        write_json(folder / "weights.json", {"version": 1, "slot_bytes": offset, "tensors": layout})
+        os.replace(aside, path)
+
+    def publish(self) -> int:
+        """Copies every parameter into the free slot, then moves the version number."""
+        version = self.version + 1
+        slot = self._slots[version % 2]
+        with self._no_grad():
+            for name, tensor in self._parameters:
+                slot[name].copy_(tensor)
+        _HEADER.pack_into(self._map, 0, self._began_at, version)
+        self.version = version
+        return version
+
+
+class WeightReader:
+    """The side of inference. Until the trainer has made the file, `refresh` finds nothing and version stays 0."""
+
+    def __init__(self, folder: Path, parameters: dict[str, torch.Tensor]) -> None:
+        self.version = 0
+        self._folder = folder
+        self._parameters = parameters
+        self._map: mmap.mmap | None = None
+        self._file = self._seen = 0
+        self._slots: list[dict[str, torch.Tensor]] = []
+
+    def refresh(self) -> int:
+        """Copies newer weights into the parameters, if there are any, and returns the version that they hold now.
+
+        Raises:
+            KeyError: The trainer publishes a parameter that this model does not have.
+        """
+        import torch
+
+        if not self._open():
+            return self.version
+        assert self._map is not None
+        # A trainer that started anew may go on from an earlier version: what it publishes counts, not the number.
+        while (version := _HEADER.unpack_from(self._map, 0)[1]) != self._seen:
+            with torch.no_grad():
+                for name, tensor in self._slots[version % 2].items():
+                    self._parameters[name].copy_(tensor)
+            # From the next version on the slot may have been rewritten while it was read. Then the loop goes on, with
+            # the other slot: it ends only where the number has not moved, and the slot was left alone.
+            self.version = self._seen = version
+        return self.version
+
+    def _open(self) -> bool:
+        """Maps the trainer's file, anew if a later trainer has put another in its place; False where there is none."""
+        path = self._folder / "weights.bin"
+        try:
+            if os.stat(path).st_ino == self._file:
+                return True
+            descriptor = os.open(path, os.O_RDWR)
+            layout = json.loads((self._folder / "weights.json").read_bytes())
+        except FileNotFoundError:
+            return self._map is not None
+        try:
+            self._file = os.fstat(descriptor).st_ino
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self._seen = _HEADER.unpack_from(self._map, 0)[0]
+        tensors, slot_bytes = layout["tensors"], layout["slot_bytes"]
+        if missing := [entry["name"] for entry in tensors if entry["name"] not in self._parameters]:
+            raise KeyError(f"the trainer publishes parameters that inference does not have: {missing[:3]}")
+        self._slots = [_views(self._map, tensors, _ALIGN + slot * slot_bytes) for slot in (0, 1)]
+        return True
+
+
+def _views(buffer: mmap.mmap, layout: list[dict], base: int) -> dict[str, torch.Tensor]:
+    import torch
+
+    views = {}
+    for entry in layout:
+        dtype = getattr(torch, entry["dtype"])
+        count = 1
+        for side in entry["shape"]:
+            count *= side
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=base + entry["offset"])
+        views[entry["name"]] = flat.view(entry["shape"])
+    return views

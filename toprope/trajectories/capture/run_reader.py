@@ -1,0 +1,213 @@
+"""Every rollout of a run as an item, read from its journal one group at a time.
+
+Demonstrations of a run of kind `sft` are rollouts of its teacher and come as well. What is held out is sealed: no
+journal has it, and a group whose task the run's own evaluations held out (an outside environment may post what it
+likes) is left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from toprope.errors import Corrupt, NotFound
+from toprope.records.journal.frames import GROUP, scan
+from toprope.records.journal.groups import MASKED, Outcome
+from toprope.records.journal.traces import read_traces
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.specification import Specification
+from toprope.trajectories.capture.texts import Reader, kept_words, reader_of
+from toprope.trajectories.items import SEALED, TrajectoryItem
+
+__all__ = ["Captured", "RunReader", "read_run"]
+
+_EVALUATIONS = ("before", "after")
+
+
+class _Body(msgspec.Struct):
+    """What an item needs of a group."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[Any] | None = None
+    environment: str | None = None
+    task_id: str | None = None
+    rollouts: list[int] | None = None
+    outcomes: list[Outcome] | None = None
+    versions: list[list[tuple[int, int]]] | None = None
+    prompt: str | None = None
+    answers: list[str] | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+@dataclass
+class Captured:
+    """What was passed over, and why; and how many items came by each source of their words."""
+
+    items: int = 0
+    unreadable: int = 0
+    """Groups that are no groups, or are damaged."""
+    sealed: int = 0
+    """Items of held-out tasks, which nobody gets."""
+    removed: bool = False
+    """Whether older groups had been removed (logging.keep_rollouts false)."""
+    texts: dict[str, int] = field(default_factory=dict)
+
+
+class RunReader:
+    """The items of one run.
+
+    Args:
+        folder: The run's.
+        words: Whether words are wanted; without, state and action are empty and reading is quick.
+    """
+
+    def __init__(self, folder: RunFolder, *, words: bool = True) -> None:
+        self.folder, self._wanted = folder, words
+        self.specification = Specification.read(folder)
+        self.captured = Captured()
+        self._reader: Reader | None = reader_of(folder) if words else None
+        self._sealed = _heldout_tasks(folder)
+
+    def __iter__(self) -> Iterator[TrajectoryItem]:
+        yield from self._of_journal()
+        yield from self._of_teacher()
+
+    def _of_journal(self) -> Iterator[TrajectoryItem]:
+        segments = sorted(
+            (path for path in self.folder.journal.glob("*.journal") if path.stem.isdecimal()),
+            key=lambda path: int(path.stem),
+        )
+        self.captured.removed = bool(segments) and int(segments[0].stem) > 1
+        for path in segments:
+            damage: list[str] = []
+            try:
+                with path.open("rb") as file:
+                    for frame in scan(path, damage):
+                        if frame.kind == GROUP:
+                            file.seek(frame.body_at)
+                            yield from self._of_group(frame.seq, file.read(frame.body_length))
+            except FileNotFoundError:  # a checkpoint has passed its groups meanwhile, and they are not kept
+                self.captured.removed = True
+            self.captured.unreadable += len(damage)
+
+    def _of_group(self, seq: int, raw: bytes) -> Iterator[TrajectoryItem]:
+        try:
+            body = _decode(raw)
+            outcomes = body.outcomes or [Outcome(score, success=score >= 1) for score in body.scores]
+            rows: list[list[int]] = [[] for _ in outcomes]
+            for row in range(len(body.tokens)):
+                rows[row if body.rollouts is None else body.rollouts[row]].append(row)
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+            self.captured.unreadable += 1
+            return
+        if body.task_id is not None and body.task_id in self._sealed:
+            self.captured.sealed += len(outcomes)
+            return
+        for place, outcome in enumerate(outcomes):
+            yield self._item(seq, body, place, outcome, rows[place])
+
+    def _item(self, seq: int, body: _Body, place: int, outcome: Outcome, rows: list[int]) -> TrajectoryItem:
+        sampled, oldest = 0, None
+        for row in rows:
+            sampled += sum(one != MASKED for one in body.masks[row]) if self._wanted else 0
+            if body.versions is not None and row < len(body.versions):
+                for version, _ in body.versions[row]:
+                    oldest = version if oldest is None or version < oldest else oldest
+        words = self._words(body, place, rows)
+        self.captured.items += 1
+        self.captured.texts[words.source] = self.captured.texts.get(words.source, 0) + 1
+        return TrajectoryItem(
+            words.state,
+            words.action,
+            outcome.reward,
+            {
+                "run": self.folder.run_id,
+                "environment": body.environment or self.specification.environment.name,
+                "task": body.task_id or "",
+                "group": seq,
+                "rollout": place,
+                "version": oldest,
+                "split": "train",
+                "success": outcome.success,
+                "turns": outcome.turns,
+                "truncated": outcome.truncated,
+                "error": outcome.error,
+                "parts": outcome.parts,
+                "tokens": sampled,
+                "text": words.source,
+            },
+        )
+
+    def _words(self, body: _Body, place: int, rows: list[int]) -> Any:
+        if not self._wanted:
+            return kept_words(None, None)
+        posted = body.messages
+        if posted and rows and rows[-1] < len(posted):
+            words = kept_words(None, None, posted[rows[-1]])
+            if words.source == "messages":
+                return words
+        kept = kept_words(body.prompt, body.answers[place] if body.answers and place < len(body.answers) else None)
+        if self._reader is None or not rows:
+            return kept
+        decoded = self._reader.words([(body.tokens[row], body.masks[row]) for row in rows], MASKED, body.prompt)
+        # What was kept whole is words alone; what is only rendered has the template's marks in it.
+        return kept if decoded.source == "rendered" and kept.source == "kept" else decoded
+
+    def _of_teacher(self) -> Iterator[TrajectoryItem]:
+        if self.specification.kind != "sft":
+            return
+        for number, trace in enumerate(read_traces(self.folder.path / "traces.jsonl")):
+            if trace.task_id in self._sealed:
+                self.captured.sealed += 1
+                continue
+            first = next((at for at, one in enumerate(trace.messages) if one.get("role") == "assistant"), 0)
+            self.captured.items += 1
+            self.captured.texts["messages"] = self.captured.texts.get("messages", 0) + 1
+            yield TrajectoryItem(
+                trace.messages[:first],
+                trace.messages[first:],
+                trace.reward,
+                {
+                    "run": self.folder.run_id,
+                    "environment": self.specification.environment.name,
+                    "task": trace.task_id,
+                    "group": number + 1,
+                    "rollout": trace.variant,
+                    "version": None,
+                    "split": "train",
+                    "success": True,
+                    "turns": trace.turns,
+                    "truncated": False,
+                    "error": None,
+                    "parts": trace.parts,
+                    "tokens": 0,
+                    "text": "messages",
+                    "teacher": trace.teacher,
+                },
+            )
+
+
+def read_run(folder: RunFolder) -> Iterator[TrajectoryItem]:
+    """The items of a run, oldest first. Raises as `Specification.read`."""
+    return iter(RunReader(folder))
+
+
+def _heldout_tasks(folder: RunFolder) -> frozenset[str]:
+    """Ids of the tasks that the run's evaluations held out."""
+    found: set[str] = set()
+    for label in _EVALUATIONS:
+        try:
+            evaluation = read_json(folder.evaluation(label))
+            for measured in evaluation.values():
+                if isinstance(measured, dict) and measured.get("split", SEALED) == SEALED:
+                    found.update(measured.get("by_task", {}).get("tasks", ()))
+        except (NotFound, Corrupt, AttributeError, TypeError):
+            continue
+    return frozenset(found)

@@ -1,0 +1,173 @@
+"""What is captured, and in what form: strategies, one's own beside ours.
+
+    class OnlySolved(TrajectoryStrategy):
+        def should_capture(self, item): return item.success
+        def process(self, item): return item
+
+In a program of one's own a strategy is an object like that. What a user's file holds is run in a worker and never here:
+there a strategy gets and gives items as plain JSON objects (`state`, `action`, `reward`, `metadata`), either method may
+be left out, may be async, and `process` may return None to drop an item.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.worker.client import Link, worker_environment
+from toprope.trajectories.items import TrajectoryItem, item_from
+
+__all__ = ["OwnCode", "TrajectoryStrategy", "WorkerObject", "WorkerStrategy", "batched", "worker"]
+
+_LOAD_S = 120.0
+_CALL_S = 120.0
+BATCH = 256
+"""Items that cross to a worker in one call."""
+
+
+class TrajectoryStrategy:
+    """Decides what is captured; this one keeps everything as it is."""
+
+    def should_capture(self, item: TrajectoryItem) -> bool:
+        """Whether an item is captured at all."""
+        return True
+
+    def process(self, item: TrajectoryItem) -> TrajectoryItem | None:
+        """The item as it is to be kept; None drops it."""
+        return item
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A user's object: a file, what to take from it, and what to make it with."""
+
+    file: Path
+    attribute: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, written: str, near: Callable[[str], Path | None]) -> OwnCode:
+        """`file.py:Attribute`.
+
+        Args:
+            written: As a person or an agent wrote it.
+            near: Finds a file by its name in the folders that the owner allows; None where there is none.
+
+        Raises:
+            InvalidValue: It is not of that form, or there is no such file.
+        """
+        name, colon, attribute = written.rpartition(":")
+        if not colon or not name.endswith(".py") or not attribute.isidentifier():
+            raise InvalidValue(f"{written!r} is not of the form file.py:Attribute.", hint="For example best.py:Best.")
+        path = near(name)
+        if path is None:
+            raise InvalidValue(
+                f"There is no file {name} in the owner's folders for strategies and environments.",
+                hint="It belongs into strategies/ of the owner's configuration folder.",
+            )
+        return cls(path, attribute)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        with self.file.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@asynccontextmanager
+async def worker(stderr: Any = None) -> AsyncIterator[Link]:
+    """A worker for a user's objects; ended with all that it started."""
+    link = await Link.start(env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+class WorkerObject:
+    """A user's object in a worker."""
+
+    def __init__(self, link: Link, handle: int, methods: Sequence[str], code: OwnCode, call_s: float) -> None:
+        self._link, self._handle, self._call_s = link, handle, call_s
+        self.methods, self.code = frozenset(methods), code
+
+    @classmethod
+    async def make(cls, link: Link, code: OwnCode, *, call_s: float = _CALL_S) -> WorkerObject:
+        """Makes it.
+
+        Raises:
+            EnvironmentFailed: The file does not load, or takes other arguments.
+        """
+        try:
+            made = await link.call(
+                "make", timeout=_LOAD_S, file=str(code.file), attribute=code.attribute, arguments=code.arguments
+            )
+        except WorkerFailure as error:
+            raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Mend the file.") from None
+        return cls(link, made["handle"], made["methods"], code, call_s)
+
+    async def call(self, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Calls a method once for each list of arguments.
+
+        Raises:
+            EnvironmentFailed: It raised, hung, or answered what JSON cannot say.
+        """
+        try:
+            return await self._link.call(
+                "invoke", timeout=self._call_s, handle=self._handle, method=method, calls=[list(one) for one in calls]
+            )
+        except WorkerFailure as error:
+            raise EnvironmentFailed(
+                f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",
+                hint="Mend it; nothing was kept.",
+            ) from None
+
+
+class WorkerStrategy:
+    """A user's strategy in a worker, many items at a time."""
+
+    def __init__(self, made: WorkerObject) -> None:
+        if not made.methods & {"should_capture", "process"}:
+            raise InvalidValue(
+                f"{made.code.attribute} of {made.code.file.name} has neither should_capture nor process.",
+                hint="A strategy has one of them at least: should_capture(item) and process(item).",
+            )
+        self._made = made
+
+    async def apply(self, items: Sequence[TrajectoryItem]) -> list[TrajectoryItem]:
+        """What it captures of the items, as it processed them.
+
+        Raises:
+            EnvironmentFailed: It failed, or what it returned is no item.
+        """
+        kept = [msgspec.to_builtins(item) for item in items]
+        if "should_capture" in self._made.methods and kept:
+            answers = await self._made.call("should_capture", [[one] for one in kept])
+            kept = [one for one, captured in zip(kept, answers, strict=True) if captured]
+        if "process" in self._made.methods and kept:
+            kept = [one for one in await self._made.call("process", [[one] for one in kept]) if one is not None]
+        name = f"{self._made.code.attribute}.process"
+        try:
+            return [item_from(one, f"item {number} from {name}") for number, one in enumerate(kept)]
+        except InvalidValue as error:
+            raise EnvironmentFailed(error.message, hint=error.hint) from None
+
+
+def batched(items: Iterable[TrajectoryItem], size: int = BATCH) -> Iterable[list[TrajectoryItem]]:
+    """Items in lists of `size`, the last one shorter."""
+    batch: list[TrajectoryItem] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

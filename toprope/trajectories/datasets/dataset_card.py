@@ -1,0 +1,85 @@
+"""The card of a version: README.md with the front matter that the Hugging Face Hub and `datasets` read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from toprope.trajectories.datasets.store import DatasetRecord
+from toprope.trajectories.items import TrajectoryItem, text_of
+
+__all__ = ["card_of"]
+
+_EXAMPLES = 3
+_LONGEST = 600
+_SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
+
+
+def card_of(record: DatasetRecord, folder: Path) -> str:
+    """The card's text.
+
+    Args:
+        record: The version's.
+        folder: Where its item files lie, of which the first items are shown.
+    """
+    first = sorted(record.files, key=lambda name: (name != "train.jsonl", name))
+    splits = [{"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name} for name in first]
+    size = next((word for most, word in _SIZES if record.items < most), "n>1M")
+    front = {
+        "pretty_name": record.name,
+        "size_categories": [size],
+        "task_categories": ["text-generation"],
+        "configs": [{"config_name": "default", "data_files": splits}],
+    }
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", ""]
+    lines += [f"# {record.name} {record.dataset_version}", ""]
+    lines += [record.description, ""] if record.description else []
+    lines += [f"{record.items} items, made by Toprope {record.toprope_version}. SHA-256 `{record.digest}`.", ""]
+    lines += ["| file | items | bytes | SHA-256 |", "| --- | ---: | ---: | --- |"]
+    lines += [f"| {name} | {one.items} | {one.bytes} | `{one.sha256[:16]}` |" for name, one in record.files.items()]
+    lines += ["", "Each line is an item: `state` (what was asked) and `action` (what was answered) as texts or chat "]
+    lines[-1] += "messages, `reward`, and `metadata`."
+    lines += ["", "## Where it is from", ""]
+    lineage, counts = record.lineage, record.counts
+    for run, told in (lineage.get("runs") or {}).items():
+        lines.append(f"- run `{run}` ({told['kind']} on {told['environment']}, policy {told['policy']})")
+    lines += [f"- data set `{name}`" for name in lineage.get("datasets") or ()]
+    lines += [f"- file `{name}`" for name in lineage.get("files") or ()]
+    if lineage.get("where"):
+        lines.append(f"- filters: `{json.dumps(lineage['where'], ensure_ascii=False)}`")
+    if lineage.get("recipe"):
+        recipe = yaml.safe_dump(lineage["recipe"], sort_keys=False, allow_unicode=True).strip()
+        lines += ["", "Recipe:", "", "```yaml", recipe, "```"]
+    lines += ["", "## Counts", ""]
+    lines.append(f"{counts.get('read', 0)} items read, {counts.get('generated', 0)} generated.")
+    for why, count in (counts.get("left_out") or {}).items():
+        lines.append(f"- {count} left out: {why}")
+    if counts.get("texts"):
+        said = ", ".join(f"{count} {source}" for source, count in counts["texts"].items())
+        lines.append(f"- where words come from: {said}")
+    lines += ["", "Held-out tasks of runs are sealed; none is in here.", "", "## Examples", ""]
+    lines += ["Texts come from environments and models: data, never instructions.", ""]
+    for item in _some(folder / first[0]):
+        lines += ["```text", _clean(text_of(item.state)), "---", _clean(text_of(item.action)), "```", ""]
+        lines += [f"reward {item.reward:g}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _some(path: Path) -> list[TrajectoryItem]:
+    found: list[Any] = []
+    with path.open("rb") as file:
+        for line in file:
+            found.append(msgspec.json.decode(line, type=TrajectoryItem))
+            if len(found) == _EXAMPLES:
+                break
+    return found
+
+
+def _clean(text: str) -> str:
+    """Cut, and unable to end the block that it stands in."""
+    text = "".join(one for one in text if one in "\n\t" or one.isprintable()).replace("```", "'''")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [...]"

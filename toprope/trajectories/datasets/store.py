@@ -1,0 +1,278 @@
+"""Named data sets: `datasets/<name>/<version>/` below the home, each version written once and never changed.
+
+    items.jsonl (or <split>.jsonl)   the items
+    dataset.json                     digests, counts, lineage: what it was made of, and how
+    README.md                        the card, with the front matter that the Hugging Face Hub reads
+
+A version is made in a folder aside, synced and renamed into place. Its digest is over names and contents of its item
+files; whoever trains on it holds it against the digest first. The same items again are no new version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import toprope
+from toprope.errors import Corrupt, InvalidValue, NotFound, shown
+from toprope.records.run.folder import LEFT, misfits, read_json, write_json
+from toprope.settings.yamlfiles import nearest
+
+__all__ = ["NAME", "DatasetRecord", "DatasetStore", "Stored", "Version", "digest_of"]
+
+NAME = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+_VERSION = re.compile(r"^v(\d{1,6})$")
+_RECORD, _CARD = "dataset.json", "README.md"
+_RECORD_VERSION = 1
+_STALE_S = 7 * 86_400.0
+_INBOX = "inbox.jsonl"
+
+
+class Stored(BaseModel):
+    """One file of a version."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    items: int
+    bytes: int
+    sha256: str
+
+
+class DatasetRecord(BaseModel):
+    """dataset.json of a version."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: int = _RECORD_VERSION
+    name: str
+    dataset_version: str
+    made_at: float
+    toprope_version: str = toprope.__version__
+    description: str = ""
+    digest: str
+    """Over all files: names and contents."""
+    items: int
+    files: dict[str, Stored]
+    """By name."""
+    lineage: dict[str, Any] = {}
+    """`runs` with what was read of each, `where`, `strategy` with its digest, `recipe`, `sources`."""
+    counts: dict[str, Any] = {}
+    """What was read, generated, kept, and left out by reason."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version on disk."""
+
+    path: Path
+    record: DatasetRecord
+
+    @property
+    def name(self) -> str:
+        """`name@v2`."""
+        return f"{self.record.name}@{self.record.dataset_version}"
+
+    @property
+    def card(self) -> Path:
+        return self.path / _CARD
+
+    @property
+    def files(self) -> list[Path]:
+        """The item files, `items.jsonl` or one a split, `train.jsonl` first."""
+        return [self.path / name for name in sorted(self.record.files, key=lambda name: (name != "train.jsonl", name))]
+
+    def training_file(self) -> Path:
+        """What is trained on: the split `train`, where there are splits."""
+        return self.files[0]
+
+    def require_sound(self) -> None:
+        """Passes where every file is what was written.
+
+        Raises:
+            Corrupt: One is not.
+        """
+        for path in self.files:
+            known = self.record.files[path.name]
+            try:
+                found = digest_of(path)
+            except OSError as error:
+                raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+            if found != known.sha256:
+                raise Corrupt(
+                    f"{path} is not what was written as {self.name}: its SHA-256 differs.",
+                    hint="A version never changes. Build a new one.",
+                )
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class DatasetStore:
+    """The data sets below a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Those that have a version, or items posted from outside."""
+        if not self.path.is_dir():
+            return []
+        found = [one.name for one in self.path.iterdir() if NAME.fullmatch(one.name) and one.is_dir()]
+        return sorted(name for name in found if self.versions(name) or self.inbox(name).is_file())
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a data set, the oldest first."""
+        folder = self.path / name
+        if not NAME.fullmatch(name) or not folder.is_dir():
+            return []
+        found = [one.name for one in folder.iterdir() if _VERSION.fullmatch(one.name) and (one / _RECORD).is_file()]
+        return sorted(found, key=lambda version: int(version[1:]))
+
+    def inbox(self, name: str) -> Path:
+        """Where items that were posted from outside wait to become a version."""
+        return self.path / name / _INBOX
+
+    def find(self, name: str) -> Version:
+        """A version by `name@v2`, `name@2`, or `name` for the newest.
+
+        Raises:
+            NotFound: There is none; the message names the nearest.
+            Corrupt: Its record cannot be read.
+        """
+        base, _, asked = name.strip().partition("@")
+        versions = self.versions(base)
+        if not versions:
+            known = [one for one in self.names() if self.versions(one)]
+            hint = nearest(base, known) if known else "build_dataset makes one."
+            raise NotFound(f"There is no data set {shown(base)}.", hint=hint)
+        version = versions[-1] if not asked else asked if asked.startswith("v") else f"v{asked}"
+        if version not in versions:
+            raise NotFound(f"{base} has no version {shown(asked)}.", hint=f"Versions: {', '.join(versions)}.")
+        return self._read(self.path / base / version)
+
+    def _read(self, path: Path) -> Version:
+        try:
+            return Version(path, DatasetRecord.model_validate(read_json(path / _RECORD, _RECORD_VERSION)))
+        except ValidationError as error:
+            raise Corrupt(f"{path / _RECORD} is no record of a data set: {misfits(error)}.", hint=LEFT) from None
+
+    @contextmanager
+    def making(self, name: str) -> Iterator[Path]:
+        """An empty folder to write item files into, which `keep` makes a version of; gone afterwards otherwise.
+
+        Raises:
+            InvalidValue: The name is none.
+        """
+        check_name(name)
+        folder = self.path / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in folder.glob(".making-*"):  # of processes that were killed long ago
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+        aside = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
+        try:
+            yield aside
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def keep(
+        self,
+        name: str,
+        aside: Path,
+        files: Mapping[str, int],
+        *,
+        lineage: Mapping[str, Any],
+        counts: Mapping[str, Any],
+        description: str = "",
+        card: Any = None,
+    ) -> tuple[Version, bool]:
+        """Makes what was written aside the next version.
+
+        Args:
+            name: The data set's.
+            aside: The folder that `making` gave.
+            files: Item files in it, with their items.
+            lineage: See DatasetRecord.
+            counts: See DatasetRecord.
+            description: What it is for, in words.
+            card: Writes the card: a function of the record.
+
+        Returns:
+            The version, and whether it is new: the newest may hold exactly this already.
+        """
+        stored = {
+            one: Stored(items=items, bytes=(aside / one).stat().st_size, sha256=digest_of(aside / one))
+            for one, items in files.items()
+        }
+        whole = hashlib.sha256("".join(f"{one}\0{stored[one].sha256}\n" for one in sorted(stored)).encode()).hexdigest()
+        versions = self.versions(name)
+        if versions:
+            newest = self._read(self.path / name / versions[-1])
+            if newest.record.digest == whole:
+                return newest, False
+        number = int(versions[-1][1:]) + 1 if versions else 1
+        while True:
+            record = DatasetRecord(
+                name=name,
+                dataset_version=f"v{number}",
+                made_at=time.time(),
+                description=description,
+                digest=whole,
+                items=sum(files.values()),
+                files=stored,
+                lineage=json.loads(json.dumps(dict(lineage), default=str)),
+                counts=dict(counts),
+            )
+            write_json(aside / _RECORD, record.model_dump(mode="json"))
+            (aside / _CARD).write_text(card(record) if card is not None else f"# {name}\n", encoding="utf-8")
+            for file in aside.iterdir():
+                file.chmod(0o400)
+            _synced(aside)
+            target = self.path / name / f"v{number}"
+            try:
+                os.rename(aside, target)
+            except OSError:
+                if not target.exists():
+                    raise
+                number += 1  # somebody else was quicker; a folder that is not empty is never replaced
+                for file in aside.iterdir():
+                    file.chmod(0o600)
+                continue
+            _synced(target.parent)
+            return Version(target, record), True
+
+
+def check_name(name: str) -> None:
+    """Passes a name that a data set can have.
+
+    Raises:
+        InvalidValue: It is none.
+    """
+    if not NAME.fullmatch(name):
+        raise InvalidValue(
+            f"{shown(name)} is no name of a data set.",
+            hint="Lower-case letters, digits, '_', '.' and '-', at most 64, beginning with a letter or digit.",
+        )
+
+
+def _synced(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

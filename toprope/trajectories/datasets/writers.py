@@ -1,0 +1,301 @@
+"""Writes items as JSON, JSONL, CSV, Parquet or a Hugging Face `datasets` folder, a few thousand at a time.
+
+Files are written aside, synced and renamed into place, so a reader sees a whole export or none. JSON and JSONL hold
+items as they are. In tables `state` and `action` are lists of role and content (in CSV as JSON), what is known of an
+item has columns of its own, and what has none is JSON in `more`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from toprope.errors import DiskFull, InvalidValue
+from toprope.records.run.lines import NO_ROOM
+from toprope.trajectories.items import TrajectoryItem, as_messages
+
+__all__ = ["FORMATS", "ENDINGS", "Writer", "writing"]
+
+FORMATS = ("jsonl", "json", "csv", "parquet", "datasets")
+ENDINGS = {"jsonl": ".jsonl", "json": ".json", "csv": ".csv", "parquet": ".parquet", "datasets": ""}
+
+_ROWS = 2048
+"""Items in memory, and of a row group."""
+_SHARD_ROWS = 500_000
+_FLOOR = 64 << 20
+"""Bytes that a disk keeps: the export gives up before."""
+_LOOK_EVERY = 16
+_TEXTS = ("run", "environment", "task", "split", "error", "text", "teacher")
+_NUMBERS = ("group", "rollout", "version", "turns", "tokens")
+_FLAGS = ("success", "truncated")
+_COLUMNS = ("state", "action", "reward", *_TEXTS, *_NUMBERS, *_FLAGS, "parts", "more")
+_KNOWN = {*_TEXTS, *_NUMBERS, *_FLAGS, "parts"}
+_EXPORTED = re.compile(r"data-\d{5}\.arrow|cache-.*\.arrow|state\.json|dataset_info\.json")
+"""What is in a folder that an export made, and what the library `datasets` adds to it."""
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Writer(ABC):
+    """Takes items in lists. Made by `writing`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self.simplified = 0
+        """Items whose messages had more than role and content, which a table does not have."""
+        self._held: list[TrajectoryItem] = []
+        self._flushed = 0
+
+    def write(self, items: Sequence[TrajectoryItem]) -> None:
+        """Adds items.
+
+        Raises:
+            DiskFull: There is no room; what was written so far goes when the writer is left.
+        """
+        self._held.extend(items)
+        self.count += len(items)
+        while len(self._held) >= _ROWS:
+            chunk, self._held = self._held[:_ROWS], self._held[_ROWS:]
+            self._flush(chunk)
+
+    def finish(self) -> None:
+        """Writes what is left and closes."""
+        if self._held:
+            self._flush(self._held)
+            self._held = []
+        self._close()
+
+    def _flush(self, items: list[TrajectoryItem]) -> None:
+        if self._flushed % _LOOK_EVERY == 0 and shutil.disk_usage(self.path.parent).free < _FLOOR:
+            raise DiskFull(f"There is no room left for {self.path.parent}.", hint="Make room, or select fewer items.")
+        self._flushed += 1
+        self._put(items)
+
+    @abstractmethod
+    def _put(self, items: list[TrajectoryItem]) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+class _Lines(Writer):
+    """JSON lines, or one JSON array."""
+
+    def __init__(self, path: Path, array: bool) -> None:
+        super().__init__(path)
+        self._array, self._first = array, True
+        self._file: BinaryIO = path.open("wb")
+
+    def _put(self, items: list[TrajectoryItem]) -> None:
+        if not self._array:
+            self._file.write(b"".join(_encode(item) + b"\n" for item in items))
+            return
+        text = b",\n".join(_encode(item) for item in items)
+        self._file.write((b"[\n" if self._first else b",\n") + text)
+        self._first = False
+
+    def _close(self) -> None:
+        if self._array:
+            self._file.write(b"[]\n" if self._first else b"\n]\n")
+        _sync(self._file)
+
+
+class _Csv(Writer):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._text = path.open("w", encoding="utf-8", newline="", errors="surrogatepass")
+        self._rows = csv.writer(self._text, lineterminator="\n")
+        self._rows.writerow(_COLUMNS)
+
+    def _put(self, items: list[TrajectoryItem]) -> None:
+        for item in items:
+            row = _row(item, self)
+            for name in ("state", "action"):
+                row[name] = _encode(row[name]).decode()
+            self._rows.writerow([row[name] for name in _COLUMNS])
+
+    def _close(self) -> None:
+        self._text.flush()
+        os.fsync(self._text.fileno())
+        self._text.close()
+
+
+class _Parquet(Writer):
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet
+
+        super().__init__(path)
+        self._schema = _schema()
+        self._out = pyarrow.parquet.ParquetWriter(str(path), self._schema, compression="zstd")
+
+    def _put(self, items: list[TrajectoryItem]) -> None:
+        self._out.write_table(_table(items, self._schema, self))
+
+    def _close(self) -> None:
+        self._out.close()
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+class _Datasets(Writer):
+    """What `datasets.load_from_disk` reads: Arrow streams, `dataset_info.json`, `state.json`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        path.mkdir(mode=0o700)
+        self._schema = _schema()
+        self._shards: list[str] = []
+        self._out: Any = None
+        self._in_shard = 0
+
+    def _put(self, items: list[TrajectoryItem]) -> None:
+        import pyarrow
+
+        if self._out is None or self._in_shard >= _SHARD_ROWS:
+            self._end_shard()
+            name = f"data-{len(self._shards):05d}.arrow"
+            self._shards.append(name)
+            self._out = pyarrow.ipc.new_stream(str(self.path / name), self._schema)
+        self._out.write_table(_table(items, self._schema, self))
+        self._in_shard += len(items)
+
+    def _end_shard(self) -> None:
+        if self._out is not None:
+            self._out.close()
+        self._out, self._in_shard = None, 0
+
+    def _close(self) -> None:
+        if not self._shards:
+            self._put([])
+        self._end_shard()
+        state = {
+            "_data_files": [{"filename": name} for name in self._shards],
+            "_fingerprint": f"{self.count:016x}",
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        (self.path / "state.json").write_text(json.dumps(state, indent=2))
+        (self.path / "dataset_info.json").write_text("{}")
+        for file in self.path.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:
+    told = item.metadata
+    plain = True
+    row: dict[str, Any] = {"reward": item.reward}
+    for name, said, role in (("state", item.state, "user"), ("action", item.action, "assistant")):
+        messages = as_messages(said, role)
+        plain = plain and all(one.keys() <= {"role", "content"} and isinstance(one["content"], str) for one in messages)
+        row[name] = [
+            {"role": str(one.get("role", "")), "content": one["content"] if isinstance(one["content"], str) else
+             _encode(one["content"]).decode()}
+            for one in messages
+        ]  # fmt: skip
+    writer.simplified += not plain
+    for name in _TEXTS:
+        value = told.get(name)
+        row[name] = None if value is None else str(value)
+    for name in _NUMBERS:
+        value = told.get(name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+        row[name] = value if whole else None
+    for name in _FLAGS:
+        value = told.get(name)
+        row[name] = value if isinstance(value, bool) else None
+    row["parts"] = _encode(told["parts"]).decode() if told.get("parts") else None
+    odd = {name for name in (*_NUMBERS, *_FLAGS) if row[name] is None and told.get(name) is not None}  # from outside
+    more = {name: value for name, value in told.items() if name not in _KNOWN or name in odd}
+    row["more"] = _encode(more).decode() if more else None
+    return row
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    kinds: Mapping[str, Any] = {
+        "state": messages,
+        "action": messages,
+        "reward": pa.float64(),
+        **{name: pa.int64() for name in _NUMBERS},
+        **{name: pa.bool_() for name in _FLAGS},
+    }
+    return pa.schema([(name, kinds.get(name, pa.string())) for name in _COLUMNS])
+
+
+def _table(items: Sequence[TrajectoryItem], schema: Any, writer: Writer) -> Any:
+    import pyarrow
+
+    return pyarrow.Table.from_pylist([_row(item, writer) for item in items], schema=schema)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+@contextmanager
+def writing(path: Path, form: str) -> Iterator[Writer]:
+    """A writer to `path`, which is there as a whole when the block is left in order, and not at all when it is not.
+
+    Args:
+        path: A file, for `datasets` a folder. What lies there is replaced, if it is a file or an earlier export.
+        form: One of FORMATS.
+
+    Raises:
+        InvalidValue: There is no such format, or `path` is a folder with something else in it.
+        DiskFull: There is no room.
+    """
+    if form not in FORMATS:
+        raise InvalidValue(f"There is no format {form!r}.", hint=f"Formats: {', '.join(FORMATS)}.")
+    if path.is_dir() and not all(_EXPORTED.fullmatch(one.name) for one in path.iterdir()):
+        raise InvalidValue(
+            f"{path} is a folder with other things in it, which an export does not replace.",
+            hint="Name a new folder, or a file in it. Nothing was written.",
+        )
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        try:
+            target = aside / path.name
+            writer: Writer
+            if form in ("json", "jsonl"):
+                writer = _Lines(target, form == "json")
+            else:
+                writer = {"csv": _Csv, "parquet": _Parquet, "datasets": _Datasets}[form](target)
+            try:
+                yield writer
+                writer.finish()
+            except BaseException:
+                with suppress(Exception):  # what it wrote is thrown away; its files are to be closed all the same
+                    writer._close()
+                raise
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise DiskFull(f"There is no room left for {path.parent}.", hint="Make room.") from None
+            raise
+        if path.is_dir():
+            shutil.rmtree(path)
+        if target.is_file():
+            target.chmod(0o600)
+        os.replace(target, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

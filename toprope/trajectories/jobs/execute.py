@@ -1,0 +1,414 @@
+"""Does what an order asks: reads items lazily, has users' code judge them in a worker, and writes an export or a
+version of a data set."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.tested import ENDPOINT_KEY
+from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.worker.client import Link, worker_environment
+from toprope.settings.locks import hold_knobs
+from toprope.trajectories.capture.run_reader import RunReader
+from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
+from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, batched, worker
+from toprope.trajectories.datasets.dataset import read_items
+from toprope.trajectories.datasets.dataset_card import card_of
+from toprope.trajectories.datasets.store import DatasetStore, digest_of
+from toprope.trajectories.datasets.writers import ENDINGS, Writer, writing
+from toprope.trajectories.items import TrajectoryItem
+from toprope.trajectories.jobs.orders import Code, Order, Outcome
+from toprope.trajectories.synthesis.generators import Mutation, TemplateSynthesiser
+from toprope.trajectories.synthesis.model_steps import (
+    EnvironmentScorer,
+    EnvironmentTasks,
+    OwnFilter,
+    OwnGenerator,
+    OwnScorer,
+    TeacherAnswers,
+    TeacherQuestions,
+)
+from toprope.trajectories.synthesis.near_duplicates import split_dataset
+from toprope.trajectories.synthesis.pipeline import (
+    OtherPipeline,
+    PipelineStep,
+    SynthesisConfig,
+    SynthesisPipeline,
+    SynthesisResult,
+)
+from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
+
+__all__ = ["Work"]
+
+_TELL_EVERY_S = 0.5
+_OPEN_S = 120.0
+_SPLIT_THRESHOLD = 0.85
+
+
+class Work:
+    """One order.
+
+    Args:
+        order: What is asked.
+        folder: Where a state is kept, so that an interrupted build goes on.
+        tell: Told what is being done, and how many items were read and kept.
+    """
+
+    def __init__(self, order: Order, folder: Path, tell: Callable[[str, int, int], None]) -> None:
+        self._order, self._folder, self._tell = order, folder, tell
+        self._query = Query.of(order.where)
+        self._outcome = Outcome()
+        self._left_out: Counter[str] = Counter()
+        self._readers: list[RunReader] = []
+        self._digests: dict[str, str] = {}
+        self._links: dict[str, Link] = {}
+        self._told = 0.0
+
+    async def do(self) -> Outcome:
+        """Does it.
+
+        Raises:
+            TopropeError: It cannot be done; nothing is left of it but the state of a pipeline.
+        """
+        began = time.monotonic()
+        async with AsyncExitStack() as stack:
+            if self._order.kind == "export":
+                await self._export(stack)
+            else:
+                await self._build(stack, parse_recipe(self._order.recipe))
+        outcome = self._outcome
+        for reader in self._readers:
+            captured = reader.captured
+            for source, count in captured.texts.items():
+                outcome.texts[source] = outcome.texts.get(source, 0) + count
+            self._left_out["held out"] += captured.sealed
+            self._left_out["unreadable groups"] += captured.unreadable
+            if not captured.items:
+                kind = reader.specification.kind
+                outcome.warnings.append(f"{reader.folder.run_id}, a run of kind {kind}, has no rollouts to read.")
+            if captured.removed:
+                outcome.warnings.append(
+                    f"{reader.folder.run_id} has not kept all its rollouts (logging.keep_rollouts): older are gone."
+                )
+        outcome.left_out = {why: count for why, count in self._left_out.items() if count}
+        outcome.seconds = round(time.monotonic() - began, 2)
+        return outcome
+
+    # Reading
+
+    def _all(self, *, words: bool = True) -> Iterator[TrajectoryItem]:
+        for run in self._order.runs:
+            reader = RunReader(RunFolder(Path(run)), words=words)
+            if words:
+                self._readers.append(reader)
+            yield from reader
+        for path in self._files():
+            yield from read_items(path)
+
+    def _files(self) -> Iterator[Path]:
+        for version in self._order.versions:
+            path = Path(version)
+            found = DatasetStore(path.parent.parent).find(f"{path.parent.name}@{path.name}")
+            if found.name not in self._digests:
+                found.require_sound()
+                self._digests[found.name] = found.record.digest
+            yield from found.files
+        for file in self._order.files:
+            self._digests.setdefault(Path(file).name, digest_of(Path(file)))
+            yield Path(file)
+
+    def _selected(self) -> Iterator[TrajectoryItem]:
+        """What the filters let through. Which are a task's best is found without decoding any words."""
+        query, best = self._query, None
+        if query.per_task is not None:
+            plain = Query(**{**query.asked(), "per_task": None, "limit": None, "whole": None})
+            wordless = (item for item in self._all(words=False) if plain.matches(item))
+            best = best_of_tasks(wordless, query.per_task)
+        kept = 0
+        for item in self._all():
+            self._outcome.read += 1
+            if not query.matches(item):
+                self._left_out["filters"] += 1
+            elif best is not None and place_of(item) not in best:
+                self._left_out["not among the best of its task"] += 1
+            elif query.limit is not None and kept >= query.limit:
+                return
+            else:
+                kept += 1
+                yield item
+
+    async def _captured(self, stack: AsyncExitStack, code: Code | None) -> AsyncIterator[list[TrajectoryItem]]:
+        """Selected items in lists, as a user's strategy wants them."""
+        strategy = None
+        if code is not None:
+            strategy = WorkerStrategy(await self._own(stack, code))
+        for batch in batched(self._selected()):
+            kept = batch if strategy is None else await strategy.apply(batch)
+            self._left_out["strategy"] += len(batch) - len(kept)
+            self._say("reading", self._outcome.read, self._outcome.items)
+            yield kept
+
+    async def _own(self, stack: AsyncExitStack, code: Code) -> WorkerObject:
+        own = OwnCode(Path(code.file), code.attribute, code.arguments)
+        self._digests[own.file.name] = own.digest
+        link = await stack.enter_async_context(worker())
+        return await WorkerObject.make(link, own)
+
+    # Exporting
+
+    async def _export(self, stack: AsyncExitStack) -> None:
+        order, outcome = self._order, self._outcome
+        path = Path(order.target)
+        with writing(path, order.form) as writer:
+            async for batch in self._captured(stack, order.strategy):
+                self._require_room(writer.count + len(batch))
+                writer.write(batch)
+                outcome.items = writer.count
+        outcome.path, outcome.simplified = str(path), writer.simplified
+        outcome.bytes = _size(path)
+
+    def _require_room(self, items: int) -> None:
+        if items > self._order.most_items:
+            raise InvalidValue(
+                f"There are more than {self._order.most_items} items, the most that the owner allows at once.",
+                hint="Narrow the filters (where), or the owner raises data.max_items in settings.yaml.",
+            )
+
+    # Building
+
+    async def _build(self, stack: AsyncExitStack, recipe: Recipe) -> None:
+        store, name = DatasetStore(Path(self._order.store)), self._order.name
+        captured = self._captured(stack, self._order.strategy)
+        with store.making(name) as aside:
+            if recipe.in_memory:
+                files = await self._grown(stack, recipe, captured, aside)
+            else:
+                files = await self._streamed(captured, aside)
+            if not sum(files.values()):
+                raise InvalidValue(
+                    f"Nothing is left for {name}: {self._outcome.read} items were read, and "
+                    f"{_told(self._left_out) or 'none came of the recipe'}.",
+                    hint="Loosen where, min_score or dedup_threshold; no version was made.",
+                )
+            version, new = store.keep(
+                name,
+                aside,
+                files,
+                lineage=self._lineage(recipe),
+                counts={
+                    "read": self._outcome.read,
+                    "generated": self._outcome.generated,
+                    "left_out": {why: count for why, count in self._left_out.items() if count},
+                    "texts": _texts(self._readers),
+                },
+                description=recipe.description,
+                card=lambda record: card_of(record, aside),
+            )
+        outcome = self._outcome
+        outcome.path, outcome.version, outcome.new = str(version.path), version.name, new
+        outcome.items, outcome.bytes = version.record.items, sum(one.bytes for one in version.record.files.values())
+        outcome.splits = {Path(one).stem: stored.items for one, stored in version.record.files.items()}
+
+    async def _streamed(self, captured: AsyncIterator[list[TrajectoryItem]], aside: Path) -> dict[str, int]:
+        path = aside / f"items{ENDINGS['jsonl']}"
+        with writing(path, "jsonl") as writer:
+            async for batch in captured:
+                self._require_room(writer.count + len(batch))
+                writer.write(batch)
+                self._outcome.items = writer.count
+        return {path.name: writer.count}
+
+    async def _grown(
+        self, stack: AsyncExitStack, recipe: Recipe, captured: AsyncIterator[list[TrajectoryItem]], aside: Path
+    ) -> dict[str, int]:
+        seeds: list[TrajectoryItem] = []
+        async for batch in captured:
+            seeds += batch
+            self._require_room(len(seeds))
+        items = seeds
+        if recipe.steps or recipe.min_score is not None or recipe.dedup_threshold is not None:
+            items = (await self._synthesised(stack, recipe, seeds)).items
+        if not recipe.split:
+            splits = {"items": items}
+        else:
+            self._tell("splitting", self._outcome.read, len(items))
+            threshold = recipe.dedup_threshold or _SPLIT_THRESHOLD
+            splits = split_dataset(items, recipe.split, seed=recipe.seed, dedup_threshold=threshold)
+            self._warn_of_splits(splits, recipe)
+        files = {}
+        for split, held in splits.items():
+            if recipe.split:
+                for item in held:
+                    item.metadata = {**item.metadata, "split": split}
+            with writing(aside / f"{split}.jsonl", "jsonl") as writer:
+                _in_parts(writer, held)
+            files[f"{split}.jsonl"] = len(held)
+        return files
+
+    def _warn_of_splits(self, splits: dict[str, list[TrajectoryItem]], recipe: Recipe) -> None:
+        whole, ratios = sum(map(len, splits.values())), sum(recipe.split.values())
+        for split, held in splits.items():
+            wanted = whole * recipe.split[split] / ratios
+            if abs(len(held) - wanted) > max(2.0, 0.1 * wanted):
+                self._outcome.warnings.append(
+                    f"{split} has {len(held)} items instead of {wanted:.0f}: near duplicates stay together. A higher "
+                    "dedup_threshold tells more of them apart."
+                )
+
+    async def _synthesised(
+        self, stack: AsyncExitStack, recipe: Recipe, seeds: Sequence[TrajectoryItem]
+    ) -> SynthesisResult:
+        config = SynthesisConfig(
+            target_size=recipe.target_size or max(1, len(seeds)),
+            min_score=recipe.min_score,
+            dedup_threshold=recipe.dedup_threshold,
+            concurrency=recipe.concurrency,
+            retries=recipe.retries,
+            seed=recipe.seed,
+        )
+        self._require_room(config.target_size)
+
+        def progress(now: SynthesisResult) -> None:
+            self._outcome.items = len(now.items)
+            self._tell("making items", len(now.items), config.target_size)
+
+        steps = [await self._step(stack, number, plan) for number, plan in enumerate(recipe.steps, 1)]
+        identity = f"{recipe.digest}{sorted(self._digests.items())}"
+        state = self._folder / "state.jsonl"
+        pipeline = SynthesisPipeline(config, state=state, progress=progress, identity=identity)
+        for step in steps:
+            pipeline.add_step(step)
+        try:
+            result = await pipeline.run(seeds)
+        except OtherPipeline:  # a source has grown, or a file was mended, since this order was broken off
+            state.unlink()
+            result = await pipeline.run(seeds)
+        self._outcome.generated = result.generated_count
+        self._left_out.update(result.filtered)
+        if recipe.target_size is not None:
+            self._outcome.complete = result.complete
+            if not result.complete:
+                self._outcome.warnings.append(
+                    f"{len(result.items)} of {recipe.target_size} items came: nothing new was left to generate."
+                )
+        return result
+
+    async def _step(self, stack: AsyncExitStack, number: int, plan: StepPlan) -> PipelineStep:
+        kind = plan.kind
+        if kind == "templates":
+            return TemplateSynthesiser(plan.templates or [], plan.variables)
+        if kind in ("noise", "swap_io"):
+            return Mutation(kind, plan.noise or 0.0)
+        if kind == "teacher":
+            from toprope.trajectories.synthesis.teacher import EndpointTeacher
+
+            endpoint = self._order.teachers[plan.teacher or ""]
+            teacher = EndpointTeacher(
+                endpoint, os.environ.get(f"{ENDPOINT_KEY}{endpoint.key}"), plan.temperature, plan.max_new_tokens
+            )
+            stack.push_async_callback(teacher.close)
+            if plan.write == "questions":
+                return TeacherQuestions(teacher, **({"prompt": plan.prompt} if plan.prompt else {}))
+            return TeacherAnswers(teacher, system=plan.system, again=plan.again)
+        if kind == "environment":
+            link = await self._opened(stack, plan.environment or "", plan.knobs)
+            return EnvironmentTasks(link, plan.environment or "", solve=plan.solve)
+        if kind == "score" and plan.score == "environment":
+            if len(self._links) != 1:
+                raise InvalidValue(
+                    f"Step {number}: score: environment needs one step with an environment before it.", hint="Add it."
+                )
+            [(name, link)] = self._links.items()
+            return EnvironmentScorer(link, name)
+        made = await self._own(stack, self._order.codes[str(number)])
+        return {"generate": OwnGenerator, "score": OwnScorer, "filter": OwnFilter}[kind](made)
+
+    async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> Link:
+        source = self._order.environments[name]
+        try:
+            link = await Link.start(source.interpreter, env=worker_environment(), timeout=_OPEN_S)
+            stack.push_async_callback(link.close)
+            if not self._order.network:
+                await link.call("limit", timeout=_OPEN_S, network=False)
+            card = await link.call(
+                "open",
+                timeout=_OPEN_S,
+                source=source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
+                knobs=knobs,
+            )
+        except WorkerFailure as error:
+            raise EnvironmentFailed(f"{name}: {error}", hint="describe_environment says more.") from None
+        hold_knobs(card["knobs"], self._order.locks, name)
+        if card.get("own_loop"):
+            raise InvalidValue(
+                f"{name} plays its rollouts itself, so tasks cannot be taken out of it.", hint="Choose another."
+            )
+        self._digests |= {f"{name} {key}": str(value) for key, value in (card.get("versions") or {}).items()}
+        self._links[name] = link
+        return link
+
+    def _lineage(self, recipe: Recipe) -> dict[str, Any]:
+        runs = {}
+        for reader in self._readers:
+            spec, manifest = reader.specification, Manifest.read(reader.folder)
+            runs[reader.folder.run_id] = {
+                "kind": spec.kind,
+                "environment": spec.environment.name,
+                "policy": spec.config.policy.model,
+                "items": reader.captured.items,
+                "inputs_sha256": None if manifest is None else _digest_of_inputs(manifest),
+            }
+        return {
+            "runs": runs,
+            "datasets": [name for name in self._digests if "@" in name],
+            "files": [Path(one).name for one in self._order.files],
+            "where": self._query.asked(),
+            "strategy": None if self._order.strategy is None else recipe.strategy,
+            "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
+            "recipe_sha256": recipe.digest,
+            "sha256": self._digests,
+        }
+
+    def _say(self, what: str, read: int, kept: int) -> None:
+        now = time.monotonic()
+        if now - self._told > _TELL_EVERY_S:
+            self._told = now
+            self._tell(what, read, kept)
+
+
+def _in_parts(writer: Writer, items: Sequence[TrajectoryItem]) -> None:
+    for batch in batched(items):
+        writer.write(batch)
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+
+def _told(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count} left out by {why}" for why, count in left_out.most_common(4) if count)
+
+
+def _texts(readers: Sequence[RunReader]) -> dict[str, int]:
+    counted: Counter[str] = Counter()
+    for reader in readers:
+        counted.update(reader.captured.texts)
+    return dict(counted)
+
+
+def _digest_of_inputs(manifest: Manifest) -> str:
+    import hashlib
+    import json
+
+    return hashlib.sha256(json.dumps(manifest.inputs, sort_keys=True, default=str).encode()).hexdigest()

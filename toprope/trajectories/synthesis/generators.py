@@ -1,0 +1,229 @@
+"""Items out of templates and out of other items: what needs nobody to be asked."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from toprope.errors import InvalidValue
+from toprope.trajectories.items import Message, TrajectoryItem, as_messages, text_of
+from toprope.trajectories.synthesis.pipeline import DataSynthesiser, Round
+
+__all__ = ["Mutation", "TemplateSynthesiser", "add_noise", "swap_io"]
+
+_SLOT = re.compile(r"\{([A-Za-z_]\w*)\}")
+_KEYS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
+_MOST_COMBINATIONS = 1_000_000
+
+
+class TemplateSynthesiser(DataSynthesiser):
+    """Fills the slots of templates from lists of values.
+
+    Args:
+        templates: Texts of questions (`"What is {a} + {b}?"`), or mappings with `state` and `action`. A slot is a name
+            in braces; every other brace stands for itself.
+        variables: The values of each slot. A value that is a mapping fills several slots at once, by its own keys:
+            `{"pair": [{"a": "1", "sum": "3"}, ...]}` for values that belong together.
+
+    Where there are a million combinations or fewer each comes once, in an order that the seed shuffles.
+
+    Raises:
+        InvalidValue: A slot has no values, or there is no template.
+    """
+
+    def __init__(
+        self, templates: Sequence[str | Mapping[str, str]], variables: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        self._templates = [{"state": one, "action": ""} if isinstance(one, str) else dict(one) for one in templates]
+        variables = variables or {}
+        if not self._templates:
+            raise InvalidValue("There is no template.", hint='For example ["What is {a} + {b}?"].')
+        for template in self._templates:
+            if not template.keys() <= {"state", "action"} or not template.get("state"):
+                raise InvalidValue("A template is a text, or has a state and an action.", hint="Both are texts.")
+        for name, values in variables.items():
+            if isinstance(values, str) or not values:
+                raise InvalidValue(f"The variable {name} needs a list of values.", hint=f'"{name}": ["x", "y"]')
+        filled = set(variables) | {
+            str(key) for values in variables.values() for one in values if isinstance(one, Mapping) for key in one
+        }
+        for template in self._templates:
+            for slot in _SLOT.findall(f"{template['state']}{template.get('action', '')}"):
+                if slot not in filled:
+                    raise InvalidValue(
+                        f"The slot {{{slot}}} has no values.", hint=f"Variables: {', '.join(variables)}."
+                    )
+        self._variables = {name: list(values) for name, values in variables.items()}
+        self._sources = [self._names(template) for template in self._templates]
+        sizes = [self._combinations(names) for names in self._sources]
+        self._listed = sum(sizes) <= _MOST_COMBINATIONS
+        self._sizes = sizes
+        self._order: list[int] | None = None
+
+    def _names(self, template: Mapping[str, str]) -> list[str]:
+        slots = set(_SLOT.findall(f"{template['state']}{template.get('action', '')}"))
+        return [
+            name
+            for name, values in self._variables.items()
+            if name in slots or any(isinstance(one, Mapping) and slots & one.keys() for one in values)
+        ]
+
+    def _combinations(self, names: Sequence[str]) -> int:
+        size = 1
+        for name in names:
+            size *= len(self._variables[name])
+        return size
+
+    async def generate(self, count: int) -> list[TrajectoryItem]:
+        if not self._listed:  # too many to list: drawn, and what comes twice is found by whoever wants it once
+            numbers = [self.random.randrange(len(self._templates)) for _ in range(count)]
+            return [self._filled(number, self.random.randrange(self._sizes[number])) for number in numbers]
+        if self._order is None:
+            self._order = list(range(sum(self._sizes)))
+            random.Random(self.seed).shuffle(self._order)
+        chosen = self._order[self.place : self.place + count]
+        self.place += len(chosen)
+        return [self._filled(*self._place(one)) for one in chosen]
+
+    def _place(self, combination: int) -> tuple[int, int]:
+        """Which template, and which of its combinations."""
+        for number, size in enumerate(self._sizes):
+            if combination < size:
+                return number, combination
+            combination -= size
+        raise IndexError(combination)
+
+    def _filled(self, number: int, place: int) -> TrajectoryItem:
+        values: dict[str, str] = {}
+        for name in self._sources[number]:
+            place, at = divmod(place, len(self._variables[name]))
+            value = self._variables[name][at]
+            if isinstance(value, Mapping):
+                values |= {str(key): str(one) for key, one in value.items()}
+            else:
+                values[name] = str(value)
+        template = self._templates[number]
+
+        def fill(text: str) -> str:
+            return _SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
+
+        told = {"origin": "template", "template": number, "unscored": True}
+        return TrajectoryItem(fill(template["state"]), fill(template.get("action", "")), 0.0, told)
+
+
+class Mutation(DataSynthesiser):
+    """New items out of those there are: seeds with noise in the question, or with question and answer swapped.
+
+    Args:
+        kind: `noise` or `swap_io`.
+        level: Of the noise: share of the question's characters that are mistyped.
+    """
+
+    def __init__(self, kind: str = "noise", level: float = 0.05) -> None:
+        if kind not in ("noise", "swap_io"):
+            raise InvalidValue(f"There is no mutation {kind!r}.", hint="Mutations: noise, swap_io.")
+        _check_level(level)
+        self._kind, self._level, self._seeds = kind, level, []
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        self._seeds = [*at.seeds] or list(items)
+        return await super().apply(items, at)
+
+    async def generate(self, count: int) -> list[TrajectoryItem]:
+        if not self._seeds:
+            return []
+        chosen = [self._seeds[self.random.randrange(len(self._seeds))] for _ in range(count)]
+        if self._kind == "swap_io":
+            return swap_io(chosen)
+        return add_noise(chosen, self._level, seed=self.random.randrange(2**31))
+
+
+def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -> list[TrajectoryItem]:
+    """Copies whose questions are mistyped: letters swapped, left out, doubled, or hit beside.
+
+    Args:
+        items: Left as they are.
+        level: Share of the characters of each message of the user that are touched, from 0 to 1.
+        seed: Of where.
+
+    Raises:
+        InvalidValue: The level is none.
+    """
+    _check_level(level)
+    dice = random.Random(seed)
+    noisy = []
+    for item in items:
+        state: str | list[Message]
+        if isinstance(item.state, str):
+            state = _mistyped(item.state, level, dice)
+        else:
+            state = [
+                {**one, "content": _mistyped(one["content"], level, dice)}
+                if one.get("role") == "user" and isinstance(one.get("content"), str)
+                else one
+                for one in item.state
+            ]
+        told = {**item.metadata, "origin": "noise", "noise": level, "made_from": _first_of(item)}
+        noisy.append(TrajectoryItem(state, item.action, item.reward, told))
+    return noisy
+
+
+def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
+    """Copies that ask for the question, given the answer: what was answered is the state, what was asked the action.
+    Nobody has judged those, so they have no score."""
+    swapped = []
+    for item in items:
+        before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
+        told = {**item.metadata, "origin": "swap_io", "unscored": True, "made_from": _first_of(item)}
+        for gone in ("success", "score", "parts", "task"):
+            told.pop(gone, None)
+        asked = text_of([one for one in as_messages(item.state, "user") if one.get("role") != "system"])
+        state: str | list[Message] = text_of(item.action)
+        if before:
+            state = [*before, {"role": "user", "content": state}]
+        swapped.append(TrajectoryItem(state, asked, 0.0, told))
+    return swapped
+
+
+def _first_of(item: TrajectoryItem) -> Any:
+    """Id of the item that it goes back to, which may be itself: they belong in one split."""
+    return item.metadata.get("made_from", item.id)
+
+
+def _check_level(level: float) -> None:
+    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 <= level <= 1:
+        raise InvalidValue(f"The level of noise must be from 0 to 1, not {level!r}.", hint="0.05 mistypes one in 20.")
+
+
+def _mistyped(text: str, level: float, dice: random.Random) -> str:
+    letters = list(text)
+    places = [place for place, letter in enumerate(letters) if letter.isalnum()]
+    for place in dice.sample(places, min(len(places), round(level * len(letters)))):
+        letter, how = text[place], dice.randrange(4)
+        if how == 0 and place + 1 < len(letters):
+            letters[place], letters[place + 1] = letters[place + 1], letters[place]
+        elif how == 1:
+            letters[place] = ""
+        elif how == 2:
+            letters[place] *= 2
+        else:
+            letters[place] = _beside(letter, dice)
+    return "".join(letters)
+
+
+def _beside(letter: str, dice: random.Random) -> str:
+    """A key beside it; another digit for a digit."""
+    if letter.isdigit():
+        return str(dice.randrange(10))
+    small = letter.lower()
+    for row, keys in enumerate(_KEYS):
+        at = keys.find(small)
+        if at >= 0:
+            near = [keys[one] for one in (at - 1, at + 1) if 0 <= one < len(keys)]
+            near += [other[at] for other in _KEYS[max(0, row - 1) : row + 2] if other is not keys and at < len(other)]
+            found = dice.choice(near)
+            return found.upper() if letter.isupper() else found
+    return dice.choice(list(itertools.chain(*_KEYS)))

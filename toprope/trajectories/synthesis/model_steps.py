@@ -1,0 +1,269 @@
+"""Steps that ask somebody: a teacher at an endpoint, an environment in a worker, a user's own code in a worker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.sdk.worker.client import Link
+from toprope.trajectories.capture.strategy import WorkerObject
+from toprope.trajectories.items import TrajectoryItem, as_messages, item_from, text_of
+from toprope.trajectories.synthesis.pipeline import DataSynthesiser, PipelineStep, Round, TryAgain
+
+__all__ = ["EnvironmentScorer", "EnvironmentTasks", "OwnFilter", "OwnGenerator", "OwnScorer", "Teacher",
+           "TeacherAnswers", "TeacherQuestions"]  # fmt: skip
+
+_QUESTION = (
+    "Here are tasks of one kind:\n\n{examples}\n\nWrite one new task of the same kind, different in content. Answer "
+    "with the task alone."
+)
+_EXAMPLES = 3
+_MOST_MISSED = 50
+"""Tasks in a row without an answer after which an environment's solver is not asked on."""
+_FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
+
+
+class Teacher(Protocol):
+    """A model that answers conversations."""
+
+    async def ask(self, messages: list[dict[str, Any]]) -> str:
+        """Its answer. Raises `TryAgain` where another try may bring one."""
+        ...
+
+
+class TeacherAnswers(PipelineStep):
+    """Has a teacher answer what is asked.
+
+    Args:
+        teacher: Who.
+        system: A message of the system before each question.
+        again: Whether items that have an answer are answered anew; otherwise those without one.
+    """
+
+    def __init__(self, teacher: Teacher, *, system: str = "", again: bool = False) -> None:
+        self._teacher, self._system, self._again = teacher, system, again
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        async def answered(item: TrajectoryItem) -> TrajectoryItem:
+            if text_of(item.action) and not self._again:
+                return item
+            asked = as_messages(item.state, "user")
+            before = [{"role": "system", "content": self._system}] if self._system else []
+            said = await self._teacher.ask([*before, *asked])
+            if not said.strip():
+                raise TryAgain("the teacher's answer is empty")
+            told = {**item.metadata, "answered_by": "teacher", "unscored": True}
+            for gone in ("score", "success", "parts"):  # those of an answer that was there before
+                told.pop(gone, None)
+            return TrajectoryItem(item.state, said, 0.0, told)
+
+        return await at.each(items, answered, "unanswered")
+
+
+class TeacherQuestions(DataSynthesiser):
+    """Has a teacher write new questions after the pattern of some that there are.
+
+    Args:
+        teacher: Who.
+        prompt: What it is asked; `{examples}` stands for three questions of the seeds.
+    """
+
+    def __init__(self, teacher: Teacher, *, prompt: str = _QUESTION) -> None:
+        if "{examples}" not in prompt:
+            raise InvalidValue("The prompt for questions has no {examples} in it.", hint="Put it where they belong.")
+        self._teacher, self._prompt = teacher, prompt
+        self._at: Round | None = None
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        self._at = at
+        return await super().apply(items, at)
+
+    async def generate(self, count: int) -> list[TrajectoryItem]:
+        at = self._at
+        if at is None or not at.seeds:
+            raise InvalidValue("A teacher writes questions after examples, and there are none.", hint="Give seed data.")
+        orders = []
+        for _ in range(count):
+            seeds = [at.seeds[at.random.randrange(len(at.seeds))] for _ in range(min(_EXAMPLES, len(at.seeds)))]
+            shown = "\n\n".join(text_of(seed.state) for seed in seeds)
+            orders.append(TrajectoryItem(self._prompt.replace("{examples}", shown), "", 0.0, {}))
+
+        async def written(order: TrajectoryItem) -> TrajectoryItem:
+            said = (await self._teacher.ask(as_messages(order.state, "user"))).strip()
+            fenced = _FENCE.match(said)
+            said = fenced[1].strip() if fenced else said
+            if not said:
+                raise TryAgain("the teacher's question is empty")
+            return TrajectoryItem(said, "", 0.0, {"origin": "teacher", "unscored": True})
+
+        return await at.each(orders, written, "unanswered")
+
+
+class _NoMore(Exception):
+    """Every task was given once."""
+
+
+class EnvironmentTasks(DataSynthesiser):
+    """An environment's own training tasks, as its author's solver plays them.
+
+    Args:
+        link: A worker in which the environment is open.
+        environment: Its name.
+        solve: Whether its solver plays them; otherwise the tasks come without answers, for a teacher to answer.
+        timeout_s: Seconds that a call into it may take.
+    """
+
+    def __init__(self, link: Link, environment: str, *, solve: bool = True, timeout_s: float = 60.0) -> None:
+        self._link, self._name, self._solve, self._timeout = link, environment, solve, timeout_s
+
+    async def generate(self, count: int) -> list[TrajectoryItem]:
+        made: list[TrajectoryItem] = []
+        missed = 0
+        while len(made) < count and missed < _MOST_MISSED:
+            try:
+                item = await self._task(self.place)
+            except _NoMore:
+                break
+            except WorkerError as error:
+                if error.kind == "invalid":  # there are no more
+                    break
+                item = None
+            except WorkerFailure as error:
+                raise EnvironmentFailed(f"{self._name}: {error}", hint="Mend the environment.") from None
+            self.place += 1
+            missed = missed + 1 if item is None else 0
+            if item is not None:
+                made.append(item)
+        if missed == self.place == _MOST_MISSED:
+            raise EnvironmentFailed(
+                f"{self._name} has no answers of its own: its solver answered none of {missed} tasks.",
+                hint='Write solve() in it, or take its tasks alone ("solve": false) and have a teacher answer.',
+            )
+        return made
+
+    async def _task(self, index: int) -> TrajectoryItem | None:
+        start = await self._link.call("begin", timeout=self._timeout, split="train", index=index, count=1)
+        [handle], messages = start["rollouts"], list(start["messages"])
+        if start["epoch"]:  # training begins again with the first after the last
+            await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+            raise _NoMore
+        told: dict[str, Any] = {
+            "origin": "environment",
+            "environment": self._name,
+            "task": start["task_id"],
+            "split": "train",
+            "index": index,
+        }
+        first = len(messages)
+        if not self._solve:
+            await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+            return TrajectoryItem(messages, "", 0.0, {**told, "unscored": True})
+        while True:
+            [said] = await self._link.call("solve", timeout=self._timeout, asked=[[handle, 0]])
+            if said is None:
+                await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+                return None
+            messages.append({"role": "assistant", "content": said})
+            [result] = await self._link.call("advance", timeout=self._timeout, moves=[[handle, said, False]])
+            if result["done"]:
+                outcome = result["outcome"]
+                told |= {"success": outcome["success"], "parts": outcome["parts"], "turns": outcome["turns"]}
+                return TrajectoryItem(messages[:first], messages[first:], outcome["reward"], told)
+            messages += result["messages"]
+
+
+class EnvironmentScorer(PipelineStep):
+    """Has an environment score answers to its own tasks, which `EnvironmentTasks` took out of it; others pass as they
+    are. Only a single answer can be scored so."""
+
+    def __init__(self, link: Link, environment: str, *, timeout_s: float = 60.0) -> None:
+        self._link, self._name, self._timeout = link, environment, timeout_s
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        async def scored(item: TrajectoryItem) -> TrajectoryItem:
+            told = item.metadata
+            if told.get("environment") != self._name or "index" not in told:
+                return item
+            outcome = await self._link.call(
+                "score", timeout=self._timeout, split="train", index=told["index"], answer=text_of(item.action)
+            )
+            if outcome is None:
+                raise TryAgain("the rollout was not over after one answer")
+            kept = {key: value for key, value in told.items() if key != "unscored"}
+            kept |= {"success": outcome["success"], "parts": outcome["parts"], "turns": outcome["turns"]}
+            return TrajectoryItem(item.state, item.action, outcome["reward"], kept)
+
+        return await at.each(items, scored, "not scored")
+
+
+class OwnGenerator(DataSynthesiser):
+    """A user's generator in a worker: `generate(count)` gives items as JSON objects."""
+
+    def __init__(self, made: WorkerObject) -> None:
+        self._made = _with(made, "generate")
+
+    async def generate(self, count: int) -> list[TrajectoryItem]:
+        [given] = await self._made.call("generate", [[count]])
+        name = f"{self._made.code.attribute}.generate"
+        if not isinstance(given, list):
+            raise EnvironmentFailed(f"{name} returned no list of items.", hint="One object an item.")
+        try:
+            return [item_from(one, f"item {number} from {name}") for number, one in enumerate(given[:count])]
+        except InvalidValue as error:
+            raise EnvironmentFailed(error.message, hint=error.hint) from None
+
+
+class OwnScorer(PipelineStep):
+    """A user's scorer in a worker: `score(item)`, or a function of an item, gives a number."""
+
+    def __init__(self, made: WorkerObject) -> None:
+        self._method = "score" if "score" in made.methods else "call"
+        self._made = _with(made, self._method)
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        if not items:
+            return items
+        given = await self._made.call(self._method, [[msgspec.to_builtins(item)] for item in items])
+        kept = []
+        for item, score in zip(items, given, strict=True):
+            if isinstance(score, bool) or not isinstance(score, int | float) or score != score:
+                at.dropped["not scored"] += 1
+                continue
+            told = {key: value for key, value in item.metadata.items() if key != "unscored"}
+            kept.append(TrajectoryItem(item.state, item.action, item.reward, {**told, "score": float(score)}))
+        return kept
+
+
+class OwnFilter(PipelineStep):
+    """A user's filter in a worker: `keep(item)`, or a function of an item, says whether it stays."""
+
+    def __init__(self, made: WorkerObject) -> None:
+        self._method = "keep" if "keep" in made.methods else "call"
+        self._made = _with(made, self._method)
+
+    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
+        if not items:
+            return items
+        given = await self._made.call(self._method, [[msgspec.to_builtins(item)] for item in items])
+        kept = [item for item, stays in zip(items, given, strict=True) if stays]
+        at.dropped[f"filter {self._made.code.attribute}"] += len(items) - len(kept)
+        return kept
+
+
+def _with(made: WorkerObject, method: str) -> WorkerObject:
+    if method not in made.methods:
+        raise InvalidValue(
+            f"{made.code.attribute} of {made.code.file.name} has no method {method}.", hint=_METHODS.get(method, "")
+        )
+    return made
+
+
+_METHODS: Mapping[str, str] = {
+    "generate": "A generator has generate(count).",
+    "call": "A scorer has score(item), a filter keep(item); or it is a function of an item.",
+}

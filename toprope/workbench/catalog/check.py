@@ -1,0 +1,406 @@
+"""Whether an environment is fit to train on, tried out in workers before anybody spends a night on it.
+
+`toprope.sdk.checks` tries answers and judges; here are the processes: a worker that is tried, another one under
+another hash seed that is held against it, and a look at what they started, left, printed and kept in memory. Nothing
+of it runs here, all of it has time limits, and nothing outlives the answer. Held-out tasks are compared, never shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toprope.errors import NotPossibleNow
+from toprope.sdk.checks.answers import JUNK, WORTHLESS
+from toprope.sdk.checks.finding import Finding
+from toprope.sdk.checks.observed import Again, Observed
+from toprope.sdk.checks.probing import Trial, tasks_of
+from toprope.sdk.checks.rules import judge
+from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.worker.client import Link, worker_environment
+from toprope.workbench.catalog.cards import Card
+from toprope.workbench.catalog.describe import failed, require_usable
+from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
+from toprope.workbench.entries import Entry
+
+__all__ = ["FULL_S", "QUICK_S", "CheckReport", "check"]
+
+QUICK_S, FULL_S = 25.0, 45.0
+"""How long a check takes at most, by default; below the minute after which clients drop a call."""
+
+_GRACE_S = 1.0
+_HASH_SEED, _OTHER_HASH_SEED = "0", "1"
+_AGAIN_KINDS = ("reference", "junk", "near_miss", "letters")
+_FEWEST_FOR_GROWTH = 50
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How much is looked at."""
+
+    survey: int
+    survey_s: float
+    listed: dict[str, int]
+    tried: int
+    compared: int
+    """Tasks of the training split that two processes make."""
+    scored_again: int
+    repeated: int
+    """Further answers, over which memory and processes are watched."""
+    repeated_s: float
+
+
+_QUICK = _Form(500, 1.0, {"train": 2000, "validation": 200, "heldout": 200}, 6, 24, 3, 12, 1.0)
+_FULL = _Form(2000, 5.0, {"train": 8000, "validation": 1000, "heldout": 1000}, 24, 96, 12, 400, 8.0)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check found."""
+
+    name: str
+    full: bool
+    findings: tuple[Finding, ...]
+    seen: Observed
+    seconds: float
+
+    @property
+    def worst(self) -> str:
+        """The highest level among the findings; `ok` where there is none above a note."""
+        levels = {finding.level for finding in self.findings}
+        return "critical" if "critical" in levels else "warning" if "warning" in levels else "ok"
+
+
+class _Count:
+    """Counts what a worker prints."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: bytes, /) -> None:
+        self.bytes += len(data)
+
+
+async def check(
+    entry: Entry,
+    knobs: Mapping[str, Any] | None = None,
+    *,
+    reward_weights: Mapping[str, float] | None = None,
+    max_turns: int | None = None,
+    full: bool = False,
+    seconds: float | None = None,
+    load_timeout_s: float = 30.0,
+    call_timeout_s: float = 10.0,
+    variables: Mapping[str, str] | None = None,
+    network: bool = True,
+) -> CheckReport:
+    """Tries an environment.
+
+    Args:
+        entry: Which.
+        knobs: Settings to try it with; the defaults for the rest.
+        reward_weights: Weights to try it with.
+        max_turns: A lower limit than its own.
+        full: Look at more of everything, and at memory.
+        seconds: How long it may take; QUICK_S or FULL_S by default. What there is no time for is said.
+        load_timeout_s: Seconds for a worker's start, and again for loading.
+        call_timeout_s: Seconds for each call after that.
+        variables: Variables for the workers beside the usual ones.
+        network: Whether they may have one.
+
+    Raises:
+        InvalidValue: A knob or weight is wrong.
+        EnvironmentFailed: It is not ready, or does not load.
+    """
+    require_usable(entry)
+    form = _FULL if full else _QUICK
+    rewards = [one.model_dump() for one in entry.environment.rewards]
+    began = time.monotonic()
+    until = began + (seconds or (FULL_S if full else QUICK_S))
+    checked = _Check(
+        entry,
+        dict(
+            source=entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
+            knobs=dict(knobs or {}),
+            reward_weights=dict(reward_weights or {}),
+            max_turns=max_turns,
+            **({"rewards": rewards} if rewards else {}),
+        ),
+        form,
+        until,
+        (load_timeout_s, call_timeout_s),
+        dict(variables or {}),
+        network,
+    )
+    try:
+        # A folder of its own, as a run has: what it leaves there is seen, and gone afterwards.
+        with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
+            await checked.run(full, folder)
+    except WorkerFailure as failure:
+        raise failed(entry, failure) from failure
+    except OSError as error:
+        raise NotPossibleNow(
+            f"{entry.name} cannot be tried: {error}. Nothing was changed.",
+            hint="A check needs a temporary folder (TMPDIR) with room, and processes.",
+        ) from error
+    finally:
+        for mark in checked.marks:
+            await asyncio.shield(asyncio.to_thread(sweep, mark))
+    return CheckReport(entry.name, full, tuple(judge(checked.seen)), checked.seen, time.monotonic() - began)
+
+
+class _Check:
+    def __init__(
+        self,
+        entry: Entry,
+        opening: dict[str, Any],
+        form: _Form,
+        until: float,
+        limits: tuple[float, float],
+        variables: dict[str, str],
+        network: bool,
+    ) -> None:
+        self._entry, self._opening, self._form, self._until = entry, opening, form, until
+        self._load_s, self._call_s = limits
+        self._variables, self._network = variables, network
+        self._mark = new_mark()
+        self.marks = [self._mark]
+        """Of the workers that are tried, and of each other one."""
+        self._printed = _Count()
+        self._folder: str | None = None
+        self._card: Card | None = None
+        self._trial = Trial(
+            lambda: self._opened(_HASH_SEED, tried=True), call_timeout_s=self._call_s, until=until, busy=_busy
+        )
+        self.seen = self._trial.seen
+
+    async def run(self, full: bool, folder: str) -> None:
+        """Raises WorkerFailure where the environment does not load."""
+        self._folder = folder
+        form, trial, seen = self._form, self._trial, self.seen
+        beside: asyncio.Task[Link] | None = None
+        try:
+            await trial.open()
+            self._learn()
+            await trial.look(limit=form.survey, seconds=form.survey_s, listed=form.listed)
+            if self._room_for_another():
+                beside = asyncio.create_task(self._opened(_OTHER_HASH_SEED))
+            printed = self._printed.bytes
+            await trial.try_answers(form.tried, full=full)
+            seen.printed_bytes = self._printed.bytes - printed
+            await self._repeat()
+            await self._end()
+            if beside is None:
+                seen.skipped.append("another process: loading takes too long")
+            elif seen.splits.get("train") and seen.splits["train"].tasks:
+                await self._compare(beside)
+        finally:
+            if trial.link is not None:
+                await asyncio.shield(trial.link.close(0))
+            if beside is not None:
+                await asyncio.shield(_closed(beside))
+
+    async def _opened(self, hash_seed: str, *, tried: bool = False) -> Link:
+        began = time.monotonic()
+        mark = self._mark
+        if not tried:
+            self.marks.append(mark := new_mark())
+        given = worker_environment({**self._variables, MARK: mark, "PYTHONHASHSEED": hash_seed})
+        link = await Link.start(
+            self._entry.environment.interpreter,
+            env=given,
+            cwd=self._folder,
+            stderr=self._printed,
+            timeout=self._load_s,
+        )
+        try:
+            started = time.monotonic()
+            if not self._network:
+                await link.call("limit", timeout=self._load_s, network=False)
+            card = Card.model_validate(await link.call("open", timeout=self._load_s, **self._opening))
+        except BaseException:
+            await asyncio.shield(link.close(0))
+            raise
+        if self._card is None:
+            self._card = card
+            self.seen.start_s, self.seen.load_s = started - began, time.monotonic() - started
+        return link
+
+    def _learn(self) -> None:
+        card, seen = self._card, self.seen
+        assert card is not None  # a worker was opened
+        seen.max_reward = card.max_reward
+        seen.min_reward = sum(min(part.weight * part.low, part.weight * part.high) for part in card.parts.values())
+        seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
+        seen.guessed = card.guessed_reference
+
+    def _room_for_another(self) -> bool:
+        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until
+
+    async def _repeat(self) -> None:
+        """Scores the same few answers on and on, and looks whether memory and processes grow."""
+        link, form, seen = self._trial.link, self._form, self.seen
+        if link is None or not link.alive or not seen.tried or any(one.hung for one in seen.ended):
+            return
+        answers = [JUNK, ""]
+        before, children_before = await asyncio.to_thread(_measure, link.pid)
+        middle: float | None = None
+        calls, until = 0, min(time.monotonic() + form.repeated_s, self._until)
+        while calls < form.repeated and time.monotonic() < until:
+            index = calls % seen.tried
+            if await self._trial.score("train", index, answers[calls % 2], "score junk") is None:
+                return
+            calls += 1
+            if calls == form.repeated // 2:
+                middle = (await asyncio.to_thread(_measure, link.pid))[0]
+        after, children_after = await asyncio.to_thread(_measure, link.pid)
+        seen.memory_mb = after / _MB
+        more = children_after - children_before
+        seen.children = more if more > calls // 4 + 1 else 0
+        # Growth that goes on: what fills once (caches, pools) has filled by the middle.
+        if calls >= _FEWEST_FOR_GROWTH and middle is not None and after - middle > 0.25 * (after - before):
+            seen.grown_mb, seen.grown_calls = max(0.0, after - before) / _MB, calls
+
+    async def _end(self) -> None:
+        """Ends the tried worker as a run would, and counts what it leaves."""
+        link = self._trial.link
+        if link is None:
+            return
+        await asyncio.shield(link.close(_GRACE_S))
+        self.seen.left_files = await asyncio.to_thread(_names, self._folder)
+        self.seen.left_processes = len(await asyncio.to_thread(marked, self._mark))
+
+    async def _compare(self, beside: asyncio.Task[Link]) -> None:
+        seen = self.seen
+        try:
+            second = await beside
+        except WorkerFailure as failure:
+            seen.again.append(Again(_OTHER_HASH_SEED, 1, 1, first=f"It does not load there: {failure}"[:200]))
+            return
+        again = await self._held_against(second, _OTHER_HASH_SEED)
+        seen.again.append(again)
+        if (again.other_tasks or again.other_scores) and self._room_for_another():
+            third = await self._opened(_HASH_SEED)
+            try:
+                seen.again.append(await self._held_against(third, _HASH_SEED))
+            finally:
+                await asyncio.shield(third.close(0))
+
+    async def _held_against(self, link: Link, hash_seed: str) -> Again:
+        form, seen = self._form, self.seen
+        differ, total, first = 0, 0, ""
+        for split, count in (("train", form.compared), ("validation", form.compared // 4), ("heldout", 4)):
+            known = seen.splits[split].tasks[:count] if split in seen.splits else ()
+            if not known or (split != "train" and time.monotonic() > self._until):
+                continue
+            try:
+                found = tasks_of(
+                    (
+                        await link.call(
+                            "tasks", timeout=self._call_s + self._load_s, split=split, start=0, count=len(known)
+                        )
+                    )["tasks"]
+                )
+            except WorkerFailure as failure:
+                return Again(hash_seed, total + 1, differ + 1, first=f"Making tasks fails there: {failure}"[:200])
+            total += len(known)
+            pairs = [(one, found[place] if place < len(found) else None) for place, one in enumerate(known)]
+            wrong = [place for place, (one, other) in enumerate(pairs) if one != other]
+            differ += len(wrong)
+            if wrong and not first:
+                what = f": {_difference(*pairs[wrong[0]])}" if split != "heldout" else ""
+                first = f"The first is number {wrong[0]} of {split}{what}"
+        if differ:
+            return Again(hash_seed, total, differ, first=first)
+        here = {
+            (score.task, score.kind): None if score.error else score.reward
+            for score in seen.scores
+            if score.again is None or abs(score.again - score.reward) < 1e-9
+        }
+        other = Trial(_never, call_timeout_s=self._call_s, until=self._until)
+        other.link, other.seen = link, replace(seen, scores=[], ended=[], skipped=[])
+        there = await other.again(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
+        both = [key for key in there if key in here]
+        wrong_scores = [key for key in both if not _same(here[key], there[key])]
+        if wrong_scores:
+            task, kind = wrong_scores[0]
+            first = f"The {kind} answer to task {task}: {here[task, kind]} here, {there[task, kind]} there."
+        return Again(hash_seed, total, 0, len(both), len(wrong_scores), first)
+
+
+async def _closed(opening: asyncio.Task[Link]) -> None:
+    """Ends a worker that may still be loading."""
+    opening.cancel()
+    try:
+        link = await opening
+    except (asyncio.CancelledError, WorkerFailure):
+        return
+    await link.close(0)
+
+
+async def _never() -> Link:
+    raise WorkerFailure("the other process ended")
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) < 1e-9
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Where two tasks differ, without either's text being long."""
+    if other is None:
+        return "it is not there."
+    if one.prompt == other.prompt:
+        return f"the same prompt has the right answers {one.reference!r:.60} and {other.reference!r:.60}."
+    at = next((place for place, (a, b) in enumerate(zip(one.prompt, other.prompt, strict=False)) if a != b), 0)
+    start = max(0, at - 20)
+    return f"{one.prompt[start : at + 20]!r} here, {other.prompt[start : at + 20]!r} there."
+
+
+def _names(folder: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder))) if folder else ()
+    except OSError:
+        return ()
+
+
+def _busy(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    import psutil
+
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system
+
+
+def _family(pid: int) -> set[int]:
+    import psutil
+
+    try:
+        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    except psutil.Error:
+        return set()
+
+
+def _measure(pid: int) -> tuple[int, int]:
+    """Bytes of memory of a worker with what it started, and how many processes it started."""
+    import psutil
+
+    total, others = 0, 0
+    for member in _family(pid):
+        try:
+            total += psutil.Process(member).memory_info().rss
+            others += member != pid
+        except psutil.Error:
+            continue
+    return total, others

@@ -1,0 +1,64 @@
+"""What the newest test of an environment found: how often an untrained policy is right, and how many groups teach."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from toprope.errors import Corrupt, NotFound
+from toprope.records.run.folder import RUN_ID, RunFolder, read_json
+
+__all__ = ["Baseline", "baseline_of"]
+
+_MOST_LOOKED_AT = 300
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A test of a policy on validation tasks."""
+
+    run_id: str
+    policy: str
+    tasks: int
+    group_size: int
+    pass_rate: float
+    all_wrong_share: float
+    """Of the groups, those without a right answer: they teach nothing."""
+    all_right_share: float
+    """Of the groups, those with right answers only: nor do they."""
+
+
+def baseline_of(environment: str, runs: Path) -> Baseline | None:
+    """The newest test of an environment by its own policy that has ended; None where there is none.
+
+    Args:
+        environment: Its name.
+        runs: The folder of runs.
+    """
+    try:
+        entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name)]
+        entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
+    except OSError:
+        return None
+    for entry in entries[:_MOST_LOOKED_AT]:
+        folder = RunFolder(Path(entry.path))
+        try:
+            if not folder.evaluation("test").is_file():
+                continue
+            spec = read_json(folder.spec)
+            if spec["kind"] != "test" or spec["environment"]["name"] != environment:
+                continue
+            sampled = read_json(folder.evaluation("test"))["sampled"]
+            return Baseline(
+                folder.run_id,
+                str(spec["config"]["policy"]["model"]),
+                int(sampled["tasks"]),
+                int(sampled["group_size"]),
+                float(sampled["accuracy"]),
+                float(sampled["all_wrong_share"]),
+                float(sampled["all_right_share"]),
+            )
+        except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return None

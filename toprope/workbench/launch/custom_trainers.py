@@ -1,0 +1,79 @@
+"""Where a trainer of the owner's own lies: `file.py:Class` in a folder that settings.yaml names under `trainers`.
+
+Files are read and nothing is run; whether the class is what it should be, its run finds out in the trainer's process.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from toprope.errors import InvalidValue, NotFound, shown
+from toprope.records.run.specification import TrainerSource
+from toprope.sdk.discovery import parse
+from toprope.settings.schema import Config
+from toprope.settings.yamlfiles import nearest
+
+__all__ = ["trainer_of"]
+
+_FORM = re.compile(r"(?P<file>[^:\\]+\.py):(?P<attribute>[A-Za-z_]\w*)")
+
+
+def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> TrainerSource | None:
+    """The class that `algorithm.trainer` names; None where the algorithm is not `custom`.
+
+    Args:
+        config: The run's configuration.
+        folders: The owner's, in their order.
+        settings_file: Named where there are none.
+
+    Raises:
+        InvalidValue: The name has another form, leads out of its folder, or the file cannot be read as Python.
+        NotFound: There is no such file or class; the message names those that there are.
+    """
+    if config.algorithm.name != "custom":
+        return None
+    named = config.algorithm.trainer
+    form = _FORM.fullmatch(named)
+    if form is None or Path(form["file"]).is_absolute() or ".." in Path(form["file"]).parts:
+        raise InvalidValue(
+            f"algorithm.trainer is {shown(named)}, which is no 'file.py:Class' within a folder of the owner's.",
+            hint=_known(folders, settings_file),
+        )
+    for folder in folders:
+        file = folder / form["file"]
+        if not file.is_file():
+            continue
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise InvalidValue(f"{file} leads out of {folder}, where trainers are taken from.")
+        classes = _classes(file)
+        if form["attribute"] not in classes:
+            raise NotFound(f"{file} defines no class {form['attribute']}.", hint=nearest(form["attribute"], classes))
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        return TrainerSource(file=str(file.resolve()), attribute=form["attribute"], sha256=digest)
+    raise NotFound(f"There is no trainer {shown(named)}.", hint=_known(folders, settings_file))
+
+
+def _classes(file: Path) -> list[str]:
+    try:
+        tree = parse(file)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Mend the file.") from None
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _known(folders: Sequence[Path], settings_file: Path) -> str:
+    if not folders:
+        return f"The owner names folders with trainers in {settings_file}: trainers: [my-trainers]."
+    found = []
+    for folder in folders:
+        for file in sorted(folder.glob("*.py"))[:50]:
+            try:
+                found += [f"{file.name}:{name}" for name in _classes(file)]
+            except InvalidValue:
+                continue
+    where = ", ".join(str(folder) for folder in folders)
+    return f"In {where}: {', '.join(found[:20])}." if found else f"There is no trainer in {where}."

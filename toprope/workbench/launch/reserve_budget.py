@@ -1,0 +1,122 @@
+"""Reserving: holds what is to start against the owner's limits and what others use, and freezes what it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toprope.analysis.budget import Demand, Refusal, demand_of, freeze_limits, spent
+from toprope.errors import NotPossibleNow
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.run.usage import Usage
+from toprope.settings.limits import UNITS, Limits
+from toprope.supervisor.capacity.budget_ledger import accounts, gpu_names, processors
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.programs import members_of
+
+__all__ = ["NoRoomWithin", "demand", "gpu_of", "may_go_on", "reserve"]
+
+
+def gpu_of(specification: Specification, machine: Machine) -> str | None:
+    """The name of the GPU that a run would have to itself: empty where it is not known, None where it uses none."""
+    computes = {"trainer", "inference"} & set(members_of(specification))
+    if not machine.gpus or specification.config.launcher.device == "cpu" or not computes:
+        return None
+    names = gpu_names()
+    if len(set(names)) == 1:
+        return names[0]
+    first = machine.gpus[0]
+    # The run gets whichever is free: of several kinds the dearest would be a guess, the first is what it usually gets.
+    return names[int(first)] if first.isdigit() and int(first) < len(names) else ""
+
+
+def demand(specification: Specification, machine: Machine) -> Demand:
+    """What a run asks for."""
+    gpu = gpu_of(specification, machine)
+    return demand_of(specification.config, specification.kind, processors=processors(), gpu=gpu)
+
+
+def reserve(
+    specifications: Sequence[Specification], limits: Limits, machine: Machine, runs: Path
+) -> list[Specification]:
+    """The specifications with what each is held to. The caller holds the books until their runs have been started.
+
+    Args:
+        specifications: Of runs that start together, alike but for their seed.
+        limits: The owner's, as they are now.
+        machine: What runs may have of it.
+        runs: The folder of runs.
+
+    Raises:
+        NotPossibleNow: A limit does not allow it; every one is named with its value, who set it, and what would fit.
+    """
+    if specifications[0].kind == "sweep":
+        limits = _of_a_sweep(limits)
+    frozen = freeze_limits(limits, demand(specifications[0], machine), accounts(runs), len(specifications))
+    if isinstance(frozen, list):
+        raise _refused(frozen)
+    return [one.model_copy(update={"limits": frozen}) for one in specifications]
+
+
+def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
+    """Passes a run that has ended and is to be resumed: its own caps are not used up, and there is room for it.
+
+    Raises:
+        NotPossibleNow: It has used what it may, or other runs leave no room for the rest.
+    """
+    frozen = specification.limits
+    usage = Usage.read(RunFolder(runs / specification.run_id)) or Usage()
+    used = spent(usage)
+    refusals = []
+    for quantity, cap in (frozen.caps if frozen else {}).items():
+        if quantity not in ("steps", "disk_gb") and used.get(quantity, 0.0) >= cap.value:
+            why = f" (reason: {cap.reason.rstrip('.')})" if cap.reason else ""
+            refusals.append(
+                Refusal(
+                    cap.limit,
+                    f"{specification.run_id} has used {used[quantity]:.3g} of the {cap.value:.3g} {UNITS[quantity]} "
+                    f"that {cap.limit} allowed it at its start, set by {frozen.source if frozen else ''}{why}.",
+                    "Its checkpoint stays; a new run can start from it, under the limits as they are then.",
+                )
+            )
+    others = accounts(runs, leave_out=[specification.run_id])
+    live = sum(account.live for account in others)
+    limit = limits.get("concurrent_runs")
+    if limit is not None and live + 1 > limit.max:
+        text = f"concurrent_runs is {limit.max:g}, set by {limits.source}; {live} are live."
+        refusals.append(Refusal(limit.name, text, "One that ends or is stopped makes room."))
+    for quantity, reserved in (frozen.reserved if frozen else {}).items():
+        limit = limits.get(f"per_day.{quantity}")
+        rest = reserved - used.get(quantity, 0.0)
+        left = 0.0 if limit is None else limit.max - sum(account.held(quantity) for account in others)
+        if limit is not None and rest > left:
+            text = (
+                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {max(left, 0.0):.3g} are "
+                f"left today, and the run may still use {rest:.3g}."
+            )
+            refusals.append(Refusal(limit.name, text, "Tomorrow counts anew; what live runs do not use is freed."))
+    if refusals:
+        raise _refused(refusals, "resumed")
+
+
+def _of_a_sweep(limits: Limits) -> Limits:
+    """Without those of a day on what is computed: a sweep computes nothing itself, and its members reserve what they
+    may use."""
+    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith("per_day.")}
+    return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
+
+
+class NoRoomWithin(NotPossibleNow):
+    """The owner's limits leave no room; `limits` are their names."""
+
+    limits: tuple[str, ...] = ()
+
+
+def _refused(refusals: Sequence[Refusal], what: str = "started") -> NoRoomWithin:
+    refused = NoRoomWithin(
+        f"Nothing was {what}: " + "\n".join(refusal.text for refusal in refusals),
+        hint="\n".join(dict.fromkeys(refusal.fits for refusal in refusals)),
+    )
+    refused.limits = tuple(refusal.limit for refusal in refusals)
+    return refused
