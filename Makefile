@@ -18,8 +18,8 @@ help:
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
 	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
-	@echo "make lint    formatting, imports between rooms, likely mistakes"
-	@echo "make bench-NAME   one of: $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_%,$(wildcard benchmarks/[a-z]*.py)))"
+	@echo "make lint    formatting, types, imports between rooms, likely mistakes"
+	@echo "make bench-NAME   one of: $$($(PY) -P -m benchmarks --list 2>/dev/null)"
 
 setup: $(STAMP)
 
@@ -58,10 +58,10 @@ tools-atropos:
 	@echo "installed in $(ATROPOS_VENV)"
 
 lint: $(STAMP)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports && $(PY) -m mypy
 
 bench-%: $(STAMP)
-	@$(PY) -P -m benchmarks.$(subst -,_,$*)
+	@$(PY) -P -m benchmarks $(subst -,_,$*)
 
 clean:
 	rm -rf $(VENV)

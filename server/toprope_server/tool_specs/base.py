@@ -54,7 +54,7 @@ class Part:
         return self._workshop
 
     async def _do(self, module: str, tool: str, **arguments: Any) -> CallToolResult:
-        work: Callable[..., Awaitable[answers.Answer]] = getattr(import_module(f"tools.{module}"), tool)
+        work: Callable[..., Awaitable[answers.Answer]] = getattr(import_module(f"toprope_tools.{module}"), tool)
         answer = await work(self.workshop, **arguments)
         content: list[TextContent | ImageContent] = [TextContent(type="text", text=answer.text)]
         if answer.picture is not None:

@@ -33,7 +33,7 @@ class Planning(Part):
         next_cursor while there are more. Changes nothing. For the settings and an example of one, call
         describe_environment with its name.
         """
-        return await self._do("environments", "list_environments", query=query, cursor=cursor)
+        return await self._do("planning.environments", "list_environments", query=query, cursor=cursor)
 
     async def describe_environment(
         self,
@@ -49,7 +49,7 @@ class Planning(Part):
         (type, default, bounds), an example task, reward parts with their range, sizes of the splits, and presets.
         Takes up to a minute for a slow environment; one that cannot load is an error that says why. Keeps nothing.
         """
-        return await self._do("environments", "describe_environment", name=name, knobs=knobs)
+        return await self._do("planning.environments", "describe_environment", name=name, knobs=knobs)
 
     async def check_environment(
         self,
@@ -62,7 +62,7 @@ class Planning(Part):
         Use it before training where nobody here has trained. Answers findings with what to do: rewarded junk, failing
         references, leaks, chance, slowness. Changes nothing.
         """
-        return await self._do("checking", "check_environment", name=name, full=full)
+        return await self._do("planning.environment_check", "check_environment", name=name, full=full)
 
     async def select_environment(
         self,
@@ -78,7 +78,7 @@ class Planning(Part):
         locks applied, and the answer names what is locked. Next: get_config to read it, edit_config to change it,
         test_inference or start_training to run it.
         """
-        return await self._do("environments", "select_environment", name=name, preset=preset)
+        return await self._do("planning.environments", "select_environment", name=name, preset=preset)
 
     async def get_config(
         self,
@@ -107,7 +107,7 @@ class Planning(Part):
         one, what each field means. Also names fields that do not fit each other. Changes nothing. For what a started
         run used, call get_results.
         """
-        return await self._do("config", "get_config", draft_id=draft_id, section=section)
+        return await self._do("planning.config", "get_config", draft_id=draft_id, section=section)
 
     async def edit_config(
         self,
@@ -126,4 +126,4 @@ class Planning(Part):
         value out of bounds, a locked field or fields that do not fit each other refuse the whole edit, and every
         problem is named. Runs that were started before keep what they had. Next: start_training or test_inference.
         """
-        return await self._do("config", "edit_config", draft_id=draft_id, changes=changes)
+        return await self._do("planning.config", "edit_config", draft_id=draft_id, changes=changes)

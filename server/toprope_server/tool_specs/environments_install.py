@@ -28,5 +28,5 @@ class Installing(Part):
         waiting. A failure leaves nothing behind and names the requirement. Next: list_environments.
         """
         return await self._do(
-            "installing", "add_environment", what=what, progress=ctx.report_progress, client=client_of(ctx)
+            "planning.installation", "add_environment", what=what, progress=ctx.report_progress, client=client_of(ctx)
         )

@@ -36,7 +36,7 @@ class Memory(Part):
         Use it to see why reward moves: a hacked scorer, a wrong format, tasks too hard. Texts are cut, and untrusted.
         """
         return await self._do(
-            "rollouts",
+            "results.rollouts",
             "browse_rollouts",
             run_id=run_id,
             order=order,
@@ -55,7 +55,7 @@ class Memory(Part):
 
         Use it to see what an edit, a fork or another run changed. Changes nothing.
         """
-        return await self._do("history", "diff_config", a=a, b=b)
+        return await self._do("experiments.config_history", "diff_config", a=a, b=b)
 
     async def undo_edit(
         self,
@@ -66,14 +66,14 @@ class Memory(Part):
 
         Answers what changed. Next: start_training or edit_config.
         """
-        return await self._do("history", "undo_edit", draft_id=draft_id, revision=revision)
+        return await self._do("experiments.config_history", "undo_edit", draft_id=draft_id, revision=revision)
 
     async def fork_config(self, run_id: RunId) -> Annotated[CallToolResult, answers.Forked]:
         """Makes a new draft with a run's configuration and environment, to change and run again.
 
         The owner's locks are applied as they are now; what they change is named. Next: edit_config, start_training.
         """
-        return await self._do("history", "fork_config", run_id=run_id)
+        return await self._do("experiments.config_history", "fork_config", run_id=run_id)
 
     async def note_experiment(
         self,
@@ -100,7 +100,7 @@ class Memory(Part):
         Note it before its run and amend it after. Says when the last experiments moved accuracy less than noise.
         """
         return await self._do(
-            "ledger",
+            "experiments.ledger",
             "note_experiment",
             experiment_id=experiment_id,
             hypothesis=hypothesis,
@@ -115,4 +115,4 @@ class Memory(Part):
     async def get_handoff(self) -> Annotated[CallToolResult, answers.Handoff]:
         """Tells all that is needed to go on without earlier context: goal, live runs, what was learned, what is open,
         next calls. The first call of a new conversation about work that was begun."""
-        return await self._do("ledger", "get_handoff")
+        return await self._do("experiments.ledger", "get_handoff")

@@ -33,4 +33,4 @@ class Research(Part):
         and answers. Training runs are compared by their held-out tasks after training, tests by their validation tasks.
         Runs that differ in environment, knobs, tasks or evaluator are refused with what differs. Changes nothing.
         """
-        return await self._do("compare", "compare_runs", a=a, b=b)
+        return await self._do("results.compare", "compare_runs", a=a, b=b)

@@ -58,7 +58,7 @@ class Running(Part):
         Next: check_status with wait_s, then get_results for accuracy, reward parts, pass rates and example answers.
         """
         return await self._do(
-            "inference",
+            "runs.inference",
             "test_inference",
             draft_id=draft_id,
             models=models,
@@ -109,7 +109,7 @@ class Running(Part):
         if shown is not None:
             confirm = agreed(shown, consent)
         return await self._do(
-            "training",
+            "runs.training",
             "start_training",
             draft_id=draft_id,
             name=name,
@@ -127,7 +127,7 @@ class Running(Part):
         resume_training goes on from the last one; steps after it are lost. Answers the state it ended in. A run that
         has ended already is no error and nothing happens. Next: get_results.
         """
-        return await self._do("training", "stop_training", run_id=run_id)
+        return await self._do("runs.training", "stop_training", run_id=run_id)
 
     async def resume_training(self, run_id: RunId) -> Annotated[CallToolResult, answers.Resumed]:
         """Goes on with a run that was stopped, failed or lost: same run_id, next attempt, from its newest checkpoint.
@@ -136,7 +136,7 @@ class Running(Part):
         and rollouts continue; the configuration stays as it was frozen. Without a checkpoint it starts again at step 0.
         A live or completed run is refused. Next: check_status with wait_s.
         """
-        return await self._do("training", "resume_training", run_id=run_id)
+        return await self._do("runs.training", "resume_training", run_id=run_id)
 
     async def reproduce_run(self, run_id: RunId) -> Annotated[CallToolResult, memory_answers.Reproducing]:
         """Starts a run of the same specification as one that ended; takes as long as that did.
@@ -145,7 +145,7 @@ class Running(Part):
         environment, seed, hardware). With algorithm.deterministic metrics must be equal, else held-out accuracy within
         noise.
         """
-        return await self._do("history", "reproduce_run", run_id=run_id)
+        return await self._do("experiments.config_history", "reproduce_run", run_id=run_id)
 
     async def check_status(
         self,
@@ -185,7 +185,7 @@ class Running(Part):
         get_results, for all runs list_runs.
         """
         return await self._do(
-            "status",
+            "status.status",
             "check_status",
             run_ids=run_ids,
             wait_s=wait_s,

@@ -44,7 +44,7 @@ class Sweeping(Part):
         Next: check_status, get_results, fork_config for the best.
         """
         return await self._do(
-            "sweeps",
+            "runs.sweeps",
             "start_sweep",
             draft_id=draft_id,
             space=space,

@@ -158,7 +158,7 @@ def test_installed_packages_are_listed_by_their_files(tmp_path: Path) -> None:
     assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
     assert old.name == "old_env" and "before 0.4" in old.problem
     (tmp_path / "echo_env").mkdir()
-    (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: toprope_server.mcp.app:app\n')
+    (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')
     [echo] = openenv.installed(tmp_path)
     assert echo.name == "echo" and "echo_env.server.app:app" in json.loads(echo.target)["command"]
     evals = tmp_path / "evals-1.0.dist-info"

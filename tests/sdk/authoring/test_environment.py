@@ -132,7 +132,7 @@ def test_a_bad_score_is_an_outcome_and_no_crash(answer: str, said: str) -> None:
 
 def test_an_exception_in_score_names_its_line() -> None:
     outcome = play(Broken, ["raise"])
-    assert outcome.error is not None and "test_sdk_environment.py:" in outcome.error and "in score" in outcome.error
+    assert outcome.error is not None and "test_environment.py:" in outcome.error and "in score" in outcome.error
 
 
 @pytest.mark.parametrize("name", ["", "a\x1b[2J", "two\nlines", "a" * 101, 5])

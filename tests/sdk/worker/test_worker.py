@@ -251,7 +251,7 @@ def test_large_messages_pass_in_both_directions(behaviour: dict[str, str]) -> No
         (HEAD + "class Mine(Environment):\n  def setup(self):\n    1 / 0", "raised", "division", "mine.py:5 in setup"),
         (HEAD + "class Mine(Environment):\n  parts = {'a': 1}", "raised", "dict of names and Part", ""),
         (HEAD + "class Mine(Environment):\n  max_turns = 0", "raised", "max_turns", ""),
-        ("import toprope_server.cli.main", "load", "No module named 'server'", "mine.py:1"),
+        ("import toprope_server.cli.main", "load", "No module named 'toprope_server'", "mine.py:1"),
     ],
 )
 def test_what_does_not_load_says_why_and_where(tmp_path: Path, text: str, kind: str, said: str, where: str) -> None:

@@ -62,9 +62,10 @@ def _bring_in_sdk() -> None:
     root = os.path.dirname(os.path.dirname(here))
     ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
     if ours_alone:  # a checkout on the path, and not a folder of packages that we share with others
-        sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") != root]
+        ours = {root, os.path.join(root, "server"), os.path.join(root, "tools")}
+        sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") not in ours]
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = [place for place in inherited if place and os.path.realpath(place) != root]
+        kept = [place for place in inherited if place and os.path.realpath(place) not in ours]
         os.environ.pop("PYTHONPATH", None)
         if kept:
             os.environ["PYTHONPATH"] = os.pathsep.join(kept)
