@@ -28,7 +28,7 @@ SETS = {
     "run": "measuring, starting, stopping, resuming and asking",
     "read": "everything that changes nothing",
 }
-_PLANS = ("planning", "memory", "installing")
+_PLANS = ("drafts", "experiments", "environments_install")
 _SAYS_SERVE = re.compile(r"^\s*[\"']?(serve|installs)[\"']?\s*:", re.MULTILINE)
 _INSTALLS = "add_environment"
 """The tool that is offered only where the owner lets agents install."""
@@ -78,7 +78,7 @@ class Role:
         if self.sets is None:
             return True
         part = tool.fn.__module__.rpartition(".")[2]
-        own = {"plan" if part in _PLANS else "run"} if part in (*_PLANS, "running") or not reads else set()
+        own = {"plan" if part in _PLANS else "run"} if part in (*_PLANS, "runs") or not reads else set()
         return bool(self.sets & (own | ({"read"} if reads else set())))
 
     @property

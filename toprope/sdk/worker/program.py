@@ -1,6 +1,6 @@
 """The process that holds an environment's code, in the environment's own interpreter.
 
-    python -P <path>/worker.py
+    python -P <path>/program.py
 
 Requests come as JSON lines on standard input, `{"id": 1, "op": "begin", ...}`; answers go out in the same order (those
 of toprope.sdk.worker.service.BESIDE as they are done) on what was standard output, `{"id": 1, "ok": true, "result":

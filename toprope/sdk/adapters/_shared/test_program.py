@@ -1,6 +1,6 @@
 """Runs a program with its tests under limits, and ends everything that it started. A program of its own:
 
-    python -I _guard.py < {"code", "tests", "seconds", "memory_mb"}  >  {"passed", "why", "network"}
+    python -I test_program.py < {"code", "tests", "seconds", "memory_mb"}  >  {"passed", "why", "network"}
 
 The code is what a model wrote: it may loop, eat memory, fork, write files, print, or exit before its tests. It gets a
 process of its own with limits on processor time, memory, files and open descriptors, an empty folder, no descriptor of

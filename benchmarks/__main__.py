@@ -1,0 +1,52 @@
+"""Run a benchmark by its name: `python -P -m benchmarks NAME [ARGUMENTS]`, or list the names with `--list`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+TARGETS = {
+    "agent": "agent.agent",
+    "conformance": "server.conformance",
+    "containment": "faults.containment",
+    "data": "server.data",
+    "demo": "learning.demo",
+    "disk": "faults.disk",
+    "environments": "environments.environments",
+    "evolution": "learning.evolution",
+    "faults": "faults.faults",
+    "findings": "findings.findings",
+    "house": "house.house",
+    "lifecycle": "faults.lifecycle",
+    "load": "server.load",
+    "many_runs": "server.many_runs",
+    "orchestrator": "orchestrator.orchestrator",
+    "ppo": "learning.ppo",
+    "reproduce": "learning.reproduce",
+    "rollouts": "learning.rollouts",
+    "server": "server.server",
+    "sft_then_grpo": "learning.sft_then_grpo",
+    "trajectory_api": "trajectory_api.trajectory_api",
+    "wrong_inputs": "wrong_inputs.wrong_inputs",
+}
+"""Name of the make target, with underscores -> module below `benchmarks`."""
+
+
+def main() -> int:
+    """Run the benchmark that the first argument names; exit with 2 if there is no such benchmark."""
+    if sys.argv[1:] == ["--list"]:
+        print(" ".join(name.replace("_", "-") for name in TARGETS))
+        return 0
+    name = sys.argv[1] if sys.argv[1:] else ""
+    if name not in TARGETS:
+        print(f"No benchmark {name!r}. There are: {', '.join(TARGETS)}.", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    del sys.argv[1]
+    runpy.run_module(f"benchmarks.{TARGETS[name]}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
