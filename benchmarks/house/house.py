@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grimp
 import networkx
+
 from docs.count_words import documentation_words
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -96,7 +96,9 @@ def members_of(folder: RunFolder) -> list[psutil.Process]:
 
 def pid_of(folder: RunFolder, name: str) -> int:
     """A member's process, or the worker: by what runs in it, since a namespace has numbers of its own."""
-    words = {"worker": "sdk/worker/program.py", "environment": "toprope.training.driver"}.get(name, f"toprope.training.{name}")
+    words = {"worker": "sdk/worker/program.py", "environment": "toprope.training.driver"}.get(
+        name, f"toprope.training.{name}"
+    )
 
     def look() -> int:
         for process in members_of(folder):
