@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 import toprope
-from toprope.analysis.reports.report import read_rows
 from toprope.errors import NotPossibleNow
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.settings.schema import Config

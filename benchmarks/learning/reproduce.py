@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import RealHouse, house_at
-from toprope.analysis.reports.report import read_rows
 from toprope.analysis.reproduction import compare_runs_of_one, is_timing
 from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
 
 LIMIT_S = 180.0

@@ -18,9 +18,9 @@ from mcp import Client
 from rich.console import Console
 from toprope_server.cli.demo import DemoReport, run_demo, server_parameters
 
-from toprope.analysis.reports.report import read_rows
 from toprope.records.journal.groups import Counts
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status, read_events
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,11 @@ import pytest
 from tests.support.supervisor_house import House
 from toprope.analysis.reports.narrative import Told, of_run
 from toprope.analysis.reports.page import Table
-from toprope.analysis.reports.report import Results, build, gather, read_rows
+from toprope.analysis.reports.report import build, gather
+from toprope.analysis.reports.results import Results
 from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Event, Status
 
 

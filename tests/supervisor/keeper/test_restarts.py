@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.support.supervisor_house import House, ended, eventually, until
-from toprope.analysis.reports.report import read_rows
 from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
 from toprope.settings.allowance import Allowance
 from toprope.settings.schema import LauncherSection

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from tests.support.supervisor_house import House, ended, eventually, until
-from toprope.analysis.reports.report import Results
+from toprope.analysis.reports.results import Results
 from toprope.errors import ComponentFailed, Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.folder import write_json
 from toprope.records.run.specification import Specification

@@ -8,8 +8,8 @@ from pathlib import Path
 from toprope_tools.results.per_environment import curricula_lines, each_lines
 from toprope_tools.status.progress_line import numbers_line
 
-from toprope.analysis.reports.per_environment import curricula_of, rose_each
-from toprope.analysis.reports.report import Accuracy, EnvironmentAccuracy, Evaluation
+from toprope.analysis.reports.report import curricula_of, rose_each
+from toprope.analysis.reports.results import Accuracy, EnvironmentAccuracy, Evaluation
 from toprope.records.messages import Leveled, Stepped
 from toprope.records.run.curriculum import Climbed, Curricula, Measure
 from toprope.records.run.folder import RunFolder

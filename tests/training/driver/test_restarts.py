@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from toprope.analysis.reports.report import read_rows
 from toprope.records.journal.groups import Counts
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status, read_events
 from toprope.settings.schema import Config

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio import to_thread
 
-from toprope.analysis.reports.report import gather, read_rows
+from toprope.analysis.reports.report import gather
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
 from toprope.errors import ComponentFailed, Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.fields import Change

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toprope_tools.answers.base import clip, percent, value
 
 if TYPE_CHECKING:
-    from toprope.analysis.reports.report import Accuracy, Evaluation
+    from toprope.analysis.reports.results import Accuracy, Evaluation
 
 __all__ = ["curricula_lines", "each_lines"]
 

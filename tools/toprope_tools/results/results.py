@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 from pydantic import ValidationError
 
-from toprope.analysis.reports.report import (
-    RESULTS_VERSION,
-    Accuracy,
-    Example,
-    ModelReport,
-    Models,
-    Results,
-    gather,
-    labels_to_tell,
-)
+from toprope.analysis.reports.report import gather, labels_to_tell
+from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification

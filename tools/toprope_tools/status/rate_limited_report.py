@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from toprope.analysis.reports.report import Results
+from toprope.analysis.reports.results import Results
 from toprope_tools.status.snapshot import told_numbers
 
 if TYPE_CHECKING:

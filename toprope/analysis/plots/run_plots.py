@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from toprope.analysis.plots.sweep_plots import draw_sweep
-from toprope.analysis.reports.report import Accuracy, Results, gather
+from toprope.analysis.reports.report import gather
+from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.intervals import Proportion
 from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder

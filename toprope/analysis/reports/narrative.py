@@ -14,7 +14,8 @@ from typing import Any
 
 from toprope.analysis.reports.charts import Bar, Line, bars, lines
 from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
-from toprope.analysis.reports.report import Accuracy, Results, labels_to_tell
+from toprope.analysis.reports.report import labels_to_tell
+from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.plateau import plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.findings import Finding

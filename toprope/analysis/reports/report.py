@@ -1,7 +1,7 @@
-"""The report of a run: what it reached, how sure that is, how long it took, where things lie.
+"""Build the report of a run: accuracies with intervals, times and paths.
 
-`build` is pure, so that a report of a run that is still going, was stopped or comes from another machine is made in the
-same way as the one that the keeper writes at the end; `gather` reads what it needs from a run folder.
+`build` is pure, so the report of a live, stopped or foreign run is made in the same way as the one that the keeper
+writes at the end. `gather` reads a run folder and calls it.
 """
 
 from __future__ import annotations
@@ -11,192 +11,47 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from toprope.analysis.integrity import Integrity, examine
-from toprope.analysis.reports.per_environment import curricula_of, rose_each
-from toprope.analysis.statistics.intervals import Proportion, rose, wilson
+from toprope.analysis.integrity import examine
+from toprope.analysis.reports.results import (
+    Accuracy,
+    EnvironmentAccuracy,
+    Evaluation,
+    Example,
+    ModelReport,
+    Models,
+    Point,
+    Results,
+    Seconds,
+)
+from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, NotFound
+from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import EVALUATION_VERSION, LEFT, WANDB_VERSION, RunFolder, misfits, read_json
-from toprope.records.run.metrics import read_history, read_rows
+from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
 from toprope.records.run.tested import TestedModel, read_answers, read_models
 
-__all__ = [
-    "Accuracy",
-    "Evaluation",
-    "Example",
-    "ModelReport",
-    "Models",
-    "Point",
-    "Results",
-    "Seconds",
-    "build",
-    "gather",
-    "labels_to_tell",
-    "RESULTS_VERSION",
-    "read_rows",
-]
+__all__ = ["build", "curricula_of", "gather", "labels_to_tell", "rose_each"]
 
-RESULTS_VERSION = 1
-"""Of results.json: the newest that is known here."""
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
-_TOLD = ("first_step", "state")
-"""Events that tell when training began and ended."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class Accuracy(_Part):
-    """A share of successes with its 95 % interval over `tasks` tasks."""
-
-    accuracy: float
-    low: float
-    high: float
-    tasks: int
-    rollouts: int | None = None
-    """Where tasks were answered several times. The interval counts tasks: answers to one task are not independent."""
-    reward_mean: float | None = None
-    truncated: float | None = None
-    errors: int = 0
-    parts: dict[str, float] = {}
-    pass_at_k: float | None = None
-    all_wrong_share: float | None = None
-    all_right_share: float | None = None
-    parse_failures: float | None = None
-
-    def proportion(self) -> Proportion:
-        return Proportion(self.accuracy, self.low, self.high, self.tasks)
-
-
-class EnvironmentAccuracy(_Part):
-    """One of several environments' part in an evaluation."""
-
-    sampled: Accuracy | None = None
-    greedy: Accuracy | None = None
-
-
-class Evaluation(_Part):
-    """One evaluation of the policy. Parts are None where nothing was measured."""
-
-    split: str = ""
-    policy_version: int | None = None
-    seconds: float | None = None
-    sampled: Accuracy | None = None
-    greedy: Accuracy | None = None
-    environments: dict[str, EnvironmentAccuracy] = {}
-    """Each environment's by itself, where a run has several: the figures above are over all tasks together."""
-
-
-class Example(_Part):
-    """A task and the answers to it, before and after; a test has `before` only."""
-
-    task_id: str
-    prompt: str
-    reference: str | None = None
-    before: str | None = None
-    before_success: bool | None = None
-    after: str | None = None
-    after_success: bool | None = None
-
-
-class ModelReport(_Part):
-    """One model of a test of several. `measured` is None where it failed; `error` says why."""
-
-    name: str
-    model: str
-    error: str | None = None
-    measured: Accuracy | None = None
-    examples: list[dict[str, Any]] = []
-    seconds: float
-    unanswered: int = 0
-    retries: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cost_usd: float | None = None
-
-
-class Models(_Part):
-    """A test of several models. `best` by accuracy, then reward; `mean_accuracy` over those that were measured;
-    `environment_works`: some model's answers were scored, most of them without an error; None where none was."""
-
-    models: list[ModelReport]
-    best: str | None = None
-    mean_accuracy: float | None = None
-    environment_works: bool | None = None
-
-
-class Point(_Part):
-    """Means over the steps up to `step` since the point before."""
-
-    step: int
-    reward: float | None = None
-    success: float | None = None
-
-
-class Seconds(_Part):
-    """Wall time. `total`: from the request to the end; `to_first_step`: from the request to the end of the first
-    optimizer step; `training`: from there to the trainer's end, over all attempts."""
-
-    total: float
-    to_first_step: float | None = None
-    training: float | None = None
-
-
-class Results(_Part):
-    """results.json. `rose`: the sampled held-out accuracy rose by more than the intervals; None where it was not
-    measured twice. Paths are absolute, None where there is nothing."""
-
-    version: int = RESULTS_VERSION
-    run_id: str
-    kind: str
-    state: str
-    environment: str
-    model: str
-    evaluations: dict[str, Evaluation] = {}
-    rose: bool | None = None
-    rose_each: dict[str, bool] = {}
-    """The same of each environment by itself, where there are several."""
-    curricula: dict[str, Any] = {}
-    """By environment with a curriculum: its knob, its levels, where it stands, and what opened the levels."""
-    seconds: Seconds
-    steps: int = 0
-    rollouts: int = 0
-    rollouts_per_second: float | None = None
-    checkpoint: str | None = None
-    checkpoint_step: int | None = None
-    weights: str | None = None
-    """The folder of the checkpoint that `from_pretrained` loads."""
-    wandb: dict[str, str] | None = None
-    """What Weights & Biases wrote: `mode`, `folder`, and `url` when online; None where it was disabled."""
-    tested: Models | None = None
-    answers: list[dict[str, Any]] = []
-    plot: str | None = None
-    metrics: dict[str, Any] = {}
-    time: dict[str, float] = {}
-    """Where the trainer's time went, as shares: `wait` (for groups), `prepare`, `passes` (forward and backward), `rest`
-    (optimizer, publishing, checkpoints)."""
-    history: list[Point] = []
-    examples: list[Example] = []
-    counts: dict[str, Any] = {}
-    integrity: Integrity | None = None
-    """Whether these figures may be believed; None for what does not train."""
+_TIMING_EVENTS = ("first_step", "state")
+"""Kinds of events that mark the start and the end of training."""
 
 
 def gather(folder: RunFolder, specification: Specification, status: Status) -> Results:
-    """The report of a run folder as it is now.
+    """Build the report of a run folder as it is now.
 
     Args:
-        folder: Where evaluations, metrics and events are read.
-        specification: The run's.
-        status: The run's, which may be ahead of the one on disk.
+        folder: The run folder; evaluations, metrics and events are read from it.
+        specification: The run's specification.
+        status: The run's status, which may be newer than the one on disk.
 
     Raises:
-        Corrupt: An evaluation is not what the driver writes.
+        Corrupt: An evaluation or a metric does not have the expected form.
     """
     evaluations = {path.stem: read_json(path, EVALUATION_VERSION) for path in sorted(folder.evaluations.glob("*.json"))}
     checkpoint = (status.checkpoint or {}).get("path")
@@ -207,13 +62,13 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             status,
             evaluations,
             rows,
-            list(read_events(folder.events, kinds=_TOLD)),
+            list(read_events(folder.events, kinds=_TIMING_EVENTS)),
             checkpoint=_existing(folder.path / checkpoint) if checkpoint else None,
             plot=_existing(folder.plot),
         )
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise Corrupt(
-            f"The records in {folder.path} are not what the crew writes: "
+            f"The records in {folder.path} do not have the expected form: "
             f"{misfits(error) if isinstance(error, ValidationError) else error!r}.",
             hint=LEFT,
         ) from None
@@ -241,19 +96,19 @@ def build(
     checkpoint: str | None = None,
     plot: str | None = None,
 ) -> Results:
-    """The report, from records alone.
+    """Build the report from records that were read already.
 
     Args:
-        specification: The run's.
-        status: The run's.
+        specification: The run's specification.
+        status: The run's status.
         evaluations: Label -> content of evaluations/<label>.json.
-        rows: metrics.jsonl, oldest first: a row a step, or rows at about even distances.
-        events: Tell when training began and ended.
+        rows: Rows of metrics.jsonl, oldest first: one per step, or a thinned sample at even distances.
+        events: Events of kind `first_step` and `state`.
         checkpoint: Path of the last checkpoint.
-        plot: Path of the picture.
+        plot: Path of the plot.
 
     Raises:
-        Corrupt: An evaluation is not what the driver writes.
+        Corrupt: An evaluation does not have the expected form.
     """
     measured = {label: _evaluation(label, content) for label, content in evaluations.items()}
     before, after = (_sampled(measured.get(label)) for label in (_BEFORE, _AFTER))
@@ -283,12 +138,13 @@ def build(
 
 
 def labels_to_tell(labels: Iterable[str], most: int) -> list[str]:
-    """Labels of evaluations in their order, with at most `most` of those along the way, at even distances and the last
-    one among them: a run may have thousands.
+    """Order evaluation labels and thin those between `before` and `after` to `most` at even distances.
+
+    A run may have thousands of evaluations. The last one is always kept.
 
     Args:
         labels: `before`, `step-N`, `after`, or others.
-        most: At least 2.
+        most: Labels `step-N` to keep; at least 2.
     """
 
     def place(label: str) -> tuple[int, int]:
@@ -308,7 +164,7 @@ def _existing(path: Path) -> str | None:
 
 
 def _wandb(folder: RunFolder, mode: str) -> dict[str, str] | None:
-    """What the trainer noted of Weights & Biases; the mode alone where nothing came of it."""
+    """Return the trainer's note about Weights & Biases, or the mode alone if it wrote none; None if disabled."""
     if mode == "disabled":
         return None
     try:
@@ -321,7 +177,7 @@ def _wandb(folder: RunFolder, mode: str) -> dict[str, str] | None:
 
 
 def _tested(models: Sequence[TestedModel]) -> Models | None:
-    """What several models reached; None where no such test was made."""
+    """Summarise a test of several models; None if there was none."""
     if not models:
         return None
     reports = [
@@ -339,7 +195,7 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
     )
 
 
-def _each(measured: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _by_environment(measured: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return (measured or {}).get("environments") or {}
 
 
@@ -357,14 +213,14 @@ def _evaluation(label: str, content: Mapping[str, Any]) -> Evaluation:
             greedy=_accuracy(content.get("greedy")),
             environments={
                 label: EnvironmentAccuracy(
-                    sampled=_accuracy(one), greedy=_accuracy(_each(content.get("greedy")).get(label))
+                    sampled=_accuracy(one), greedy=_accuracy(_by_environment(content.get("greedy")).get(label))
                 )
-                for label, one in _each(content["sampled"]).items()
+                for label, one in _by_environment(content["sampled"]).items()
             },
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Corrupt(
-            f"The evaluation {label!r} is not what the rollout driver writes: {type(error).__name__} {error}.",
+            f"The evaluation {label!r} does not have the form that the driver writes: {type(error).__name__} {error}.",
             hint=f"See evaluations/{label}.json in the run folder. {LEFT}",
         ) from None
 
@@ -384,7 +240,7 @@ def _seconds(status: Status, events: Sequence[Event], last: Mapping[str, Any]) -
     left = next((event.at for event in events if event.kind == "state" and event.data.get("from") == "training"), end)
     training = None if began is None else left - began
     if status.attempt > 1 and last.get("train_seconds") is not None:
-        # Between attempts nobody trained, and when a lost one ended nobody knows: the trainer's own clock goes on.
+        # Time between attempts is not training, and the end of a lost attempt is unknown: use the trainer's own clock.
         training = float(last["train_seconds"])
     return Seconds(
         total=round(end - status.created_at, 3),
@@ -394,12 +250,12 @@ def _seconds(status: Status, events: Sequence[Event], last: Mapping[str, Any]) -
 
 
 def _rollouts(rows: Sequence[Mapping[str, Any]]) -> int:
-    """`rollouts` of a row is how many had been delivered by then, trained on or not."""
+    """Return the rollouts delivered to the trainer so far, used or not."""
     return max((int(row["rollouts"]) for row in rows if row.get("rollouts") is not None), default=0)
 
 
 def _history(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """At most ten points, each the mean of its share of the steps."""
+    """Average the rows to at most ten points."""
     count = min(_POINTS, len(rows))
     points = []
     for number in range(count):
@@ -415,7 +271,7 @@ def _history(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def _time(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of a step's wall time, over all steps but the first, which has the start in it."""
+    """Return shares of a step's wall time, without the first step, which includes start-up."""
     whole = sum(row.get("time/step") or 0.0 for row in rows[1:])
     if whole <= 0:
         return {}
@@ -429,7 +285,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _examples(evaluations: Mapping[str, Mapping[str, Any]]) -> list[Example]:
-    """The answers to the same task side by side, in the order of the first evaluation that has them."""
+    """Pair the answers to each task before and after, in the order of the first evaluation that has them."""
     found: dict[str, dict[str, Any]] = {}
     for label, side in ((_BEFORE, "before"), (_TEST, "before"), (_AFTER, "after")):
         for example in evaluations.get(label, {}).get("examples") or ():
@@ -439,3 +295,35 @@ def _examples(evaluations: Mapping[str, Mapping[str, Any]]) -> list[Example]:
                 entry.setdefault("reference", str(example["reference"]))
             entry[side], entry[f"{side}_success"] = example.get("answer"), example.get("success")
     return [Example(**entry) for entry in found.values()]
+
+
+def rose_each(before: Evaluation | None, after: Evaluation | None) -> dict[str, bool]:
+    """Return, by environment measured before and after, True if its accuracy rose by more than the intervals."""
+    found = {}
+    for label, one in (before.environments if before is not None and after is not None else {}).items():
+        first, other = one.sampled, after.environments.get(label) if after is not None else None
+        if first is not None and other is not None and other.sampled is not None:
+            found[label] = rose(first.proportion(), other.sampled.proportion())
+    return found
+
+
+def curricula_of(folder: RunFolder) -> dict[str, Any]:
+    """Return each environment's curriculum: knob, levels, present level and its first step, and its measurements.
+
+    `opened` lists the measurements that raised the level, `last` is the newest one.
+    """
+    try:
+        found = Curricula.read(folder)
+    except Corrupt:
+        return {}
+    return {
+        label: {
+            "knob": one.knob,
+            "levels": one.levels,
+            "level": one.level,
+            "since": one.since,
+            "opened": [measure.model_dump(exclude={"moved"}) for measure in one.measures if measure.moved],
+            "last": one.measures[-1].model_dump(exclude={"moved"}) if one.measures else None,
+        }
+        for label, one in (found.environments if found else {}).items()
+    }

@@ -13,9 +13,10 @@ from toprope_tools.experiments.ledger import ledger_of, refreshed
 import toprope
 from toprope.analysis.reports.narrative import Told, of_all, of_run
 from toprope.analysis.reports.page import to_html, to_markdown
-from toprope.analysis.reports.report import gather, read_rows
+from toprope.analysis.reports.report import gather
 from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.manifest import Manifest
+from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import read_events
 

@@ -1,0 +1,176 @@
+"""The structure of results.json: a run's figures with their intervals, times and paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from toprope.analysis.integrity import Integrity
+from toprope.analysis.statistics.intervals import Proportion
+
+__all__ = [
+    "RESULTS_VERSION",
+    "Accuracy",
+    "EnvironmentAccuracy",
+    "Evaluation",
+    "Example",
+    "ModelReport",
+    "Models",
+    "Point",
+    "Results",
+    "Seconds",
+]
+
+RESULTS_VERSION = 1
+"""Newest version of results.json that this code reads."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Accuracy(_Part):
+    """A share of successes with its 95 % interval over `tasks` tasks."""
+
+    accuracy: float
+    low: float
+    high: float
+    tasks: int
+    rollouts: int | None = None
+    """Set if tasks were answered several times. The interval still counts tasks: answers to one task are dependent."""
+    reward_mean: float | None = None
+    truncated: float | None = None
+    errors: int = 0
+    parts: dict[str, float] = {}
+    pass_at_k: float | None = None
+    all_wrong_share: float | None = None
+    all_right_share: float | None = None
+    parse_failures: float | None = None
+
+    def proportion(self) -> Proportion:
+        """Return the accuracy as a proportion with its interval."""
+        return Proportion(self.accuracy, self.low, self.high, self.tasks)
+
+
+class EnvironmentAccuracy(_Part):
+    """The part of one environment in an evaluation over several."""
+
+    sampled: Accuracy | None = None
+    greedy: Accuracy | None = None
+
+
+class Evaluation(_Part):
+    """One evaluation of the policy. Figures that were not measured are None."""
+
+    split: str = ""
+    policy_version: int | None = None
+    seconds: float | None = None
+    sampled: Accuracy | None = None
+    greedy: Accuracy | None = None
+    environments: dict[str, EnvironmentAccuracy] = {}
+    """Per environment if the run has several; the figures above pool all tasks."""
+
+
+class Example(_Part):
+    """A task with its answers before and after training; a test has `before` only."""
+
+    task_id: str
+    prompt: str
+    reference: str | None = None
+    before: str | None = None
+    before_success: bool | None = None
+    after: str | None = None
+    after_success: bool | None = None
+
+
+class ModelReport(_Part):
+    """One model of a test of several. If it failed, `measured` is None and `error` gives the reason."""
+
+    name: str
+    model: str
+    error: str | None = None
+    measured: Accuracy | None = None
+    examples: list[dict[str, Any]] = []
+    seconds: float
+    unanswered: int = 0
+    retries: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cost_usd: float | None = None
+
+
+class Models(_Part):
+    """A test of several models.
+
+    `best` is by accuracy, then reward; `mean_accuracy` is over measured models. `environment_works` is True if more
+    than half of some model's answers were scored without an error, None if no model was measured.
+    """
+
+    models: list[ModelReport]
+    best: str | None = None
+    mean_accuracy: float | None = None
+    environment_works: bool | None = None
+
+
+class Point(_Part):
+    """Means over the steps since the previous point, up to `step`."""
+
+    step: int
+    reward: float | None = None
+    success: float | None = None
+
+
+class Seconds(_Part):
+    """Wall time in seconds.
+
+    `total` runs from the request to the end, `to_first_step` from the request to the end of the first optimizer step,
+    `training` from there to the trainer's end, over all attempts.
+    """
+
+    total: float
+    to_first_step: float | None = None
+    training: float | None = None
+
+
+class Results(_Part):
+    """results.json.
+
+    `rose` is True if the sampled held-out accuracy rose by more than the intervals, None if it was not measured twice.
+    Paths are absolute, or None.
+    """
+
+    version: int = RESULTS_VERSION
+    run_id: str
+    kind: str
+    state: str
+    environment: str
+    model: str
+    evaluations: dict[str, Evaluation] = {}
+    rose: bool | None = None
+    rose_each: dict[str, bool] = {}
+    """`rose` per environment if there are several."""
+    curricula: dict[str, Any] = {}
+    """Per environment with a curriculum: its knob, levels, present level, and the measurements that raised it."""
+    seconds: Seconds
+    steps: int = 0
+    rollouts: int = 0
+    rollouts_per_second: float | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int | None = None
+    weights: str | None = None
+    """Folder that `from_pretrained` loads."""
+    wandb: dict[str, str] | None = None
+    """Weights & Biases: `mode`, `folder`, and `url` if online; None if disabled."""
+    tested: Models | None = None
+    answers: list[dict[str, Any]] = []
+    plot: str | None = None
+    metrics: dict[str, Any] = {}
+    time: dict[str, float] = {}
+    """Shares of the trainer's time: `wait` (for groups), `prepare`, `passes` (forward and backward), `rest` (optimizer,
+    publishing, checkpoints)."""
+    history: list[Point] = []
+    examples: list[Example] = []
+    counts: dict[str, Any] = {}
+    integrity: Integrity | None = None
+    """Checks of whether the figures can be trusted; None for runs that do not train."""
