@@ -1,8 +1,7 @@
-"""What README, CONTRIBUTING and the pages in docs/ tell people to type works as it stands there.
+"""README, CONTRIBUTING and the pages in docs/ are true.
 
-Every line of a ```sh block is run, or checked in the way that `check` says for its program; every ```python block is
-run; links lead somewhere; commands and tools that a sentence names exist. docs/owner.md's commands are run by
-tests/server/cli/test_owner_guide.py.
+Commands in ```sh blocks are run, or checked as `check` defines for their program. ```python blocks are run. Links,
+named commands, paths and modules exist. tests/server/cli/test_owner_guide.py runs the commands of docs/owner.md.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from benchmarks.__main__ import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-NOT_RUN_HERE = {
-    "claude": "Claude Code has to be installed and logged in; the server's command in the line is run instead",
-    "npx": "it downloads MCP Inspector; tests/server/mcp/test_inspector.py drives that where it is installed, and the "
-    "server's command in the line is run here",
+SERVER_IS_RUN_INSTEAD = {
+    "claude": "Claude Code must be installed and logged in",
+    "npx": "it downloads MCP Inspector; tests/server/mcp/test_inspector.py covers it where it is installed",
 }
-"""Programs that cannot be run without a network, why, and what is done in their place."""
+"""Programs that need a network or an account, and why. The server command in their line is run instead."""
+WORDS = 18_000
+"""Most hand-written words of README.md and docs/."""
+FILE_ENDINGS = {"diff", "md", "py", "yaml", "json", "png"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -64,25 +65,25 @@ def run(words: list[str], variables: dict[str, str], cwd: Path = ROOT) -> str:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_works(line: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_works(line: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     check(shlex.split(line), variables, monkeypatch)
 
 
 def check(words: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a command, or what stands for it."""
+    """Run a command of a page, or check it if it takes minutes or needs a network."""
     program = words[0].removeprefix(".venv/bin/")
     if program == "make":
-        # Set-up, demo and tests take minutes: that make knows how to make the target is looked at, nothing is made.
+        # These targets take minutes, so only check that they exist.
         targets = [word for word in words[1:] if "=" not in word]
         assert run(["make", "-n", *targets], variables).strip()
         for target in targets:
             if target.startswith("bench-"):
                 assert target.removeprefix("bench-").replace("-", "_") in TARGETS
-    elif program in NOT_RUN_HERE:
+    elif program in SERVER_IS_RUN_INSTEAD:
         place = words.index("/path/to/.venv/bin/python")
         served = [sys.executable, *words[place + 1 :]]
         assert served[-1] == "serve"
-        run(served, variables)  # its input ends at once, and so does the server
+        run(served, variables)  # standard input is empty, so the server ends at once
     elif program == "toprope":
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -96,18 +97,18 @@ def check(words: list[str], variables: dict[str, str], monkeypatch: pytest.Monke
         assert all(word in known for word in words if word.startswith("--")), f"{script} does not know {words}"
         compile(known, script, "exec")
     else:
-        raise AssertionError(f"nothing here knows how to check {shlex.join(words)!r}: say so in check()")
+        raise AssertionError(f"check() does not know how to check {shlex.join(words)!r}")
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=[page.name for page in PYTHON])
-def test_the_code_of_a_page_runs(page: Path, variables: dict[str, str], tmp_path: Path) -> None:
+def test_python_blocks_of_page_run(page: Path, variables: dict[str, str], tmp_path: Path) -> None:
     code = "\n\n".join(blocks(page, "python"))
     (tmp_path / "blocks.py").write_text(code)
     run([sys.executable, "-P", "blocks.py"], variables | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_json_blocks_are_json_and_links_lead_somewhere(page: Path) -> None:
+def test_json_blocks_and_links_are_valid(page: Path) -> None:
     for block in blocks(page, "json"):
         json.loads(block)
     text = page.read_text(encoding="utf-8")
@@ -115,26 +116,50 @@ def test_json_blocks_are_json_and_links_lead_somewhere(page: Path) -> None:
         if not target.startswith(("http://", "https://")):
             path, _, anchor = target.partition("#")
             aim = (page.parent / path) if path else page
-            assert aim.exists(), f"{page.name} links to {target}, which is not there"
+            assert aim.exists(), f"{page.name} links to {target}, which does not exist"
             if anchor:
                 headings = re.findall(r"^#+ (.+)$", aim.read_text(encoding="utf-8"), re.M)
                 assert anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_what_a_sentence_names_is_there(page: Path) -> None:
+def test_named_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     commands = {command.name or command.callback.__name__ for command in build().registered_commands}
     commands |= {group.name or group.typer_instance.info.name for group in build().registered_groups}
     for named in re.findall(r"`(?:\.venv/bin/)?toprope ([a-z][a-z-]+)", text):
         assert named in commands, f"{page.name} names `toprope {named}`"
-    for target in re.findall(r"`make ([a-z][a-z-]+)", text):
+    for target in set(re.findall(r"`make ([a-z][a-z-]+)", text)):
         run(["make", "-n", target], dict(os.environ))
-    for module in re.findall(r"`((?:toprope|tools|server|tests|benchmarks|configs|environments)/[\w/.-]+\.\w+)`", text):
-        assert (ROOT / module).exists(), f"{page.name} names {module}"
 
 
-def test_the_page_of_the_tools_is_what_clients_see() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_named_paths_and_modules_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    for path in re.findall(r"`((?:toprope|tools|server|tests|benchmarks|configs|environments|docs)/[\w/.-]*)`", prose):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for name in set(re.findall(r"(?<![\w./@-])(?:toprope|tools|server|tests|benchmarks)(?:\.\w+)+", text)):
+        assert name.rsplit(".")[-1] in FILE_ENDINGS or exists(name), f"{page.name} names {name}"
+
+
+def exists(name: str) -> bool:
+    """Return True if `name` is a module, or a module and a name in its source: `package.module.function`."""
+    words = name.split(".")
+    for length in range(len(words), 0, -1):
+        base = ROOT.joinpath(*words[:length])
+        source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if source.is_file():
+            return all(re.search(rf"\b{word}\b", source.read_text()) for word in words[length:])
+    return False
+
+
+def test_documentation_stays_within_its_words() -> None:
+    counter = runpy.run_path(str(ROOT / "docs" / "count_words.py"))
+    assert sum(counter["documentation_words"](ROOT).values()) <= WORDS
+
+
+def test_tools_page_matches_schemas() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "generate_tools.py"))
     page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
     tools, examples = anyio.run(generator["_tools"]), generator["examples_of"](page)
@@ -146,7 +171,7 @@ def test_the_page_of_the_tools_is_what_clients_see() -> None:
         assert "/tmp/" not in answer and "failed unexpectedly" not in answer
 
 
-def test_readme_names_every_tool_and_every_page() -> None:
+def test_readme_names_every_tool_and_pages_are_linked() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "generate_tools.py"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for tool in anyio.run(generator["_tools"]):

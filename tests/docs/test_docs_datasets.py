@@ -1,4 +1,4 @@
-"""docs/datasets.md says what is so: its files are read, its calls are made, its tables are complete."""
+"""docs/datasets.md is true: its files can be read, its calls work, its tables are complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shop(tmp_path):
     launcher.close()
 
 
-def test_the_settings_can_be_read(tmp_path: Path) -> None:
+def test_settings_blocks_are_valid(tmp_path: Path) -> None:
     found = [block for block in blocks("yaml") if block.startswith("# settings.yaml")]
     assert len(found) == 2
     file = tmp_path / "settings.yaml"
@@ -40,7 +40,7 @@ def test_the_settings_can_be_read(tmp_path: Path) -> None:
     assert set(settings.models) == {"my-vllm", "judge"} and "models" in settings.variables
 
 
-def test_the_named_environment_and_the_call_work(tmp_path: Path, shop) -> None:
+def test_named_environment_and_call_work(tmp_path: Path, shop) -> None:
     environments, datasets = tmp_path / "config" / "environments", tmp_path / "home" / "datasets"
     environments.mkdir(parents=True)
     datasets.mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_the_named_environment_and_the_call_work(tmp_path: Path, shop) -> None:
         assert sum(split["known"] for split in told.data.splits.values()) == 60
 
 
-def test_the_tables_are_complete() -> None:
+def test_scorer_and_file_tables_are_complete() -> None:
     scorers = next(knob for knob in describe_knobs(DatasetKnobs) if knob["name"] == "scorer")["choices"]
     assert re.findall(r"^\| `(\w+)` \|", TEXT.partition("## Scorers")[2], re.MULTILINE) == scorers
     assert all(f"`{kind}`" in TEXT for kind in KINDS) and f"`{HUB}" in TEXT

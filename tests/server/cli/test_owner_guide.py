@@ -1,4 +1,4 @@
-"""What the owner's guide says to type and to write works as it stands there."""
+"""Commands and files of docs/owner.md work as written."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def house(tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_guide_works(house, line, monkeypatch):
+def test_guide_command_works(house, line, monkeypatch):
     program, *arguments = shlex.split(line)
     assert program == "toprope"
     if arguments[:2] == ["serve", "--http"]:
@@ -55,12 +55,12 @@ def test_a_command_of_the_guide_works(house, line, monkeypatch):
     assert done.stdout.strip()
 
 
-def test_the_commands_were_found():
+def test_guide_has_commands():
     assert len(COMMANDS) >= 16
     assert {shlex.split(line)[1] for line in COMMANDS} >= {"clients", "doctor", "install", "serve", "token", "prune"}
 
 
-def test_the_files_of_the_guide_are_read_as_they_stand(tmp_path):
+def test_guide_files_are_valid(tmp_path):
     blocks = re.findall(r"```yaml\n# (\S+\.yaml)[^\n]*\n(.*?)```", GUIDE, re.S)
     assert [name for name, _ in blocks].count("settings.yaml") >= 3
     for number, (name, text) in enumerate(blocks):
