@@ -10,7 +10,7 @@ NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup demo test tools-node tools-atropos lint clean
+.PHONY: help setup demo test tools-node tools-atropos lint docs clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
@@ -18,7 +18,8 @@ help:
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
 	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
-	@echo "make lint    formatting, types, imports between rooms, likely mistakes"
+	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
+	@echo "make docs    generate docs/tools.md and docs/settings.md from the code"
 	@echo "make bench-NAME   one of: $$($(PY) -P -m benchmarks --list 2>/dev/null)"
 
 setup: $(STAMP)
@@ -58,7 +59,11 @@ tools-atropos:
 	@echo "installed in $(ATROPOS_VENV)"
 
 lint: $(STAMP)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports && $(PY) -m mypy
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports && $(PY) -m mypy && \
+		$(PY) -P docs/generate_settings.py --check && $(PY) -P docs/generate_tools.py --check
+
+docs: $(STAMP)
+	@$(PY) -P docs/generate_settings.py && $(PY) -P docs/generate_tools.py --schemas
 
 bench-%: $(STAMP)
 	@$(PY) -P -m benchmarks $(subst -,_,$*)

@@ -139,18 +139,19 @@ def test_named_paths_and_modules_exist(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     for path in re.findall(r"`((?:toprope|tools|server|tests|benchmarks|configs|environments|docs)/[\w/.-]*)`", prose):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
-    for name in set(re.findall(r"(?<![\w./@-])(?:toprope|tools|server|tests|benchmarks)(?:\.\w+)+", text)):
-        assert name.rsplit(".")[-1] in FILE_ENDINGS or exists(name), f"{page.name} names {name}"
+    for name in set(re.findall(r"(?<![\w./@-])(?:toprope(?:_server|_tools)?|server|tests|benchmarks)(?:\.\w+)+", text)):
+        assert name.rsplit(".", 1)[-1] in FILE_ENDINGS or exists(name), f"{page.name} names {name}"
 
 
 def exists(name: str) -> bool:
     """Return True if `name` is a module, or a module and a name in its source: `package.module.function`."""
     words = name.split(".")
     for length in range(len(words), 0, -1):
-        base = ROOT.joinpath(*words[:length])
-        source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-        if source.is_file():
-            return all(re.search(rf"\b{word}\b", source.read_text()) for word in words[length:])
+        for root in (ROOT, ROOT / "server", ROOT / "tools"):
+            base = root.joinpath(*words[:length])
+            source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+            if source.is_file():
+                return all(re.search(rf"\b{word}\b", source.read_text()) for word in words[length:])
     return False
 
 
