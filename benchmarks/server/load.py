@@ -42,7 +42,8 @@ from toprope_server.http.token import TokenFile
 
 from benchmarks.faults.lives import House, RealHouse, eventually
 from toprope.analysis.reports.report import gather
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import EventLog, Status
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import Runs

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from benchmarks.server.server import Session
 from toprope.analysis.reports.report import gather
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import header
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Failure, Status

@@ -8,7 +8,8 @@ import pytest
 
 from toprope.analysis.integrity import examine, lineage_of, lone_wins
 from toprope.analysis.statistics.comparison import Answers, Measured
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 

@@ -1,5 +1,6 @@
 """The ledger: a file that is the truth, and a table that follows it."""
 
+import errno
 import json
 import os
 import sqlite3
@@ -101,7 +102,13 @@ def test_an_index_of_the_first_version_takes_the_new_tables(tmp_path):
 def test_a_line_that_the_disk_took_in_part_is_no_line(ledger, monkeypatch):
     kept, write = ledger.put(entry(ledger)), os.write
     lost = entry(ledger, 2.0)
-    monkeypatch.setattr("toprope.records.experiments.os.write", lambda descriptor, data: write(descriptor, data[:40]))
+
+    def fill(descriptor: int, data: bytes) -> int:
+        if len(data) < 40 or not data.startswith(b"{"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:40])
+
+    monkeypatch.setattr(os, "write", fill)
     with pytest.raises(NotPossibleNow, match="cannot be written: No space left"):
         ledger.put(lost)
     monkeypatch.undo()

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from toprope.atomic import write_json
 from toprope.records import messages as crew
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 
 PATH = Path(__file__).resolve()
 NAMES = ("policy", "api", "inference", "trainer", "environment")

@@ -7,9 +7,7 @@ reading by environment; an index that is new, restored or rebuilt reads the file
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -19,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import append
 from toprope.errors import NotFound, NotPossibleNow, shown
 from toprope.records.index.index import Index
 
@@ -143,17 +142,7 @@ class Ledger:
     def _append(self, line: dict[str, Any]) -> None:
         data = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                    data = b"\n" + data  # a full disk cut the last line; this one must not become its rest
-                if os.write(descriptor, data) < len(data):  # the disk took a part; the reader passes over it
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            append(self.path, data)
         except OSError as error:
             raise NotPossibleNow(
                 f"{self.path} cannot be written: {error.strerror or error}.", hint="Check the room on that disk."

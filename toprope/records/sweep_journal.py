@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from toprope.atomic import append
 from toprope.errors import Corrupt
 from toprope.records.run.folder import LEFT, RUN_ID, RunFolder, check_version, misfits
 
@@ -235,19 +236,7 @@ class SweepLog:
         Raises:
             OSError: It cannot be written; it does not hold.
         """
-        data = decision.model_dump_json().encode() + b"\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            try:
-                while data:
-                    data = data[os.write(descriptor, data) :]
-                os.fsync(descriptor)
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
+        append(self._path, decision.model_dump_json().encode() + b"\n")
         self.standing.take(decision)
 
     def _cut_torn(self) -> None:

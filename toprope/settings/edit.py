@@ -8,12 +8,11 @@ nothing is written. The file holds keys, so it is readable by its owner only.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import yaml
 
+from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 from toprope.settings.yamlfiles import read_yaml
 
@@ -116,13 +115,7 @@ def _replace(path: Path, text: str) -> None:
     target = path.resolve()  # an owner may keep settings elsewhere, behind a link
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, name = tempfile.mkstemp(prefix=".settings.", dir=target.parent)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        write_text(target, text)
     except OSError as error:
         raise InvalidValue(
             f"{path} cannot be written: {error.strerror or error}.", hint="Check the folder and the room on the disk."

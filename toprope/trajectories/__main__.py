@@ -12,8 +12,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from toprope.atomic import write_json
 from toprope.errors import TopropeError
-from toprope.records.run.folder import read_json, write_json
+from toprope.records.run.folder import read_json
 from toprope.trajectories.jobs.execute import Work
 from toprope.trajectories.jobs.jobs import hold
 from toprope.trajectories.jobs.orders import Order

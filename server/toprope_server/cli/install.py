@@ -12,13 +12,13 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -183,14 +183,7 @@ def write(plan: Plan) -> tuple[bool, Path | None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         backup = _back_up(target, old) if old is not None else None
         mode = target.stat().st_mode & 0o777 if old is not None else 0o600
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, mode)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        write_text(target, text, mode=mode)
     except OSError as error:
         raise InvalidValue(f"{plan.path} cannot be written: {error.strerror or error}.") from None
     return True, backup

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
+from toprope.atomic import write_text
 from toprope.errors import InvalidValue, NotFound
 
 __all__ = ["TokenFile"]
@@ -86,20 +86,9 @@ class TokenFile:
         token = secrets.token_urlsafe(_BYTES)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, name = tempfile.mkstemp(prefix=".http-token.", dir=self.path.parent)  # mode 0600
-            temporary = Path(name)
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(token + "\n")
-                if replace:
-                    os.replace(temporary, self.path)
-                else:
-                    try:
-                        os.link(temporary, self.path)
-                    except FileExistsError:  # another server was quicker
-                        return self.read()
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_text(self.path, token + "\n", replace=replace)
+        except FileExistsError:  # another server was quicker
+            return self.read()
         except OSError as error:
             raise InvalidValue(
                 f"The token's file {self.path} cannot be made: {error.strerror or error}.",

@@ -11,7 +11,8 @@ import pytest
 from tests.analysis.reports.test_report import evaluation, rows
 from tests.support.supervisor_house import House
 from toprope.analysis.plots.run_plots import smoothed
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
 
 

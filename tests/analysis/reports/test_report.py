@@ -11,8 +11,9 @@ from toprope.analysis.reports.narrative import Told, of_run
 from toprope.analysis.reports.page import Table
 from toprope.analysis.reports.report import build, gather
 from toprope.analysis.reports.results import Results
+from toprope.atomic import write_json
 from toprope.errors import Corrupt
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Event, Status
 

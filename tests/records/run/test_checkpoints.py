@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.supervisor_house import House
+from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import MANIFEST, newest_sound, problem_of, seal, set_aside
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import EventLog, Status, read_events
 from toprope.supervisor.runs.cleanup import prepare_attempt
 

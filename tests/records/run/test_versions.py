@@ -14,10 +14,11 @@ from toprope_tools.results.results import _report
 
 from tests.support.supervisor_house import House
 from toprope.analysis.reports.report import gather
+from toprope.atomic import write_json
 from toprope.errors import TooNew
 from toprope.records.journal.journal import FileJournal, GroupNote
 from toprope.records.run.checkpoints import newest_sound, problem_of, seal
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.records.run.metrics import header, read_rows
 from toprope.records.run.specification import Specification

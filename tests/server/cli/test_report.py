@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from tests.support.tools_house import make_workshop
 from toprope.analysis.reports.page import Figure, Heading, Listed, Paragraph, Table, to_html, to_markdown
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.experiments import Experiment, Figures
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
 from toprope.settings.schema import Config

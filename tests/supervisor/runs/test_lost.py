@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from tests.support.supervisor_house import House, ended, eventually, until
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
-from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.heartbeat import SILENT_S
 from toprope.supervisor.lock import RunLock, held

@@ -12,8 +12,9 @@ import threading
 import pytest
 
 from tests.support.supervisor_house import House, ended, eventually, until
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.lock import RunLock, held

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.supervisor_house import House, ended, eventually, until
 from toprope.analysis.reports.results import Results
+from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import write_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import TRANSITIONS, Status
 from toprope.supervisor.launchers.local import LocalLauncher

@@ -15,8 +15,8 @@ from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
 
 from tests.support.tools_house import become, make_workshop
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
-from toprope.records.run.folder import write_json
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.supervisor.capacity.budget_ledger import accounts, the_books

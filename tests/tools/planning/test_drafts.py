@@ -11,8 +11,8 @@ from toprope_tools.runs.inference import test_inference as try_inference
 from toprope_tools.runs.training import resume_training, start_training, stop_training
 
 from tests.support.tools_house import make_workshop, start_run
+from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
-from toprope.records.run.folder import write_json
 from toprope.records.run.specification import Specification, TestPlan
 
 

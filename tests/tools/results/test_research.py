@@ -17,8 +17,8 @@ from toprope_tools.runs.training import resume_training, start_training, stop_tr
 from toprope_tools.status.status import check_status, list_runs
 
 from tests.support.tools_house import become, make_workshop
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
-from toprope.records.run.folder import write_json
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.presets import load_preset

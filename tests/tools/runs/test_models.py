@@ -18,8 +18,8 @@ from toprope_tools.workshop import Workshop
 
 from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, make_workshop
+from toprope.atomic import write_json
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
-from toprope.records.run.folder import write_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.tested import ENDPOINT_KEY, AnswersTo, write_answers
 from toprope.settings.fields import all_fields

@@ -10,8 +10,8 @@ from toprope_tools.runs.logs import read_logs
 from toprope_tools.status.status import check_status, list_runs, numbers_line
 
 from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound
-from toprope.records.run.folder import write_json
 from toprope.records.run.status import CrewMember, EventLog, Failure
 from toprope.settings.schema import Config
 

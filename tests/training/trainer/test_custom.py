@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from tests.support.supervisor_house import eventually
 from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, rows, small
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, TopropeError
 from toprope.records.messages import Checkpointed, Evaluated, Finished, Ready, Stepped
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainerSource
 from toprope.records.run.status import CrewMember, Failure, Status, read_events

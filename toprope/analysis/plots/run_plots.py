@@ -8,9 +8,7 @@ picture and not a run.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.intervals import Proportion
+from toprope.atomic import replacing
 from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_history
@@ -92,14 +91,9 @@ def draw(
             _draw_steps(left, rows)
             _draw_environments(left, results, rows)
             _draw_heldout(right, results)
-        descriptor, temporary = tempfile.mkstemp(prefix=".plot.", suffix=".png", dir=path.parent)
-        os.close(descriptor)
         try:
-            figure.savefig(temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            with replacing(path, suffix=".png") as temporary:
+                figure.savefig(temporary)
         finally:
             plt.close(figure)
 

@@ -7,10 +7,11 @@ the ones before it is on disk. Without it, or with one that cannot be read, all 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-__all__ = ["note_start", "start_of", "sync_file", "sync_folder"]
+from toprope.atomic import write_text
+
+__all__ = ["note_start", "start_of"]
 
 
 def start_of(folder: Path) -> int:
@@ -27,28 +28,4 @@ def note_start(folder: Path, ordinal: int) -> None:
     Raises:
         OSError: It could not; what was noted before still holds.
     """
-    aside = folder / "start.new"
-    with aside.open("w") as file:
-        file.write(str(ordinal))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / "start")
-    sync_folder(folder)
-
-
-def sync_file(path: Path) -> None:
-    """Waits until a file's bytes are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_text(folder / "start", str(ordinal), durable=True)

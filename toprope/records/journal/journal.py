@@ -28,8 +28,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from toprope.atomic import fsync
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
-from toprope.records.journal.checkpointed import note_start, start_of, sync_file, sync_folder
+from toprope.records.journal.checkpointed import note_start, start_of
 from toprope.records.journal.frames import FRAME, GROUP, MARK, Frame, pack, scan
 from toprope.records.journal.marks import (
     Committed,
@@ -105,7 +106,7 @@ class Unsynced(NamedTuple):
         for descriptor in self.files:
             os.fdatasync(descriptor)
         if self.folder is not None:
-            sync_folder(self.folder)
+            fsync(self.folder)
 
 
 class Journal(Protocol):
@@ -346,7 +347,7 @@ class FileJournal:
             if (
                 self._sync != "os"
             ):  # a killed writer's last records may be in memory only: what is found here is to last
-                sync_file(self._path(ordinal))
+                fsync(self._path(ordinal))
         self._recovered = self.last
 
     def _open_segment(self, ordinal: int) -> None:
@@ -419,7 +420,7 @@ class FileJournal:
         self._written = 0
         self._new_segment = True
         if self._sync == "always":
-            sync_folder(self._folder)
+            fsync(self._folder)
         return self._writer
 
     def _reader(self, ordinal: int) -> int:

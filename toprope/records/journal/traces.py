@@ -6,13 +6,13 @@ The first line says what they are of. A file of a newer version is refused; a to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from toprope.atomic import append
 from toprope.errors import Corrupt
 from toprope.records.run.folder import LEFT
 
@@ -45,18 +45,8 @@ _decode = msgspec.json.Decoder(Trace).decode
 
 
 def append_traces(path: Path, traces: Sequence[Trace]) -> None:
-    """Appends traces, synced; a file that is not there begins with its version."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        head = _encode(_Head(_VERSION)) + b"\n" if not size else b""
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            head = b"\n"  # a torn line must not become the beginning of this one
-        os.write(descriptor, head + b"".join(_encode(trace) + b"\n" for trace in traces))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Append and fsync; write the version header if the file is new."""
+    append(path, b"".join(_encode(trace) + b"\n" for trace in traces), header=_encode(_Head(_VERSION)) + b"\n")
 
 
 def read_traces(path: Path) -> Iterator[Trace]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, NotFound, TooNew
-from toprope.records.run.folder import RunFolder, checkpoints_in, read_json, write_json
+from toprope.records.run.folder import RunFolder, checkpoints_in, read_json
 
 __all__ = [
     "MANIFEST",
@@ -76,14 +77,14 @@ def seal(folder: Path) -> None:
     with ThreadPoolExecutor(max_workers=min(_HASHERS, max(len(names), 1))) as pool:
         digests = pool.map(lambda name: _digest(folder / name), names)
         for name in names:
-            _sync(folder / name)
+            fsync(folder / name)
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in zip(names, digests, strict=True)}
     write_json(folder / MANIFEST, {"version": MANIFEST_VERSION, "files": files})
-    _sync(folder / MANIFEST)
+    fsync(folder / MANIFEST)
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
-            _sync(path)
-    _sync(folder)
+            fsync(path)
+    fsync(folder)
 
 
 def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
@@ -210,11 +211,3 @@ def _digest(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

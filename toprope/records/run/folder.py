@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,6 @@ __all__ = [
     "checkpoints_in",
     "misfits",
     "read_json",
-    "write_json",
 ]
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
@@ -65,19 +62,6 @@ def misfits(error: ValidationError) -> str:
     entries = error.errors(include_url=False, include_input=False, include_context=False)
     places = [f"{'.'.join(map(str, entry['loc'])) or 'the whole'} ({entry['msg']})" for entry in entries[:4]]
     return ", ".join(places)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces `path` by the JSON of `value` in one step: a reader sees the old file or the new one."""
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 EVALUATION_VERSION = WANDB_VERSION = 1

@@ -6,14 +6,12 @@ too: indented, plain names. What a run depends on is in `inputs`; two manifests 
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
 
@@ -166,12 +164,4 @@ class Manifest(BaseModel):
 
     def write(self, folder: RunFolder) -> None:
         """Replaces the manifest on disk, in lines for people."""
-        data = json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=1).encode() + b"\n"
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{_NAME}.", dir=folder.path)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(temporary, self.path(folder))
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_json(self.path(folder), self.model_dump(mode="json"), indent=1)

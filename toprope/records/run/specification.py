@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config

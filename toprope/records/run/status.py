@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.findings import Finding
-from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json
 from toprope.records.run.lines import PatientLines
 
 __all__ = [

@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.folder import RunFolder, read_json
 
 __all__ = ["ENDPOINT_KEY", "AnswersTo", "TestedModel", "read_answers", "read_models", "write_answers", "write_models"]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
 
 __all__ = ["Spent", "Usage", "day_of"]
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from toprope.analysis.budget import Account
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import RUN_ID, RunFolder, read_json, write_json
+from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import FrozenLimits

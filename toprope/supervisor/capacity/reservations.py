@@ -27,8 +27,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, TooNew
-from toprope.records.run.folder import RUN_ID, read_json, write_json
+from toprope.records.run.folder import RUN_ID, read_json
 from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, held
 from toprope.supervisor.programs import members_of

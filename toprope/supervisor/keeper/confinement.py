@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, TopropeError
-from toprope.records.run.folder import read_json, write_json
+from toprope.records.run.folder import read_json
 from toprope.supervisor.lock import boot_id
 
 __all__ = [

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.analysis.reports.report import gather
+from toprope.atomic import write_json
 from toprope.records.messages import Failed, Finished, Report
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.lines import NO_ROOM
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure, State, Status

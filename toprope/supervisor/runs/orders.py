@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.lines import NO_ROOM
 
 __all__ = ["Orders", "StopOrder", "order_stop", "take_orders"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from toprope.atomic import replacing
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.journal.traces import Trace, append_traces, read_traces
 from toprope.records.run.specification import Specification
@@ -61,10 +61,8 @@ async def demonstrate(
             found += await collector.collect(max(1, round(wanted * parts[host.label])))
         except (TopropeError, WorkerFailure) as error:
             raise host.named(error) from error
-    aside = path.with_name(f".{path.name}")
-    aside.unlink(missing_ok=True)
-    append_traces(aside, found)
-    os.replace(aside, path)
+    with replacing(path) as temporary:
+        append_traces(temporary, found)
     return path
 
 

@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.folder import RunFolder, read_json
 
 __all__ = ["Contents", "words_of", "write_contents"]
 

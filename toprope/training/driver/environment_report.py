@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import RunFolder
 from toprope.training.rollouts.environment_host import Hosted
 
 __all__ = ["describe"]

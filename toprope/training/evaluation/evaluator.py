@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from toprope.atomic import write_json
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Outcome
-from toprope.records.run.folder import RunFolder, write_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.lines import NO_ROOM
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import PromptTooLong, Sampling

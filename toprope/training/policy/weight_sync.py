@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toprope.records.run.folder import write_json
+from toprope.atomic import write_json
 
 if TYPE_CHECKING:
     import torch

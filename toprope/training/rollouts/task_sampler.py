@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.messages import ENV_CHECKPOINT, Leveled
 from toprope.records.run.curriculum import Climbed, Curricula
-from toprope.records.run.folder import read_json, write_json
+from toprope.records.run.folder import read_json
 from toprope.records.run.lines import NO_ROOM
 from toprope.records.run.metrics import last_row
 from toprope.training.component.member import Member

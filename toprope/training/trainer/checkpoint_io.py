@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from toprope.atomic import fsync
 from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set_aside
 from toprope.records.run.folder import checkpoints_in
@@ -117,7 +118,7 @@ def keep_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
         if said is not None and not isinstance(error, OSError):
             raise OSError(said, os.strerror(said)) from error
         raise
-    _sync(folder)
+    fsync(folder)
     for old in checkpoints_in(folder)[: -max(keep, 1)]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -327,11 +328,3 @@ def _names(model: Any, optimizer: torch.optim.Optimizer, beside: Mapping[str, to
 
 def _plain(value: Any) -> bool:
     return isinstance(value, (int, float, str, bool, list, type(None)))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from toprope.records.run.folder import WANDB_VERSION, RunFolder, write_json
+from toprope.atomic import write_json
+from toprope.records.run.folder import WANDB_VERSION, RunFolder
 
 __all__ = ["note_wandb"]
 

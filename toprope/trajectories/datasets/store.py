@@ -26,8 +26,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import toprope
+from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
-from toprope.records.run.folder import LEFT, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, misfits, read_json
 from toprope.settings.yamlfiles import nearest
 
 __all__ = ["NAME", "DatasetRecord", "DatasetStore", "Stored", "Version", "digest_of"]
@@ -242,7 +243,7 @@ class DatasetStore:
             (aside / _CARD).write_text(card(record) if card is not None else f"# {name}\n", encoding="utf-8")
             for file in aside.iterdir():
                 file.chmod(0o400)
-            _synced(aside)
+            fsync(aside)
             target = self.path / name / f"v{number}"
             try:
                 os.rename(aside, target)
@@ -253,7 +254,7 @@ class DatasetStore:
                 for file in aside.iterdir():
                     file.chmod(0o600)
                 continue
-            _synced(target.parent)
+            fsync(target.parent)
             return Version(target, record), True
 
 
@@ -268,11 +269,3 @@ def check_name(name: str) -> None:
             f"{shown(name)} is no name of a data set.",
             hint="Lower-case letters, digits, '_', '.' and '-', at most 64, beginning with a letter or digit.",
         )
-
-
-def _synced(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

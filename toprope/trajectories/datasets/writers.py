@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from toprope.atomic import fsync
 from toprope.errors import DiskFull, InvalidValue
 from toprope.records.run.lines import NO_ROOM
 from toprope.trajectories.items import TrajectoryItem, as_messages
@@ -145,8 +146,7 @@ class _Parquet(Writer):
 
     def _close(self) -> None:
         self._out.close()
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        fsync(self.path)
 
 
 class _Datasets(Writer):
@@ -192,8 +192,7 @@ class _Datasets(Writer):
         (self.path / "state.json").write_text(json.dumps(state, indent=2))
         (self.path / "dataset_info.json").write_text("{}")
         for file in self.path.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            fsync(file)
 
 
 def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:

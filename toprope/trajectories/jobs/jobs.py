@@ -23,8 +23,9 @@ from typing import Any
 from filelock import FileLock
 from pydantic import ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
-from toprope.records.run.folder import LEFT, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, misfits, read_json
 from toprope.sdk.worker.client import worker_environment
 from toprope.trajectories.jobs.orders import Order, Outcome
 

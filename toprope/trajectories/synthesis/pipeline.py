@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import os
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -29,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from toprope.atomic import append
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
 from toprope.records.run.folder import LEFT
 from toprope.sdk.errors import WorkerError
@@ -359,16 +359,7 @@ class _Done(msgspec.Struct):
 
 
 def _append(path: Path, value: Any) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (b"\n" if torn else b"") + msgspec.json.encode(value) + b"\n"
-        while data:
-            data = data[os.write(descriptor, data) :]
-        os.fsync(descriptor)
+        append(path, msgspec.json.encode(value) + b"\n")
     except OSError as error:
         raise ComponentFailed(f"{path} cannot be written: {error.strerror or error}.", hint="Make room.") from None
-    finally:
-        os.close(descriptor)

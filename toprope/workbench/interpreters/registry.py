@@ -12,8 +12,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import LEFT, misfits, read_json, write_json
+from toprope.records.run.folder import LEFT, misfits, read_json
 
 __all__ = ["Added", "Registry"]
 

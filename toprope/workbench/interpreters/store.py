@@ -17,8 +17,9 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toprope.atomic import write_json
 from toprope.errors import Corrupt, TopropeError
-from toprope.records.run.folder import RunFolder, read_json, write_json
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 from toprope.supervisor.lock import RunLock, held
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +12,7 @@ import toprope
 from toprope.analysis.reports.narrative import Told, of_all, of_run
 from toprope.analysis.reports.page import to_html, to_markdown
 from toprope.analysis.reports.report import gather
+from toprope.atomic import write_text
 from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
@@ -58,15 +57,15 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
     footer = f"Made by Toprope {toprope.__version__} from the records in {workshop.home.path}."
     try:
         if path.suffix.lower().startswith(".htm"):
-            _write(path, to_html(title, blocks, footer))
+            write_text(path, to_html(title, blocks, footer))
             return [path]
         folder = path.with_name(f"{path.stem}-figures")
         text, files = to_markdown(blocks, folder.name, footer)
         if files:
             folder.mkdir(parents=True, exist_ok=True)
         for name, svg in files.items():
-            _write(folder / name, svg)
-        _write(path, text)
+            write_text(folder / name, svg)
+        write_text(path, text)
         return [path, *([folder] if files else [])]
     except OSError as error:
         raise NotPossibleNow(f"{path} cannot be written: {error.strerror or error}.") from None
@@ -93,15 +92,3 @@ def _told(workshop: Workshop, run_id: str) -> Told:
         manifest=Manifest.read(folder),
         repeated="" if repeated is None else repeated.says,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """In one step, so that nobody opens half a page."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

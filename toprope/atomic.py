@@ -1,0 +1,109 @@
+"""Write files so that no reader and no crash ever meets half of one.
+
+Every function that replaces a file writes a temporary file beside it, readable by its owner only, and renames it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["append", "fsync", "replacing", "write_json", "write_text"]
+
+
+@contextmanager
+def replacing(
+    path: Path, *, mode: int = 0o600, durable: bool = False, replace: bool = True, suffix: str = ""
+) -> Iterator[Path]:
+    """Yield an empty temporary file that replaces `path` when the block succeeds and is deleted when it fails.
+
+    Args:
+        path: The file to replace; its folder must exist.
+        mode: Permissions of the new file.
+        durable: Wait until the bytes and the name are on disk.
+        replace: If False, an existing file is left alone.
+        suffix: Suffix of the temporary file's name, for writers that choose a format by it.
+
+    Raises:
+        FileExistsError: The file exists and `replace` is False.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=suffix, dir=path.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        if mode != 0o600:
+            temporary.chmod(mode)
+        if durable:
+            fsync(temporary)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        fsync(path.parent)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o600, durable: bool = False, replace: bool = True) -> None:
+    """Replace the content of `path` by UTF-8 text; see `replacing`."""
+    with replacing(path, mode=mode, durable=durable, replace=replace) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Replace the content of `path` by JSON, on one line without `indent`; see `replacing`.
+
+    Raises:
+        ValueError: The value holds NaN or an infinity.
+    """
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(value, ensure_ascii=False, separators=separators, allow_nan=False, indent=indent)
+    write_text(path, text if indent is None else f"{text}\n")
+
+
+def append(path: Path, lines: bytes, *, header: bytes = b"") -> None:
+    """Append whole lines and wait until they are on disk; several processes may do so at once.
+
+    Args:
+        path: The file; it and its folders are created if missing.
+        lines: The lines with their newlines.
+        header: Written first if the file is empty.
+
+    Raises:
+        OSError: Nothing was appended.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        if not size:
+            lines = header + lines
+        elif os.pread(descriptor, 1, size - 1) != b"\n":
+            lines = b"\n" + lines  # a crash cut the last line short
+        try:
+            while lines:
+                lines = lines[os.write(descriptor, lines) :]
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
