@@ -7,7 +7,7 @@
     overhead     what a worker adds to a rollout, over the environment in the same process
     mixture      one run on environments of three ecosystems
 
-Interpreters of ecosystems are made once, see docs/ecosystems.md; those that are not there are named, not counted.
+Interpreters of ecosystems are made once, see CONTRIBUTING.md; those that are not there are named, not counted.
 """
 
 from __future__ import annotations
