@@ -1,5 +1,7 @@
 """Commands and files of docs/owner.md work as written."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
@@ -27,40 +29,41 @@ SERVER = [sys.executable, "-P", "-m", "toprope_server.cli"]
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory):
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("owner")
     folder = make_run(home, "a-run", "completed", ended=5.0)
     folder.log("trainer").write_text("step 1\n")
-    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
-    return variables | {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
+    kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
+    return kept | {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_guide_command_works(house, line, monkeypatch):
+def test_guide_command_works(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = shlex.split(line)
     assert program == "toprope"
     if arguments[:2] == ["serve", "--http"]:
-        serving = subprocess.Popen([*SERVER, *arguments, "--port", "0"], stdout=subprocess.PIPE, env=house)
+        serving = subprocess.Popen([*SERVER, *arguments, "--port", "0"], stdout=subprocess.PIPE, env=variables)
         try:
+            assert serving.stdout is not None
             assert b"http://127.0.0.1:" in serving.stdout.readline()
         finally:
             serving.terminate()
             assert serving.wait(timeout=10) == 0
             serving.stdout.close()
         return
-    for name, value in house.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = CliRunner().invoke(build(), arguments)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 
 
-def test_guide_has_commands():
+def test_guide_has_commands() -> None:
     assert len(COMMANDS) >= 16
     assert {shlex.split(line)[1] for line in COMMANDS} >= {"clients", "doctor", "install", "serve", "token", "prune"}
 
 
-def test_guide_files_are_valid(tmp_path):
+def test_guide_files_are_valid(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n# (\S+\.yaml)[^\n]*\n(.*?)```", GUIDE, re.S)
     assert [name for name, _ in blocks].count("settings.yaml") >= 3
     for number, (name, text) in enumerate(blocks):
