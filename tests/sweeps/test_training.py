@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from toprope.records.messages import Checked, Evaluated
+from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource, SweepMember, TestPlan
 from toprope.settings.schema import Config
 from toprope.training.driver.program import Driver
@@ -60,7 +61,8 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
     config.evaluation.heldout_tasks, config.evaluation.examples, config.evaluation.validation_tasks = 4, 2, 5
     spec = SimpleNamespace(
         environment=EnvironmentSource(name="numbers", file=str(file), attribute="Numbers"),
-        mixture=[], locks={}, config=config, kind="test" if test else "train", test=test, member=member, run_id="run",
+        mixture=[], locks={}, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
+        test=test, ask=None, member=member,
     )  # fmt: skip
     membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0)
     driver, asked = Driver(membership), Asked()  # type: ignore[arg-type]

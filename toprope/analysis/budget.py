@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toprope.records.run.specification import TRAINING
+from toprope.records.run.kinds import RunKind
 from toprope.records.run.usage import Usage
 from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limit, Limits
 from toprope.settings.schema import Config
@@ -84,19 +84,19 @@ class Refusal:
     fits: str
 
 
-def demand_of(config: Config, kind: str, *, processors: int, gpu: str | None) -> Demand:
+def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None) -> Demand:
     """What a configuration asks for.
 
     Args:
         config: The run's.
-        kind: train, test or ask.
+        kind: The run's.
         processors: Those of the machine.
         gpu: See `Demand`.
     """
-    train_s = config.budget.max_train_seconds if kind in TRAINING else None
+    train_s = config.budget.max_train_seconds if kind.trains else None
     beside_s = config.launcher.start_timeout_s + _EVALUATIONS_S
     busy = min(processors, 2 * config.launcher.threads + _BESIDE_TORCH)
-    return Demand(config.budget.steps if kind == "train" else None, busy, gpu, train_s, beside_s)
+    return Demand(config.budget.steps if kind.samples else None, busy, gpu, train_s, beside_s)
 
 
 def spent(usage: Usage) -> dict[str, float]:

@@ -25,15 +25,6 @@ PROGRAMS: Mapping[str, str] = {
     PLOT: "toprope.analysis.plots",
 }
 
-_MEMBERS: Mapping[str, tuple[str, ...]] = {
-    "train": ("policy", "trainer", "inference", "environment", "api"),
-    "sft": ("policy", "trainer", "inference", "environment"),
-    "test": ("policy", "inference", "environment"),
-    "ask": ("policy", "inference", "environment"),
-    "sweep": ("conductor",),
-}
-"""The slowest to start come first: it matters by milliseconds on a busy machine."""
-
 LETS_GO = frozenset({"conductor"})
 """Members that start runs: the keepers of those are to outlive them, so nothing holds what they detach. They start no
 code of users except in a worker, which has a guard of its own."""
@@ -54,7 +45,7 @@ def members_of(specification: Specification) -> tuple[str, ...]:
     models = specification.test.models if specification.test else []
     if models and all(model.endpoint is not None for model in models):
         return ("environment",)
-    return _MEMBERS[specification.kind]
+    return specification.run_kind.members
 
 
 def spare_of(specification: Specification) -> frozenset[str]:

@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
+from toprope.analysis.statistics.intervals import Proportion
 from toprope.errors import ComponentFailed, Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
@@ -51,9 +52,9 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
         InvalidValue: It asks something else than the run knew, or the locks do not fit; no draft was made.
     """
     run = await to_thread.run_sync(_specification, workshop, run_id)
-    if run.kind == "ask":
+    if run.ask is not None:
         raise InvalidValue(f"{run_id} only asked questions.", hint="Fork the run that was asked about.")
-    if run.kind == "sweep":
+    if run.sweep is not None:
         run = await to_thread.run_sync(best_of_sweep, workshop.runs.folder(run_id), run)
     entry = await to_thread.run_sync(workshop.catalog.find, run.environment.name)
     locks = workshop.home.locks()
@@ -236,7 +237,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         inputs: dict[str, list[Any]] = {}
         if manifests[0] is not None and manifests[1] is not None:
             inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
-        after = [_measured(folder, "after" if specification.trains else "test") for folder in folders]
+        after = [_measured(folder) for folder in folders]
     except (NotFound, Corrupt):  # the other run is gone or damaged: this one has results all the same
         return None
     return compare_runs_of_one(
@@ -246,13 +247,14 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         deterministic=specification.config.algorithm.deterministic,
         inputs=inputs,
         heldout=(after[0], after[1]),
-        measured="held-out accuracy" if specification.trains else "accuracy on validation tasks",
+        measured="held-out accuracy" if specification.run_kind.trains else "accuracy on validation tasks",
     )
 
 
-def _measured(folder: RunFolder, label: str) -> Any:
-    report = gather(folder, Specification.read(folder), Status.read(folder))
-    measured = report.evaluations.get(label)
+def _measured(folder: RunFolder) -> Proportion | None:
+    specification = Specification.read(folder)
+    report = gather(folder, specification, Status.read(folder))
+    measured = report.evaluations.get(specification.run_kind.final_evaluation or "")
     return measured.sampled.proportion() if measured is not None and measured.sampled is not None else None
 
 

@@ -30,7 +30,7 @@ def with_picture(workshop: Workshop, run_id: str, answer: Answer) -> Answer:
     try:
         picture = folder.plot.read_bytes() if folder.plot.stat().st_size <= MOST_PLOT_BYTES else b""
     except OSError:
-        if status.kind not in ("train", "sweep"):
+        if not status.run_kind.has_plot:
             return _without(answer, f"a run of kind {status.kind} has none")
         if not status.ended:
             return _without(answer, "it is drawn when the run ends")

@@ -127,7 +127,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if detailed:
         structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
         structure["configuration"] = _configuration(specification)
-        lines += _history(report) if status.kind == "train" else []
+        lines += _history(report) if status.run_kind.samples else []
         lines += [f"Configuration beside the defaults: {_said(structure['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
     lines.append(_next(status, detailed))
@@ -389,9 +389,9 @@ def _next(status: Status, detailed: bool) -> str:
         return f"Next: {call('read_logs', run_id=run_id, component=status.failure.component)}"
     if not detailed:
         return f"More: {call('get_results', run_id=run_id, detail='detailed')}"
-    if status.kind == "sweep":
+    if status.run_kind.starts_runs:
         return f"Next: {call('fork_config', run_id=run_id)}, then start_training with the whole budget."
-    if status.kind != "train":
+    if not status.run_kind.samples:
         return "Next: edit_config and start_training."
     note, fork = call("note_experiment", run_ids=[run_id]), call("fork_config", run_id=run_id)
     return f"Next: {note} with a hypothesis and the outcome keeps what was learned; {fork} begins another try."

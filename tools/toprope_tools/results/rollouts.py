@@ -57,10 +57,10 @@ async def browse_rollouts(
 
     def work() -> Answer:
         folder = workshop.runs.folder(run_id)
-        kind = Specification.read(folder).kind
-        if kind != "train":
+        kind = Specification.read(folder).run_kind
+        if not kind.samples:
             raise InvalidValue(
-                f"{run_id} is a run of kind {kind}, which keeps no rollouts.",
+                f"{run_id} is a run of kind {kind.name}, which keeps no rollouts.",
                 hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
             )
         query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)

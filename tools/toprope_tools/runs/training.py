@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from toprope.errors import NotFound, NotPossibleNow, shown
 from toprope.records.index.idempotency_keys import StartKey
-from toprope.records.run.specification import TRAINING, Specification
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import the_books
@@ -98,7 +98,7 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
     if group != [run_id]:
         return await _stop_group(workshop, run_id, group)
     before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
-    if before.kind == "sweep":
+    if before.run_kind.starts_runs:
         return await _stop_sweep(workshop, before)
     if before.ended and before.resume_at is not None:
         after = await to_thread.run_sync(workshop.runs.stop, run_id)
@@ -128,20 +128,22 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
         ComponentFailed: Its keeper did not come up; it is failed again.
     """
     status, specification = await to_thread.run_sync(_resume, workshop, run_id)
-    budget, kind = specification.config.budget, specification.kind
+    budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"
     if step is not None:
         text += f" goes on after step {step} of {budget.steps}, from {status.checkpoint['path']}"
         text += "; its metrics, rollouts and evaluation before training stay."
-    elif kind in TRAINING:
+    elif kind.trains:
         text += " starts again at step 0, because the run has no checkpoint."
-    elif kind == "sweep":
+    elif kind.starts_runs:
         text += " goes on after what was measured so far; members that live are waited for."
     else:
         text += " starts again: a run of this kind has no steps."
-    from_step = (step or 0) if kind in TRAINING else None
-    data = answers.Resumed(run_id=run_id, kind=kind, attempt=status.attempt, state=status.state, from_step=from_step)
+    from_step = (step or 0) if kind.trains else None
+    data = answers.Resumed(
+        run_id=run_id, kind=kind.name, attempt=status.attempt, state=status.state, from_step=from_step
+    )
     return Answer(f"{text}\n{_next(run_id)}", data)
 
 

@@ -121,7 +121,7 @@ def _summary(run: Status) -> str:
     """What is worth a few words in a list; a live run's numbers are check_status's."""
     if run.failure is not None:
         return clip(f"{run.failure.component}: {run.failure.reason}", 100)
-    if run.kind == "sweep":
+    if run.run_kind.starts_runs:
         return best_line(run)
     before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
     if after.get("accuracy") is not None:

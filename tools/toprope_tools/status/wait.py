@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
-from toprope.records.run.specification import TRAINING
 from toprope_tools.status.progress_line import numbers_line
 from toprope_tools.status.snapshot import Look, look_at
 from toprope_tools.status.wait_conditions import Condition
@@ -155,7 +154,7 @@ def _how_far(looks: Sequence[Look]) -> tuple[float, float | None, str]:
         look = looks[0]
         numbers = {key: one for key, one in look.numbers.items() if key != "elapsed_s"}
         message = f"{look.status.state}: {numbers_line(numbers)}" if numbers else look.status.state
-        step = numbers.get("step", 0) if "step" in numbers or look.status.kind in TRAINING else numbers.get("done", 0)
+        step = numbers.get("step", 0) if "step" in numbers or look.status.run_kind.trains else numbers.get("done", 0)
         total = numbers.get("total_steps") if "step" in numbers else numbers.get("total")
         return float(step), float(total) if total else None, message
     done = sum(look.status.ended for look in looks)

@@ -143,7 +143,7 @@ def _unnoted(standing: Standing) -> list[str]:
     runs = [
         run
         for run in standing.runs
-        if run.ended and run.kind == "train" and run.run_id not in noted and not sweep_of(run.run_id)
+        if run.ended and run.run_kind.samples and run.run_id not in noted and not sweep_of(run.run_id)
     ]
     if not runs:
         return []
@@ -182,7 +182,7 @@ def _next(standing: Standing) -> list[str]:
     fresh = [
         run
         for run in standing.runs
-        if run.ended and run.kind == "train" and run.run_id not in noted and not sweep_of(run.run_id)
+        if run.ended and run.run_kind.samples and run.run_id not in noted and not sweep_of(run.run_id)
     ]
     if fresh:
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')

@@ -98,7 +98,7 @@ def of_all(
     if goals:
         blocks += [Heading("Goals"), Listed([f"{name}: {_cut(goal, 400)}" for name, goal in goals.items()])]
     blocks += _ledger(experiments)
-    train = [one for one in told if one.specification.kind == "train"]
+    train = [one for one in told if one.specification.run_kind.samples]
     measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
     if picture := bars("Runs, newest first", measured):
         blocks += [Heading("Runs"), Figure(picture, "Held-out accuracy with 95 % intervals, before and after training")]
@@ -117,7 +117,7 @@ def of_all(
 
 def _summary(told: Told) -> str:
     status, results = told.status, told.results
-    said = f"{_KINDS.get(status.kind, status.kind)} of {results.environment} with the policy {_cut(results.model, 80)}"
+    said = f"{status.run_kind.title} of {results.environment} with the policy {_cut(results.model, 80)}"
     said += f", started {_moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
     if status.ended_at is not None:
         said += f" after {_duration(status.ended_at - status.created_at)}"
@@ -134,7 +134,6 @@ def _summary(told: Told) -> str:
     return said
 
 
-_KINDS = {"train": "Training", "test": "A test", "ask": "Questions", "sft": "Fine-tuning", "eval": "An evaluation"}
 _STATES = {
     "completed": "completed",
     "stopped": "was stopped",

@@ -80,7 +80,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "curricula": curricula_of(folder),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
             "integrity": None
-            if specification.kind in ("test", "ask", "sweep")
+            if not specification.run_kind.trains
             else examine(folder, specification, evaluations, rows),
         }
     )

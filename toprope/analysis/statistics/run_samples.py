@@ -18,8 +18,6 @@ from toprope.settings.schema import EnvironmentSection
 
 __all__ = ["cost_of", "measured"]
 
-_LABELS = {"train": "after", "sft": "after", "test": "test"}
-
 
 def measured(folder: RunFolder, state: str) -> Measured:
     """A run as a comparison needs it: the held-out evaluation at its end, or for a test its validation tasks.
@@ -33,7 +31,8 @@ def measured(folder: RunFolder, state: str) -> Measured:
         Corrupt: Its files are not what a run writes.
     """
     specification = Specification.read(folder)
-    label = _LABELS.get(specification.kind)
+    kind = specification.run_kind
+    label = kind.final_evaluation if kind.measures else None
     if label is None or (specification.test is not None and specification.test.models):
         what = "puts questions to a policy" if label is None else "measures several models at once"
         raise NotPossibleNow(
@@ -110,7 +109,7 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
     return {
         "kind of measurement": "held-out tasks after training"
-        if specification.trains
+        if specification.run_kind.trains
         else "validation tasks of a test",
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
@@ -148,7 +147,7 @@ def _base(folder: RunFolder, model: str) -> str:
 
 
 def _not_evaluated(run_id: str, specification: Specification, state: str, label: str) -> NotPossibleNow:
-    if specification.trains and not specification.config.evaluation.heldout_tasks:
+    if specification.run_kind.trains and not specification.config.evaluation.heldout_tasks:
         return NotPossibleNow(
             f"{run_id} measured no held-out tasks: its evaluation.heldout_tasks is 0.",
             hint="Set evaluation.heldout_tasks and start another run.",

@@ -35,7 +35,7 @@ def checks_of(status: Status) -> dict[str, Lifecycle]:
     for name in CHECKS:
         members = [crew[member] for member in _NEEDS[name] if member in crew]
         ready = begun or (len(members) == len(_NEEDS[name]) and all(member.state in _READY for member in members))
-        if status.kind == "train" and "trainer" in crew and not begun and name != "config":
+        if status.run_kind.samples and "trainer" in crew and not begun and name != "config":
             ready = ready and crew["trainer"].state in _READY  # one of the owner's own checks them, too
         found[name] = "failed" if name in failed else "passed" if ready else "open"
     return found

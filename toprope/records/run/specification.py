@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
 __all__ = [
-    "TRAINING",
     "AskPlan",
     "Dimension",
     "DatasetSource",
@@ -34,10 +34,6 @@ __all__ = [
 
 SPECIFICATION_VERSION = 1
 """Of spec.json: the newest that is known here."""
-
-
-TRAINING = frozenset({"train", "sft"})
-"""Kinds of runs that have a trainer: by reward, and by demonstrations."""
 
 
 class RewardSource(BaseModel):
@@ -218,7 +214,7 @@ class Specification(BaseModel):
 
     version: int = SPECIFICATION_VERSION
     run_id: str
-    kind: Literal["train", "sft", "test", "ask", "sweep"]
+    kind: KindName
     created_at: float
     toprope_version: str
     draft_id: str | None = None
@@ -253,9 +249,9 @@ class Specification(BaseModel):
     """Folder under which embedded policies are made and kept."""
 
     @property
-    def trains(self) -> bool:
-        """Whether the run has a trainer, steps and checkpoints."""
-        return self.kind in TRAINING
+    def run_kind(self) -> RunKind:
+        """The facts about runs of this kind."""
+        return KINDS[self.kind]
 
     @classmethod
     def read(cls, folder: RunFolder) -> Specification:

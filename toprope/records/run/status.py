@@ -25,6 +25,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.findings import Finding
 from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json
+from toprope.records.run.kinds import RunKind, kind_named
 from toprope.records.run.lines import PatientLines
 
 __all__ = [
@@ -154,6 +155,11 @@ class Status(_Record):
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def run_kind(self) -> RunKind:
+        """The facts about runs of this kind."""
+        return kind_named(self.kind)
 
     @classmethod
     def read(cls, folder: RunFolder) -> Status:

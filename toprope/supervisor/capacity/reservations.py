@@ -243,7 +243,7 @@ def _needs(specification: Specification, machine: Machine, turn: int) -> _Entry:
         return _Entry(turn=turn, pool="gpu", threads=0)
     # A run alone is never too large for the machine.
     threads = min(computing * launcher.threads, machine.threads)
-    return _Entry(turn=turn, pool="training" if specification.trains else "tests", threads=threads)
+    return _Entry(turn=turn, pool="training" if specification.run_kind.trains else "tests", threads=threads)
 
 
 def _given(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:

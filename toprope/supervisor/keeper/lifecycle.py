@@ -276,7 +276,7 @@ class Course:
 
     def _complete_if_done(self) -> None:
         # How the trainer exits counts as well: one that fails in its last breath did not complete.
-        if self._hearing.done and (not self._spec.trains or self._crew["trainer"].exit is not None):
+        if self._hearing.done and (not self._spec.run_kind.trains or self._crew["trainer"].exit is not None):
             self._decide(_Completed())
 
     # Endings
@@ -351,7 +351,7 @@ class Course:
         self._life.write_at_last()
 
     async def _conclude(self) -> None:
-        if self._spec.trains or self._spec.kind == "sweep":
+        if self._spec.run_kind.has_plot:
             how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
             if how != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)

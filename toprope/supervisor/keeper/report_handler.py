@@ -73,11 +73,9 @@ class Hearing:
     @property
     def done(self) -> bool:
         """Whether all was said that a complete run needs. The trainer's exit counts as well: see `Course`."""
-        if self._spec.kind == "sweep":
-            return "conductor" in self.finished
-        if not self._spec.trains:
-            return self._spec.kind in self.evaluated and "environment" in self.finished
-        return "after" in self.evaluated and "trainer" in self.finished
+        kind = self._spec.run_kind
+        evaluated = kind.final_evaluation is None or kind.final_evaluation in self.evaluated
+        return evaluated and self.finished.issuperset(kind.last_members)
 
     def forget(self, name: str) -> None:
         """The member ended and is started again: it has said nothing so far."""
@@ -171,5 +169,5 @@ class Hearing:
         self._life.member(name, "ready", pid=component.pid)
         if self._life.state == "validating" and self.needed & {"environment", "inference"} <= self._once_ready:
             self._life.to("starting")
-            if not self._spec.trains:
+            if not self._spec.run_kind.trains:
                 self._life.to("evaluating")

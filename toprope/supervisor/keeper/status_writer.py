@@ -66,7 +66,7 @@ class Life:
             return
         if state not in TRANSITIONS[old]:
             raise ValueError(f"a run that is {old} does not become {state}")
-        if self.status.kind != "sweep":  # whose phase and best are no matter of the state
+        if not self.status.run_kind.starts_runs:  # whose phase and best are no matter of the state
             self._work = {}
         if fields.get("failure") is not None:
             fields["failure"] = named(fields["failure"])

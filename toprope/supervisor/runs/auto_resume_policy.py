@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from toprope.errors import Corrupt, NotFound, TopropeError
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.specification import TRAINING, Specification
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.lock import boot_id
 
@@ -48,13 +48,14 @@ def prospect(folder: RunFolder, status: Status, now: float | None = None) -> Pro
         because the machine is restarted every week.
     """
     now = time.time() if now is None else now
-    if status.kind not in TRAINING and status.kind != "sweep":
+    progress_event = status.run_kind.progress_event
+    if progress_event is None:
         return Prospect(None, 0, "")
     try:
         launcher = Specification.read(folder).config.launcher
     except (Corrupt, NotFound):
         return Prospect(None, 0, "")
-    times = 0 if _got_on(folder, status.kind) else status.resumed_lost
+    times = 0 if _got_on(folder, progress_event) else status.resumed_lost
     if launcher.resume_lost == "never":
         return Prospect(None, times, "")
     if times >= launcher.resume_lost_limit:
@@ -91,11 +92,11 @@ def why_gone(folder: RunFolder, status: Status) -> str:
     return f"The keeper was gone while the run was {status.state}."
 
 
-def _got_on(folder: RunFolder, kind: str) -> bool:
+def _got_on(folder: RunFolder, progress_event: str) -> bool:
     """Whether the last attempt made a checkpoint; of a sweep, whether it came through an epoch."""
-    saved, sign = False, "evaluation" if kind == "sweep" else "checkpoint"
-    for event in read_events(folder.events, kinds=("state", sign)):
-        if event.kind == sign:
+    saved = False
+    for event in read_events(folder.events, kinds=("state", progress_event)):
+        if event.kind == progress_event:
             saved = True
         elif event.data.get("to") == "queued":
             saved = False

@@ -162,7 +162,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
         NotFound, Corrupt: Specification or checkpoint cannot be read; nothing was changed.
     """
     specification = Specification.read(folder)
-    checkpoint, damaged = _checkpoint(folder) if specification.trains else (None, [])
+    checkpoint, damaged = _checkpoint(folder) if specification.run_kind.trains else (None, [])
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
     # An order to stop that came while nobody kept the run holds for a run that goes on by itself.

@@ -23,5 +23,5 @@ def watchers_for(hands: Hands) -> list[Watcher]:
         DiagnosisWatcher(hands),
         Budget(hands),
         StallWatch(hands),
-        *([MembersWatch(hands)] if hands.specification.kind == "sweep" else []),
+        *([MembersWatch(hands)] if hands.specification.run_kind.starts_runs else []),
     ]

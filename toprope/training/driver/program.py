@@ -75,14 +75,14 @@ class Driver:
         Raises:
             TopropeError, WorkerFailure: The run cannot go on.
         """
-        if self._spec.kind == "ask":
+        if self._spec.ask is not None:
             await ask(self._member)
             return
         policy: PolicyClient | None = None
         try:
             await self._start()
             await self._check()
-            if self._spec.kind == "sft":
+            if self._spec.run_kind.demonstrates:
                 self._member.report(Ready(str(await self._demonstrations())))
             elif self._has_own_trainer:
                 self._member.report(Ready(str(await describe(self._member.folder, self._hosts))))
@@ -103,9 +103,9 @@ class Driver:
                 evaluator=self._measured_by,
                 seen=self._saw,
             )
-            if self._spec.kind == "test":
+            if self._spec.test is not None:
                 await self._test(players, evaluator)
-            elif self._spec.kind == "sft":
+            elif self._spec.run_kind.demonstrates:
                 await self._fine_tune(players, evaluator)
             else:
                 await self._train(players, evaluator, sampling)
@@ -291,7 +291,7 @@ class Driver:
 
     @property
     def _has_own_trainer(self) -> bool:
-        return self._spec.kind == "train" and self._config.algorithm.name == "custom"
+        return self._spec.run_kind.samples and self._config.algorithm.name == "custom"
 
     async def _train(self, players: Players, evaluator: Evaluator, sampling: Sampling) -> None:
         if self._has_own_trainer:

@@ -76,7 +76,7 @@ class Hosted:
         self._config, self._locks = specification.config, specification.locks
         self.plan, self.source, self.alone = plan, source, alone
         self._selected = plan.label == specification.environment.name
-        self._trains = specification.kind == "train"
+        self._trains = specification.run_kind.samples
         self._tell = report
         self.card: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}

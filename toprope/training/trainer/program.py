@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 def _training_of(member: Member) -> TrainingRun:
-    name = "sft" if member.spec.kind == "sft" else member.spec.config.algorithm.name
+    name = "sft" if member.spec.run_kind.demonstrates else member.spec.config.algorithm.name
     module, _, program = ALGORITHMS[name].program.partition(":")
     return getattr(importlib.import_module(module), program)(member)
 

@@ -161,7 +161,7 @@ class RunReader:
         return kept if decoded.source == "rendered" and kept.source == "kept" else decoded
 
     def _of_teacher(self) -> Iterator[TrajectoryItem]:
-        if self.specification.kind != "sft":
+        if not self.specification.run_kind.demonstrates:
             return
         for number, trace in enumerate(read_traces(self.folder.path / "traces.jsonl")):
             if trace.task_id in self._sealed:

@@ -52,7 +52,7 @@ def machine_of(settings: OwnerSettings) -> Machine:
 def variables_of(specification: Specification, home: Home) -> dict[str, dict[str, str]]:
     """The owner's variables for a run's crew; for a sweep's conductor also where the owner's folders are."""
     found = variables_for(specification, home.settings(), home.preset_folders)
-    if specification.kind == "sweep":
+    if specification.run_kind.starts_runs:
         places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
         found[CONDUCTOR] = {**found.get(CONDUCTOR, {}), **places}
     return found

@@ -27,14 +27,9 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
         LockedField: The owner does not allow that configuration any more.
         InvalidValue: Its kind cannot be repeated.
     """
-    if run.kind == "ask":
+    if not run.run_kind.measures:
         raise InvalidValue(
-            f"{run.run_id} is a run of kind {run.kind}, which is not repeated.", hint="ask_checkpoint asks again."
-        )
-    if run.kind == "sweep":
-        raise InvalidValue(
-            f"{run.run_id} is a sweep, which is not repeated.",
-            hint="Repeat one of its runs, or start_sweep again: the same seed draws the same first candidates.",
+            f"{run.run_id} is a run of kind {run.kind}, which cannot be repeated.", hint=run.run_kind.repeat_hint
         )
     now = time.time() if now is None else now
     own = [{"name": name, "default": value} for name, value in run.config.environment.knobs.items()]

@@ -34,7 +34,7 @@ def gpu_of(specification: Specification, machine: Machine) -> str | None:
 def demand(specification: Specification, machine: Machine) -> Demand:
     """What a run asks for."""
     gpu = gpu_of(specification, machine)
-    return demand_of(specification.config, specification.kind, processors=processors(), gpu=gpu)
+    return demand_of(specification.config, specification.run_kind, processors=processors(), gpu=gpu)
 
 
 def reserve(
@@ -51,7 +51,7 @@ def reserve(
     Raises:
         NotPossibleNow: A limit does not allow it; every one is named with its value, who set it, and what would fit.
     """
-    if specifications[0].kind == "sweep":
+    if specifications[0].run_kind.starts_runs:
         limits = _of_a_sweep(limits)
     frozen = freeze_limits(limits, demand(specifications[0], machine), accounts(runs), len(specifications))
     if isinstance(frozen, list):
