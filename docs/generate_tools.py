@@ -113,9 +113,9 @@ def _meaning(schema: Mapping[str, Any]) -> str:
 
 async def _tools() -> list[Any]:
     from mcp.client import Client
-    from toprope_server.mcp.app import create_server
+    from toprope_server.mcp.app import TopropeServer
 
-    async with Client(create_server()) as client:
+    async with Client(TopropeServer()) as client:
         return list((await client.list_tools()).tools)
 
 

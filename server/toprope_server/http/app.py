@@ -26,8 +26,8 @@ from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.settings.owner import Home, HttpDoor
 from toprope_server.http.token import TokenFile
 from toprope_server.http.trace_intake import capture_route
-from toprope_server.mcp.app import create_server, leave
-from toprope_server.mcp.auto_resume import look_after_runs
+from toprope_server.mcp.app import TopropeServer, leave
+from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.roles import Role, role_of_settings
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ def build_app(
         door: The owner's settings of it.
         host: Where it will listen; that is a name it goes by.
         capture: Whose data sets take traces in; None: nobody's.
-        options: Of `create_server`.
+        options: Of `TopropeServer`.
     """
-    server = create_server(log_level="WARNING", **options)
+    server = TopropeServer(log_level="WARNING", **options)
     names = [*_LOOPBACK, *([] if _any(host) else [_in_url(host)]), *door.names]
     security = TransportSecuritySettings(
         enable_dns_rebinding_protection=True,
@@ -179,7 +179,7 @@ async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callab
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        tasks.start_soon(look_after_runs, home)
+        tasks.start_soon(resume_lost_runs, home)
         await server.serve(sockets=[listening])
         tasks.cancel_scope.cancel()
 

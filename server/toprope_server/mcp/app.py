@@ -1,11 +1,11 @@
-"""The MCP server: the surface behind the official SDK, with failures that a model can act on.
+"""The MCP server: the tools behind the official SDK, with failures that a model can act on.
 
-The SDK shows a model only "Error executing tool X" for whatever a tool raises. Here every failure becomes an answer:
-what failed, why, whether anything changed, what to do next. What nobody foresaw gets an id, under which its traceback
-stands in the server's log on standard error.
+The SDK shows a model only "Error executing tool X" for any exception. Here every failure becomes an answer: what
+failed, why, if anything changed, what to do next. An unexpected failure gets an id, under which the server's log on
+standard error has its traceback.
 
-Nothing is read or made when a server starts: clients start disposable copies only to see the list of tools. One that
-stays looks at the runs now and then (`caretaker`).
+A server reads and makes nothing when it starts: clients start disposable copies only to list the tools. One that
+lives on checks the runs regularly (`auto_resume`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,11 +31,12 @@ import toprope
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.run.lines import NO_ROOM
 from toprope_server.mcp.arguments import check
-from toprope_server.mcp.auto_resume import look_after_runs
+from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.prompts import complete, prompts_for
 from toprope_server.mcp.resources import TEMPLATES, Resources
 from toprope_server.mcp.roles import Role, owners_role
-from toprope_server.mcp.tool_registry import INSTRUCTIONS, Surface
+from toprope_server.mcp.tool_registry import ALL_TOOLS, INSTRUCTIONS
+from toprope_server.tool_specs.base import ToolSpec
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel.helper_types import ReadResourceContents
@@ -42,87 +44,62 @@ if TYPE_CHECKING:
     from pydantic import AnyUrl
     from toprope_tools.workshop import Workshop
 
-__all__ = ["TopropeServer", "create_server", "leave", "serve_stdio"]
+__all__ = ["TopropeServer", "leave", "serve_stdio"]
 
 logger = logging.getLogger("toprope.server")
 
-_NEXT = {
-    "list_environments": "Call list_environments() for the first page.",
-    "describe_environment": "list_environments names the environments there are.",
-    "add_environment": "list_environments names what needs install.",
-    "select_environment": "list_environments names the environments there are.",
-    "get_config": "select_environment makes a draft.",
-    "edit_config": "get_config shows fields, types, bounds and locks.",
-    "test_inference": "get_config shows the draft.",
-    "start_training": "get_config shows the draft.",
-    "start_sweep": "get_config shows the fields of the draft.",
-    "stop_training": 'list_runs(state="live") names the live runs.',
-    "resume_training": 'list_runs(state="ended") names the runs that ended.',
-    "check_status": "check_status() names the open runs.",
-    "list_runs": "Call list_runs() for the first page.",
-    "get_results": "list_runs names the runs there are.",
-    "compare_runs": "list_runs names the runs there are.",
-    "read_logs": "list_runs names the runs there are.",
-    "ask_checkpoint": "list_runs names the runs there are.",
-    "undo_edit": "get_config lists the revisions of a draft.",
-    "diff_config": "get_config reads a draft, list_runs names the runs.",
-    "fork_config": "list_runs names the runs there are.",
-    "reproduce_run": "list_runs names the runs there are.",
-    "browse_rollouts": "list_runs names the runs there are.",
-    "export_trajectories": "list_runs names the runs there are.",
-    "build_dataset": "list_runs names the runs there are.",
-    "note_experiment": "get_handoff lists the experiments.",
-    "get_handoff": "list_runs names the runs there are.",
-}
-"""Where to go on after a failure that says nothing of it itself."""
-
 
 class TopropeServer(MCPServer[Any]):
-    """An MCP server whose failures are answers. See the module."""
+    """An MCP server whose failures are answers. See the module.
 
-    def __init__(self, surface: Surface, role: Role | None = None, **options: Any) -> None:
-        self.surface, role = surface, role or Role()
-        everything = surface.tools()
-        tools = [tool for tool in everything if role.allows(tool)]
-        self._by_name = {tool.name: tool for tool in tools}
-        self._left_out = {tool.name for tool in everything} - self._by_name.keys()
+    Args:
+        open_workshop: Opens the workshop; called once, by the first call that needs it.
+        role: The tools to offer; all by default.
+        options: Of MCPServer.
+    """
+
+    def __init__(
+        self, open_workshop: Callable[[], Workshop] | None = None, role: Role | None = None, **options: Any
+    ) -> None:
+        role = role or Role()
+        self._open_workshop = open_workshop or _owners_workshop
+        self._specs = {spec.name: spec for spec in ALL_TOOLS if role.allows(spec)}
+        self._tools = {name: spec.build() for name, spec in self._specs.items()}
         super().__init__(
             name="toprope",
             title="Toprope",
             description="Reinforcement learning of language models, planned by an agent, held by its owner.",
-            instructions=role.says + INSTRUCTIONS,
+            instructions=role.preamble + INSTRUCTIONS,
             version=toprope.__version__,
-            tools=tools,
+            tools=list(self._tools.values()),
             **options,
         )
-        self._resources = Resources(surface)
+        self._resources = Resources(lambda: self.workshop)
         self._resources.serve(self._lowlevel_server)
-        for prompt in prompts_for(self._by_name):
+        for prompt in prompts_for(self._tools):
             self.add_prompt(prompt)
-        self.completion()(lambda ref, argument, context: complete(surface, ref, argument, context))
+        self.completion()(lambda ref, argument, context: complete(lambda: self.workshop, ref, argument, context))
+
+    @cached_property
+    def workshop(self) -> Workshop:
+        """The one workshop of this server, opened at the first use."""
+        return self._open_workshop()
 
     async def call_tool(
         self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
     ) -> CallToolResult | InputRequiredResult:
-        """Calls a tool. Every failure comes back as an `is_error` result; only protocol errors are raised."""
-        tool = self._by_name.get(name)
-        if tool is None and name in self._left_out:
-            return _failure(
-                f"{name} is not offered here: the owner started this server with fewer tools. Nothing was changed.\n"
-                f"There are: {', '.join(self._by_name)}."
-            )
-        if tool is None:
-            near = difflib.get_close_matches(name[:80], self._by_name, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            hint += f"There are: {', '.join(self._by_name)}."
-            return _failure(f"There is no tool {name[:80]!r}. {hint}")
-        reads = bool(tool.annotations and tool.annotations.read_only_hint)
+        """Call a tool. Every failure comes back as an `is_error` result; only protocol errors are raised."""
+        spec = self._specs.get(name)
+        if spec is None:
+            return _failure(self._no_such_tool(name))
+        unchanged = [] if spec.reads_only else ["Nothing was changed."]
+        tool = self._tools[name]
         if problems := check(tool, arguments):
-            hints = await self._open_ones(tool.parameters.get("required", []), arguments)
+            hints = await self._open_handles(tool.parameters.get("required", []), arguments)
             text = f"{name} was not called:" + (
                 f" {problems[0]}" if len(problems) == 1 else "".join(f"\n- {problem}" for problem in problems)
             )
-            return _failure("\n".join([text, *hints, *([] if reads else ["Nothing was changed."])]))
+            return _failure("\n".join([text, *hints, *unchanged]))
         try:
             return await super().call_tool(name, arguments, context)
         except MCPError:
@@ -130,28 +107,38 @@ class TopropeServer(MCPServer[Any]):
         except ToolError as wrapped:
             cause = wrapped.__cause__ or wrapped
             if isinstance(cause, TopropeError):
-                hint = cause.hint or _NEXT[name]
-                # A component that failed has left a run behind; its own message says in which state.
-                changed = [] if reads or isinstance(cause, ComponentFailed) else ["Nothing was changed."]
-                return _failure("\n".join([f"{name} failed: {cause.message}", hint, *changed]))
-            return self._unforeseen(name, cause, reads)
+                # A failed component leaves a run behind; its own message says in which state.
+                changed = [] if isinstance(cause, ComponentFailed) else unchanged
+                return _failure("\n".join([f"{name} failed: {cause.message}", cause.hint or spec.on_failure, *changed]))
+            return self._unexpected(spec, cause)
+
+    def _no_such_tool(self, name: str) -> str:
+        """Why a name cannot be called, and which can."""
+        offered = f"The tools are: {', '.join(self._specs)}."
+        if any(spec.name == name for spec in ALL_TOOLS):
+            return (
+                f"{name} is not offered here: the owner started this server with fewer tools. Nothing was changed.\n"
+                f"{offered}"
+            )
+        near = difflib.get_close_matches(name[:80], self._specs, n=1, cutoff=0.5)
+        return f"There is no tool {name[:80]!r}. {f'Did you mean {near[0]}? ' if near else ''}{offered}"
 
     async def list_resources(self) -> list[Resource]:
-        """Runs, the newest by name."""
+        """The list of runs, and the newest runs one by one."""
         return await self._resources.listed()
 
     async def list_resource_templates(self) -> list[ResourceTemplate]:
-        """What there is of every run."""
+        """The resources of every run and data set."""
         return list(TEMPLATES)
 
     async def read_resource(
         self, uri: AnyUrl | str, context: Context[Any, Any] | None = None
     ) -> Iterable[ReadResourceContents]:
-        """A resource's content. Raises: see `Resources.read`."""
+        """A resource's content. See `Resources.read` for errors."""
         return await self._resources.read(str(uri))
 
     async def run_stdio_async(self) -> None:
-        """Serves on standard input and output; lines that are no messages are answered, too."""
+        """Serve on standard input and output; answer unreadable lines, too."""
         from mcp.server.stdio import stdio_server
 
         from toprope_server.mcp.malformed_messages import answering_unreadable
@@ -160,35 +147,37 @@ class TopropeServer(MCPServer[Any]):
             options = self._lowlevel_server.create_initialization_options()
             await self._lowlevel_server.run(readable, outgoing, options)
 
-    def _unforeseen(self, name: str, cause: BaseException, reads: bool) -> CallToolResult:
+    def _unexpected(self, spec: ToolSpec, cause: BaseException) -> CallToolResult:
         error_id = f"E-{secrets.token_hex(3)}"
-        logger.error("%s: %s failed unexpectedly", error_id, name, exc_info=cause)
+        logger.error("%s: %s failed unexpectedly", error_id, spec.name, exc_info=cause)
         state = (
-            "Nothing was changed." if reads else "Whether anything changed is not known: list_runs and get_config tell."
+            "Nothing was changed."
+            if spec.reads_only
+            else "Something may have changed: check with list_runs and get_config."
         )
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return _failure(
-                f"{name} failed: there is no room on the disk ({cause}).\n`toprope prune` shows what old runs "
-                f"hold; runs that are paused go on by themselves when there is room.\n{state}"
+                f"{spec.name} failed: the disk is full ({cause}).\n`toprope prune` shows how much old runs hold; "
+                f"paused runs continue by themselves once there is space.\n{state}"
             )
         return _failure(
-            f"{name} failed unexpectedly (error {error_id}, {type(cause).__name__}). This is a fault of Toprope, not "
-            f"of your call; the details are in the server's log under that id.\n{state}\nTry once more; if it "
-            "fails again, tell the owner the error id."
+            f"{spec.name} failed unexpectedly (error {error_id}, {type(cause).__name__}). This is a fault of Toprope, "
+            f"not of your call; the server's log has the details under that id.\n{state}\nTry once more; if it fails "
+            "again, report the error id to the owner."
         )
 
-    async def _open_ones(self, required: list[str], arguments: dict[str, Any]) -> list[str]:
-        """For a call that lacks its handle: the drafts or runs there are. Handles are never guessed."""
+    async def _open_handles(self, required: list[str], arguments: dict[str, Any]) -> list[str]:
+        """The existing drafts or runs, for a call that lacks its id. Ids are never guessed."""
         hints = []
         try:
             if "draft_id" in required and "draft_id" not in arguments:
                 from toprope_tools.planning.config import open_drafts
 
-                hints.append(await open_drafts(self.surface.workshop))
+                hints.append(await open_drafts(self.workshop))
             if "run_id" in required and "run_id" not in arguments:
-                from toprope_tools.status.status import open_runs
+                from toprope_tools.status.run_list import open_runs
 
-                hints.append(await open_runs(self.surface.workshop))
+                hints.append(await open_runs(self.workshop))
         except TopropeError as error:
             hints.append(str(error))
         return hints
@@ -196,19 +185,6 @@ class TopropeServer(MCPServer[Any]):
 
 def _failure(text: str) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)
-
-
-def create_server(
-    open_workshop: Callable[[], Workshop] | None = None, role: Role | None = None, **options: Any
-) -> TopropeServer:
-    """A server over a workshop that is opened at the first call that needs it.
-
-    Args:
-        open_workshop: Opens it; the owner's own home by default.
-        role: Which tools it offers; all when None.
-        options: Of MCPServer.
-    """
-    return TopropeServer(Surface(open_workshop or _owners_workshop), role, **options)
 
 
 def _owners_workshop() -> Workshop:
@@ -219,10 +195,11 @@ def _owners_workshop() -> Workshop:
 
 @asynccontextmanager
 async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
-    """Ends the process at once on the signals that clients send.
+    """End the process at once on the signals that clients send.
 
-    Some give a tenth of a second before they kill. There is nothing to clean up, by design: runs have keepers of their
-    own, and the index holds nothing open between operations. A normal exit would wait for the thread that reads stdin.
+    Some clients wait a tenth of a second before they kill. There is nothing to clean up, by design: runs have their own
+    keepers, and the index holds nothing open between operations. A normal exit would wait for the thread that reads
+    stdin.
     """
 
     async def watch() -> None:
@@ -232,25 +209,25 @@ async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        tasks.start_soon(look_after_runs)
+        tasks.start_soon(resume_lost_runs)
         yield
         tasks.cancel_scope.cancel()
 
 
 def leave() -> None:
-    """Ends the process at once, whatever its threads wait for. See `_ending_on_signals`."""
+    """End the process at once, even if its threads still wait. See `_ending_on_signals`."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(0)
 
 
 def serve_stdio(role: Role | None = None) -> None:
-    """Serves on standard input and output until the client closes them or sends a signal; does not return.
+    """Serve on standard input and output until the client closes them or sends a signal; never returns.
 
     Args:
-        role: Which tools it offers, as far as the owner's settings allow.
+        role: The tools to offer, as far as the owner's settings allow.
     """
     allowed = (role or Role()).within(owners_role())
-    create_server(role=allowed, lifespan=_ending_on_signals, log_level="WARNING").run("stdio")
-    # A worker thread that still waits (for a stopping run, say) must not keep the process of a client that is gone.
+    TopropeServer(role=allowed, lifespan=_ending_on_signals, log_level="WARNING").run("stdio")
+    # A worker thread that still waits (for a run to stop, for instance) must not keep the process alive.
     leave()

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mcp.types import CompletionArgument, CompletionContext, ResourceTemplateReference
     from toprope_tools.workshop import Workshop
 
-    from toprope_server.mcp.tool_registry import Surface
-
 __all__ = ["complete", "prompts_for"]
 
 _MOST = 100
@@ -99,7 +97,7 @@ def prompts_for(tools: Collection[str]) -> list[Prompt]:
 
 
 async def complete(
-    surface: Surface,
+    workshop: Callable[[], Workshop],
     ref: PromptReference | ResourceTemplateReference,
     argument: CompletionArgument,
     context: CompletionContext | None = None,
@@ -112,7 +110,7 @@ async def complete(
         return Completion(values=[], total=0, has_more=False)
     given = (context.arguments if context else None) or {}
     try:
-        names = await to_thread.run_sync(lambda: source(surface.workshop, given))
+        names = await to_thread.run_sync(lambda: source(workshop(), given))
     except TopropeError:  # the tools say what is wrong with the owner's settings
         names = []
     typed = argument.value.casefold()

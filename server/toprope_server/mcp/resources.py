@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
     from mcp.types import SubscriptionsListenRequestParams, SubscriptionsListenResult
     from toprope_tools.resources.resource_changes import Changes
-
-    from toprope_server.mcp.tool_registry import Surface
+    from toprope_tools.workshop import Workshop
 
 __all__ = ["TEMPLATES", "Resources"]
 
@@ -84,8 +83,8 @@ TEMPLATES = [
 class Resources:
     """The resources over the server's workshop."""
 
-    def __init__(self, surface: Surface) -> None:
-        self._surface = surface
+    def __init__(self, workshop: Callable[[], Workshop]) -> None:
+        self._workshop = workshop
         self._streams = 0
 
     def serve(self, server: Server[Any]) -> None:
@@ -101,7 +100,7 @@ class Resources:
         from toprope_tools.resources.resources import LISTED
 
         try:
-            runs = await to_thread.run_sync(lambda: self._surface.workshop.statuses()[:LISTED])
+            runs = await to_thread.run_sync(lambda: self._workshop().statuses()[:LISTED])
         except TopropeError:
             runs = []
         return [
@@ -126,7 +125,7 @@ class Resources:
         from toprope_tools.resources.resources import read, resource_at
 
         try:
-            content, mime_type = await read(self._surface.workshop, resource_at(uri))
+            content, mime_type = await read(self._workshop(), resource_at(uri))
         except NotFound as error:
             raise ResourceNotFoundError(str(error)) from None
         except TopropeError as error:
@@ -177,7 +176,7 @@ class Resources:
     def _changes(self) -> Changes:
         from toprope_tools.resources.resource_changes import Changes
 
-        return Changes(self._surface.workshop)
+        return Changes(self._workshop())
 
     async def _add(self, changes: Changes, uris: list[str]) -> None:
         if len(changes) + len(uris) > _MOST_URIS:

@@ -1,8 +1,8 @@
-"""What a server lets its client do: all of it, reading alone, or some sets of tools. Chosen at its start, never after.
+"""The tools a server offers its client: all, only those that read, or some sets. Fixed when it starts.
 
-A role is given on the command line, in the client's configuration therefore, and by the owner for every server, in
-settings.yaml (`serve: {read_only: true, tools: [plan, read]}`). The narrower counts, and read-only beats any set. The
-list of tools is as fixed as without: a client that reads it once knows it.
+A role comes from the command line (that is, from the client's configuration) and, for every server, from the owner's
+settings.yaml (`serve: {read_only: true, tools: [plan, read]}`). The narrower one holds, and read-only beats any set.
+The list of tools never changes while a server lives, so a client may cache it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from toprope.errors import InvalidValue, TopropeError
 
 if TYPE_CHECKING:
-    from mcp.server.mcpserver.tools import Tool
-
     from toprope.settings.owner import OwnerSettings
+    from toprope_server.tool_specs.base import ToolSpec
 
 __all__ = ["SETS", "Role", "owners_role", "role_of_arguments", "role_of_settings"]
 
@@ -28,16 +27,21 @@ SETS = {
     "run": "measuring, starting, stopping, resuming and asking",
     "read": "everything that changes nothing",
 }
-_PLANS = ("drafts", "experiments", "environments_install")
-_SAYS_SERVE = re.compile(r"^\s*[\"']?(serve|installs)[\"']?\s*:", re.MULTILINE)
-_INSTALLS = "add_environment"
-"""The tool that is offered only where the owner lets agents install."""
+_HAS_ROLE = re.compile(r"^\s*[\"']?(serve|installs)[\"']?\s*:", re.MULTILINE)
+_INSTALLING_TOOL = "add_environment"
+"""Offered only if the owner lets agents install (`installs: allow`)."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a server offers. `sets` None: all of them; `why`: what a client is told of a role that nobody chose;
-    `installs`: whether agents may install, which the owner's settings alone can say."""
+    """The tools a server offers.
+
+    Attributes:
+        read_only: Only tools that change nothing.
+        sets: Names of sets of tools; None for all.
+        why: The reason to tell the client, for a role that nobody chose.
+        installs: Agents may install; only the owner's settings can allow it.
+    """
 
     read_only: bool = False
     sets: frozenset[str] | None = None
@@ -46,44 +50,39 @@ class Role:
 
     @classmethod
     def of(cls, read_only: bool = False, sets: str | Sequence[str] | None = None) -> Role:
-        """The role of options as they are given: sets as a list, or a text with commas.
+        """Make a role from options: sets as a list, or as text with commas.
 
         Raises:
-            InvalidValue: A set is none.
+            InvalidValue: Not a set of tools.
         """
         names = sets.split(",") if isinstance(sets, str) else list(sets or ())
         chosen = frozenset(name.strip().lower() for name in names if name.strip())
         if unknown := sorted(chosen - SETS.keys()):
-            said = "; ".join(f"{name}: {what}" for name, what in SETS.items())
-            raise InvalidValue(f"There is no set of tools {', '.join(unknown)}.", hint=f"There are {said}.")
+            known = "; ".join(f"{name}: {what}" for name, what in SETS.items())
+            raise InvalidValue(f"There is no set of tools {', '.join(unknown)}.", hint=f"The sets are {known}.")
         if isinstance(sets, str) and not chosen:
-            raise InvalidValue("No set of tools is named.", hint=f"There are {', '.join(SETS)}; omit it for all.")
+            raise InvalidValue("No set of tools is named.", hint=f"The sets are {', '.join(SETS)}; omit it for all.")
         return cls(read_only, chosen or None)
 
     def within(self, other: Role) -> Role:
-        """The narrower of two: what both allow."""
+        """The intersection of two roles."""
         both = self.sets if other.sets is None else other.sets if self.sets is None else self.sets & other.sets
         installs = self.installs or other.installs
         return replace(
             self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why, installs=installs
         )
 
-    def allows(self, tool: Tool) -> bool:
-        """Whether the tool is offered."""
-        reads = bool(tool.annotations and tool.annotations.read_only_hint)
+    def allows(self, tool: ToolSpec) -> bool:
+        """True if the tool is offered."""
         if self.read_only:
-            return reads
-        if tool.name == _INSTALLS and not self.installs:
+            return tool.reads_only
+        if tool.name == _INSTALLING_TOOL and not self.installs:
             return False
-        if self.sets is None:
-            return True
-        part = tool.fn.__module__.rpartition(".")[2]
-        own = {"plan" if part in _PLANS else "run"} if part in (*_PLANS, "runs") or not reads else set()
-        return bool(self.sets & (own | ({"read"} if reads else set())))
+        return self.sets is None or tool.toolset in self.sets or (tool.reads_only and "read" in self.sets)
 
     @property
-    def says(self) -> str:
-        """What stands before the instructions; empty where nothing is left out."""
+    def preamble(self) -> str:
+        """Text before the instructions; empty if all tools are offered."""
         if self.read_only:
             text = "This server is read-only: it shows environments, drafts and runs, and changes nothing."
         elif self.sets is not None:
@@ -94,16 +93,16 @@ class Role:
 
     @property
     def arguments(self) -> list[str]:
-        """The same on a command line."""
+        """The role as command line arguments of `serve`."""
         sets = ["--tools", ",".join(name for name in SETS if name in self.sets)] if self.sets else []
         return [*(["--read-only"] if self.read_only else []), *sets]
 
 
 def role_of_arguments(arguments: Sequence[str]) -> Role | None:
-    """The role in the arguments of `serve`; None where there are others, which need the whole command line.
+    """Parse the role from the arguments of `serve`; None if there are others, which need the full command line.
 
     Raises:
-        InvalidValue: A set is none.
+        InvalidValue: Not a set of tools.
     """
     read_only, sets, left = False, None, list(arguments)
     while left:
@@ -123,16 +122,16 @@ def role_of_settings(settings: OwnerSettings) -> Role:
     """The role that the owner's settings give every server.
 
     Raises:
-        InvalidValue: A set of tools is none.
+        InvalidValue: Not a set of tools.
     """
     role = Role.of(settings.serve.read_only, settings.serve.tools)
     return replace(role, installs=settings.installs == "allow")
 
 
 def owners_role() -> Role:
-    """The owner's role for every server. Settings that cannot be read allow reading alone, and say why.
+    """The owner's role for every server. Unreadable settings allow only reading, and say why.
 
-    Clients wait for a server's start, so the file is looked into, and read only where it speaks of this.
+    Clients wait for a server's start, so the file is parsed only if it mentions a role.
     """
     named = os.environ.get("TOPROPE_CONFIG")
     if named:
@@ -147,7 +146,7 @@ def owners_role() -> Role:
         return Role()
     except (OSError, ValueError) as error:
         return Role(read_only=True, why=f"settings.yaml cannot be read: {error}.")
-    if not _SAYS_SERVE.search(text):
+    if not _HAS_ROLE.search(text):
         return Role()
     from toprope.settings.owner import Home
 

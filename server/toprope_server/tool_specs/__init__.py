@@ -1,1 +1,1 @@
-"""The agent's surface by concern: each file a part of the class `toprope_server.mcp.tool_registry.Surface`."""
+"""Tool definitions by concern: the names, texts, parameters and hints that an agent sees."""

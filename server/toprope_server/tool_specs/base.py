@@ -1,66 +1,144 @@
-"""What the parts of the surface share: how a tool reaches its work, and parameters that several tools take."""
+"""Shared by the tool definitions: how one is declared, common parameter types, and the result sent to the client."""
 
 from __future__ import annotations
 
 import base64
+import inspect
 from collections.abc import Awaitable, Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
 
 from mcp.server.mcpserver import Context
-from mcp.types import CallToolResult, ImageContent, TextContent
+from mcp.server.mcpserver.tools import Tool
+from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
 from pydantic import BeforeValidator, Field
-from toprope_tools.answers import base as answers
 from toprope_tools.client_timeouts import Client
 
+from toprope_server.mcp.arguments import strict
+
 if TYPE_CHECKING:
+    from toprope_tools.answers.base import Answer
     from toprope_tools.workshop import Workshop
 
-__all__ = ["DraftId", "Names", "Part", "Prompts", "RunId", "RunIds", "client_of", "listed"]
+__all__ = [
+    "ADDS",
+    "DraftId",
+    "Filters",
+    "Names",
+    "NamesOrNone",
+    "Prompts",
+    "READS",
+    "RunId",
+    "STARTS",
+    "ToolGroup",
+    "ToolSpec",
+    "client_of",
+    "result_of",
+    "workshop_of",
+]
 
-DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
-RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
+READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
+ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
+STARTS = ADDS | {"open_world_hint": True}
 
 
-def listed(value: Any) -> Any:
-    """A lone id counts as a list of one."""
+def as_list(value: Any) -> Any:
+    """Accept a single id as a list of one; leave JSON lists alone."""
     return [value] if isinstance(value, str) and value and not value.lstrip().startswith("[") else value
 
 
-RunIds = Annotated[list[str] | None, BeforeValidator(listed)]
-Names = Annotated[list[str] | None, BeforeValidator(listed)]
-Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(listed)]
+DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
+RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
+Names = Annotated[list[str], BeforeValidator(as_list)]
+NamesOrNone = Annotated[list[str] | None, BeforeValidator(as_list)]
+Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(as_list)]
+Filters = Annotated[
+    dict[str, Any] | None,
+    Field(description="Filters: success, min_reward, max_reward, task, environment, min_version, per_task (best n)."),
+]
+
+ToolFunction = Callable[..., Awaitable[CallToolResult]]
+Toolset = Literal["plan", "run", "read"]
+F = TypeVar("F", bound=ToolFunction)
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """One tool: its function and all that is declared beside it.
+
+    Attributes:
+        function: Its name, parameters and docstring are what clients see.
+        title: For people, in a client's menus.
+        hints: MCP annotations.
+        toolset: Offered by servers started with `--tools plan` or `--tools run`; tools that only read are offered by
+            `--tools read` in any case.
+        on_failure: The next step to suggest if a failure suggests none itself.
+    """
+
+    function: ToolFunction
+    title: str
+    hints: dict[str, bool]
+    toolset: Toolset
+    on_failure: str
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.function.__name__
+
+    @property
+    def reads_only(self) -> bool:
+        """True if it changes nothing."""
+        return self.hints["read_only_hint"]
+
+    def build(self) -> Tool:
+        """The SDK's tool, with a strict schema."""
+        return strict(
+            Tool.from_function(
+                self.function,
+                title=self.title,
+                description=inspect.cleandoc(self.function.__doc__ or ""),
+                annotations=ToolAnnotations(title=self.title, **self.hints),
+            )
+        )
+
+
+class ToolGroup(list[ToolSpec]):
+    """The tools of one module, in the order in which clients list them."""
+
+    def tool(self, title: str, hints: dict[str, bool], *, toolset: Toolset, on_failure: str) -> Callable[[F], F]:
+        """Decorator: add a function to this group. See `ToolSpec`."""
+
+        def add(function: F) -> F:
+            self.append(ToolSpec(function, title, hints, toolset, on_failure))
+            return function
+
+        return add
+
+
+class _WorkshopServer(Protocol):
+    @property
+    def workshop(self) -> Workshop: ...
+
+
+def workshop_of(ctx: Context) -> Workshop:
+    """The server's workshop, opened at the first call."""
+    return cast(_WorkshopServer, ctx.mcp_server).workshop
 
 
 def client_of(ctx: Context) -> Client:
-    """Who calls: the name of its handshake or, without handshakes (2026-07-28), of this very request, where it may be
-    left out."""
-    told = ctx.session.client_params
-    return Client(told.client_info.name if told is not None else "", ctx.headers is not None)
+    """The calling client, by the name in its handshake or (2026-07-28) in this request, which may omit it."""
+    params = ctx.session.client_params
+    return Client(params.client_info.name if params is not None else "", ctx.headers is not None)
 
 
-class Part:
-    """A part of the surface: its tools are the public methods, over a workshop that is opened at the first call."""
-
-    def __init__(self, open_workshop: Callable[[], Workshop]) -> None:
-        self._open = open_workshop
-        self._workshop: Workshop | None = None
-
-    @property
-    def workshop(self) -> Workshop:
-        """The one workshop of this server."""
-        if self._workshop is None:
-            self._workshop = self._open()
-        return self._workshop
-
-    async def _do(self, module: str, tool: str, **arguments: Any) -> CallToolResult:
-        work: Callable[..., Awaitable[answers.Answer]] = getattr(import_module(f"toprope_tools.{module}"), tool)
-        answer = await work(self.workshop, **arguments)
-        content: list[TextContent | ImageContent] = [TextContent(type="text", text=answer.text)]
-        if answer.picture is not None:
-            data = base64.b64encode(answer.picture).decode()
-            content.append(ImageContent(type="image", data=data, mime_type="image/png"))
-        return CallToolResult(
-            content=content,
-            structured_content=answer.data.model_dump(mode="json", exclude_defaults=answer.brief),
-        )
+def result_of(answer: Answer) -> CallToolResult:
+    """A tool's answer as an MCP result: text, structured content, and the picture if there is one."""
+    content: list[ContentBlock] = [TextContent(type="text", text=answer.text)]
+    if answer.picture is not None:
+        data = base64.b64encode(answer.picture).decode()
+        content.append(ImageContent(type="image", data=data, mime_type="image/png"))
+    return CallToolResult(
+        content=content,
+        structured_content=answer.data.model_dump(mode="json", exclude_defaults=answer.brief),
+    )

@@ -1,8 +1,8 @@
-"""A person's word before a start, where the owner wants it: asked by the client where it can, in both eras of MCP.
+"""A person's consent before a start, if the owner requires it: asked through the client, in both eras of MCP.
 
-The question shows what starting would take and the hash of it. Between the question and the start everything is looked
-at again: what was agreed to is that hash and nothing else. Clients that cannot ask get a refusal with the same text,
-and the call that a person's agreement allows.
+The question shows what starting would take, with a hash. Everything is checked again between question and start: the
+person agreed to that hash and to nothing else. Clients that cannot ask get a refusal with the same text and the call
+to make once the person agrees.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from mcp.server.mcpserver.resolve import Elicit, Resolve
 from pydantic import BaseModel, Field
 
 from toprope.errors import NotPossibleNow
+from toprope_server.tool_specs.base import workshop_of
 
-__all__ = ["Consent", "Preview", "agreed", "ask_consent", "shown_first"]
+__all__ = ["Consent", "Preview", "ask_consent", "confirmed_hash", "preview_to_show"]
 
 
 _ASKS_IN_ITS_ANSWER = "2026-07-28"
-"""From this version of the protocol on a question is an answer to the call; before, it is a request of its own."""
+"""From this protocol version a question is an answer to the call; before, it is a request of its own."""
 
 
 class Consent(BaseModel):
-    """What a person answers."""
+    """A person's answer."""
 
     start: bool = Field(description="Start it?")
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What was shown, and its hash."""
+    """The text shown to a person, and its hash."""
 
     text: str
     hash: str
 
 
-async def shown_first(
+async def preview_to_show(
     ctx: Context, draft_id: str, name: str | None, key: str | None, seeds: int, preview: bool, confirm: str | None
 ) -> Preview | None:
-    """What a person has to be shown before this call starts anything; None where nobody is to be asked, or cannot be.
+    """The preview a person must see before this call starts anything; None if nobody has to be asked, or can be.
 
     Raises:
         TopropeError: The draft cannot start.
@@ -52,25 +53,25 @@ async def shown_first(
     from toprope_tools.planning.preview_text import said
     from toprope_tools.runs.start import consent_wanted
 
-    workshop = ctx.mcp_server.surface.workshop  # type: ignore[attr-defined]
+    workshop = workshop_of(ctx)
     found = await to_thread.run_sync(
         lambda: consent_wanted(workshop, draft_id=draft_id, name=name, seeds=seeds, key=key)
     )
     return None if found is None else Preview(said(found), found.hash)
 
 
-def ask_consent(shown: Annotated[Preview | None, Resolve(shown_first)]) -> Elicit[Consent] | Consent:
-    """The question, where there is one."""
+def ask_consent(shown: Annotated[Preview | None, Resolve(preview_to_show)]) -> Elicit[Consent] | Consent:
+    """The question to ask; consent at once if there is nothing to show."""
     if shown is None:
         return Consent(start=True)
     return Elicit(f"Start this training run?\n{shown.text}\n(hash {shown.hash})", Consent)
 
 
-def agreed(shown: Preview, consent: ElicitationResult[Consent]) -> str:
-    """The hash that a person agreed to.
+def confirmed_hash(shown: Preview, consent: ElicitationResult[Consent]) -> str:
+    """The hash that the person agreed to.
 
     Raises:
-        NotPossibleNow: They did not.
+        NotPossibleNow: They did not agree.
     """
     if isinstance(consent, AcceptedElicitation) and consent.data.start:
         return shown.hash
@@ -81,11 +82,11 @@ def agreed(shown: Preview, consent: ElicitationResult[Consent]) -> str:
 
 
 def _can_ask(ctx: Context) -> bool:
-    """Whether this client shows forms to a person, and can be asked on this connection."""
-    told = ctx.client_capabilities
-    if told is None or told.elicitation is None:
+    """True if this client shows forms to a person and can be asked on this connection."""
+    capabilities = ctx.client_capabilities
+    if capabilities is None or capabilities.elicitation is None:
         return False
     if (ctx.protocol_version or "") < _ASKS_IN_ITS_ANSWER and not ctx.session.can_send_request:
         return False
-    form, url = told.elicitation.form, told.elicitation.url
+    form, url = capabilities.elicitation.form, capabilities.elicitation.url
     return form is not None or url is None

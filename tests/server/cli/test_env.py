@@ -13,7 +13,7 @@ import pytest
 import yaml
 from mcp.client import Client
 from toprope_server.cli.commands import build
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role
 from toprope_tools.answers.base import TOKEN_BUDGET, tokens
 from toprope_tools.planning.environment_check import check_environment
@@ -223,7 +223,7 @@ def test_agents_install_only_where_the_owner_lets_them(
 
     async def ask(role: Role, *given: str) -> tuple[list[str], list[Any]]:
         with anyio.fail_after(60):
-            async with Client(create_server(lambda: house, role)) as client:
+            async with Client(TopropeServer(lambda: house, role)) as client:
                 names = [tool.name for tool in (await client.list_tools()).tools]
                 asked = [
                     await client.call_tool("add_environment", {"what": one}, progress_callback=heard) for one in given

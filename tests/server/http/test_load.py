@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from mcp.client import Client
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
 
@@ -56,7 +56,7 @@ def descriptors() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
 def test_calls_leave_memory_descriptors_and_threads_where_they_were(shop: Workshop) -> None:
     async def main() -> tuple[int, int, int, int]:
-        async with Client(create_server(lambda: shop)) as client:
+        async with Client(TopropeServer(lambda: shop)) as client:
             made = await client.call_tool("select_environment", {"name": "sort_letters"})
             draft_id = (made.structured_content or {})["draft_id"]
             run_id = (await start_training(shop, draft_id=draft_id)).data.run_id

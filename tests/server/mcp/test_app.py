@@ -7,7 +7,7 @@ import time
 import anyio
 import pytest
 from mcp.client import Client
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 
 from tests.support.tools_house import become, make_workshop, step
 from toprope.errors import InvalidValue
@@ -29,7 +29,7 @@ def talk(request, house):
     def run(work):
         async def main():
             with anyio.fail_after(40):
-                async with Client(create_server(lambda: house[0]), mode=request.param) as client:
+                async with Client(TopropeServer(lambda: house[0]), mode=request.param) as client:
                     return await work(client)
 
         return anyio.run(main)
@@ -81,7 +81,7 @@ def test_an_agent_goes_from_a_name_to_a_run(talk, house):
     ("tool", "arguments", "parts"),
     [
         ("edit_confg", {}, ["no tool", "Did you mean edit_config?"]),
-        ("fly", {}, ["There are: list_environments"]),
+        ("fly", {}, ["The tools are: list_environments"]),
         ("list_environments", {"querry": "x"}, ["querry", "Did you mean 'query'?"]),
         ("list_environments", {"zzz": 1}, ["Others: query, cursor"]),
         ("describe_environment", {}, ["name is missing"]),
@@ -170,7 +170,7 @@ def test_a_workshop_that_cannot_be_opened_is_an_answer():
         raise InvalidValue("settings.yaml is wrong.", hint="Mend it.")
 
     async def work():
-        async with Client(create_server(fails)) as client:
+        async with Client(TopropeServer(fails)) as client:
             return await client.call_tool("list_runs", {})
 
     result = anyio.run(work)

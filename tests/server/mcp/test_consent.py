@@ -6,7 +6,7 @@ import anyio
 import pytest
 from mcp.client import Client
 from mcp.types import ElicitResult
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 
 from tests.support.tools_house import make_workshop
 from toprope.records.run.specification import EnvironmentSource
@@ -34,7 +34,7 @@ def drafted(shop):
 def talk(shop, mode, work, **options):
     async def run():
         with anyio.fail_after(60):
-            async with Client(create_server(lambda: shop), mode=mode, **options) as client:
+            async with Client(TopropeServer(lambda: shop), mode=mode, **options) as client:
                 return await work(client)
 
     return anyio.run(run)

@@ -4,7 +4,7 @@ import anyio
 import msgspec
 import pytest
 from mcp.client import Client
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
 
 from tests.records.journal.test_rollouts import group
@@ -22,7 +22,7 @@ def shop(tmp_path):
 def played(shop, play):
     async def work():
         with anyio.fail_after(120):
-            async with Client(create_server(lambda: shop)) as client:
+            async with Client(TopropeServer(lambda: shop)) as client:
 
                 async def call(tool, **arguments):
                     answer = await client.call_tool(tool, arguments)
@@ -82,7 +82,7 @@ def test_wrong_calls_name_the_value_and_the_way_on(shop):
 
 def test_repeating_a_run_takes_the_right_to_run(shop):
     async def listed(sets):
-        async with Client(create_server(lambda: shop, role=Role.of(sets=sets))) as client:
+        async with Client(TopropeServer(lambda: shop, role=Role.of(sets=sets))) as client:
             return {tool.name for tool in (await client.list_tools()).tools}
 
     plan, run, read = (anyio.run(listed, sets) for sets in ("plan", "run", "read"))

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from mcp.client import Client
 from mcp.shared.exceptions import MCPDeprecationWarning, MCPError
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.base import TOKEN_BUDGET
 from toprope_tools.resources.resource_changes import Changes
 from toprope_tools.resources.resources import MOST_PLOT_BYTES
@@ -33,7 +33,7 @@ def talk(request, house):
     def run(work, **options):
         async def main():
             with anyio.fail_after(40):
-                async with Client(create_server(lambda: house[0]), mode=request.param, **options) as client:
+                async with Client(TopropeServer(lambda: house[0]), mode=request.param, **options) as client:
                     return await work(client)
 
         return anyio.run(main)
@@ -193,7 +193,7 @@ def test_a_subscriber_of_today_is_told(house):
 
     async def main():
         with anyio.fail_after(40):
-            async with Client(create_server(lambda: shop)) as client:
+            async with Client(TopropeServer(lambda: shop)) as client:
                 capabilities = client.server_capabilities
                 with pytest.raises(MCPError, match="no run"):
                     async with client.listen(resource_subscriptions=["toprope://runs/nowhere"]):
@@ -220,7 +220,7 @@ def test_a_subscriber_of_before_is_told_until_it_unsubscribes(house):
     async def main():
         with anyio.fail_after(40), warnings.catch_warnings():
             warnings.simplefilter("ignore", MCPDeprecationWarning)
-            async with Client(create_server(lambda: shop), mode="legacy", message_handler=heard) as client:
+            async with Client(TopropeServer(lambda: shop), mode="legacy", message_handler=heard) as client:
                 with pytest.raises(MCPError, match="There is no resource"):
                     await client.subscribe_resource("toprope://elsewhere")
                 await client.subscribe_resource(uri)

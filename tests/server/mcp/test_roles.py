@@ -8,7 +8,7 @@ import pytest
 from mcp.client import Client
 from mcp.types import PromptReference, ResourceTemplateReference
 from toprope_server.cli.install import plan
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role, role_of_arguments
 from toprope_server.mcp.tool_registry import INSTRUCTIONS
 
@@ -22,7 +22,7 @@ CHANGES = {"select_environment", "edit_config", "test_inference", "start_trainin
 def ask(shop, work, **options):
     async def main():
         with anyio.fail_after(30):
-            async with Client(create_server(lambda: shop, **options)) as client:
+            async with Client(TopropeServer(lambda: shop, **options)) as client:
                 return await work(client)
 
     return anyio.run(main)
@@ -35,7 +35,7 @@ async def offered(client):
 def test_without_a_role_everything_is_offered():
     tools = ask(None, offered)
     assert set(tools) >= READS | CHANGES
-    assert Role().says == ""
+    assert Role().preamble == ""
 
 
 def test_read_only_offers_what_changes_nothing_and_beats_every_set():

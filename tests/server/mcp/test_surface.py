@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 from mcp.client import Client
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.tool_registry import INSTRUCTIONS
 
 SNAPSHOT = Path(__file__).parents[2] / "snapshots" / "tools.json"
@@ -29,7 +29,7 @@ ERAS = ["auto", "legacy"]
 def listed(mode):
     async def work():
         with anyio.fail_after(20):
-            async with Client(create_server(), mode=mode) as client:
+            async with Client(TopropeServer(), mode=mode) as client:
                 return (await client.list_tools()).tools
 
     return anyio.run(work)
@@ -93,8 +93,8 @@ def test_the_list_fits_into_an_agents_context(tools):
 def test_listing_loads_nothing_heavy_and_calls_load_no_training():
     program = """
 import sys
-from toprope_server.mcp.app import create_server
-create_server().surface.tools()
+from toprope_server.mcp.app import TopropeServer
+TopropeServer()
 lazy = [m for m in ("sqlite3", "yaml", "platformdirs", "typer", "toprope_tools.status.status",
                     "toprope.settings.schema", "toprope.supervisor.runs.manager") if m in sys.modules]
 import toprope_tools.planning.config, toprope_tools.planning.environments, toprope_tools.runs.inference

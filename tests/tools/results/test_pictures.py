@@ -7,7 +7,7 @@ import time
 import anyio
 import pytest
 from mcp.client import Client
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_tools.resources.resources import MOST_PLOT_BYTES
 from toprope_tools.results.results import get_results
 from toprope_tools.status.status import check_status
@@ -38,7 +38,7 @@ def test_the_picture_of_a_run_is_an_image_beside_the_text(house):
     folder.plot.write_bytes(PNG + b"drawn")
 
     async def main():
-        async with Client(create_server(lambda: shop)) as client:
+        async with Client(TopropeServer(lambda: shop)) as client:
             with_it = await client.call_tool("get_results", {"run_id": folder.run_id, "plot": True})
             without = await client.call_tool("get_results", {"run_id": folder.run_id})
             return with_it.content, without.content

@@ -7,7 +7,7 @@ import pytest
 from mcp.client import Client as McpClient
 from mcp.types import Implementation
 from toprope_server.cli.runs.prune import main as prune
-from toprope_server.mcp.app import create_server
+from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.base import TOKEN_BUDGET, tokens
 from toprope_tools.client_timeouts import Client, longest_wait_s
 from toprope_tools.status import cursor as places
@@ -329,7 +329,7 @@ def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, 
     async def main():
         info = Implementation(name=name, version="2.1.0")
         with anyio.fail_after(30):
-            async with McpClient(create_server(lambda: shop), mode=mode, client_info=info) as client:
+            async with McpClient(TopropeServer(lambda: shop), mode=mode, client_info=info) as client:
                 return await client.call_tool("check_status", {"run_ids": [folder.run_id]})
 
     assert f"check_status(wait_s={wait_s}, cursor=" in anyio.run(main).content[0].text

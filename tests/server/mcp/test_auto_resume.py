@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 import toprope_tools.workshop
-from toprope_server.mcp.auto_resume import look_after_runs
+from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
@@ -18,7 +18,7 @@ from toprope.supervisor.runs.manager import Runs
 
 async def looked_until(home, condition, limit_s=30.0):
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(look_after_runs, home, 0.0, 0.05)
+        tasks.start_soon(resume_lost_runs, home, 0.0, 0.05)
         with anyio.fail_after(limit_s):
             while not condition():
                 await anyio.sleep(0.01)
@@ -30,7 +30,7 @@ def test_a_server_without_runs_opens_nothing(tmp_path, monkeypatch):
 
     async def work():
         with anyio.move_on_after(0.3):
-            await look_after_runs(Home(tmp_path / "home", tmp_path / "config"), 0.0, 0.05)
+            await resume_lost_runs(Home(tmp_path / "home", tmp_path / "config"), 0.0, 0.05)
 
     anyio.run(work)
     assert list(tmp_path.iterdir()) == []
