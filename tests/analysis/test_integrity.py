@@ -70,11 +70,11 @@ def test_overlap_of_splits_is_warned_of(folder):
 def test_a_source_that_changed_is_warned_of(folder):
     assert checks(folder, {"before": evaluation(), "after": evaluation()})["evaluator"].state == "ok"
     between = checks(folder, {"before": evaluation(), "after": evaluation("y")})["evaluator"]
-    assert between.state == "warning" and "different sources" in between.what
+    assert between.state == "warning" and "Different code" in between.what
     touched = evaluation()
     touched["evaluator"]["on_disk"] = {"environment": "z"}
     under = checks(folder, {"before": evaluation(), "after": touched})["evaluator"]
-    assert under.state == "warning" and "while the run went on" in under.what
+    assert under.state == "warning" and "changed on disk during the run" in under.what
 
 
 def test_answers_that_change_their_length_or_form_are_warned_of(folder):

@@ -1,1 +1,1 @@
-"""Pure functions over records: intervals, reports, plots."""
+"""Pure functions over records: statistics, findings, reports and plots."""

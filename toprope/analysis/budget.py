@@ -1,8 +1,8 @@
-"""Whether a run may start under the owner's limits, and where it is stopped: rules over what others use and reserved.
+"""Decide if runs may start under the owner's limits, and at which usage each is stopped.
 
-What a run may use at most is known before it starts (by its own budget and the caps of its kind), and counts as used
-until it ends. So a day's limit cannot be overrun by runs that were started together, and what a run did not use is free
-again the moment it has ended. Pure: the ledger reads the folders, the keeper measures and stops.
+The most that a run can use is known before it starts, from its own budget and the caps of its kind. That amount counts
+as used until the run ends, so runs that start together cannot exceed a daily limit, and unused budget is free again as
+soon as a run has ended. This module is pure: the budget ledger reads the folders, the keeper measures and stops.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Account", "Demand", "Refusal", "demand_of", "freeze_limits", "spent"
 HOUR = 3600.0
 GB = 1e9
 _EVALUATIONS_S = 600.0
-"""Wall time beside starting and training that a run with budget.max_train_seconds is given: evaluations, the end."""
+"""Seconds of wall time that a run with budget.max_train_seconds gets for evaluations and shutdown."""
 _BESIDE_TORCH = 2
-"""Processors that the rest of a crew keeps busy beside the threads of trainer and inference."""
+"""Processors that the crew keeps busy besides the threads of trainer and inference."""
 _ADDED_UP = ("cpu_hours", "gpu_hours", "cost_usd")
 
 
 @dataclass(frozen=True)
 class Account:
-    """One run as the books see it. `used_today` by quantity of `per_day`; `reserved` of a live run, by quantity."""
+    """One run in the budget ledger: `used_today` by quantity of `per_day`, and what a live run has `reserved`."""
 
     run_id: str
     live: bool
@@ -38,8 +38,7 @@ class Account:
     reserved: Mapping[str, float] = field(default_factory=dict)
 
     def held(self, quantity: str) -> float:
-        """What this run counts for in a day's limit: what it used today, and while it lives the rest of what it
-        reserved."""
+        """Return what counts towards the daily limit: the use of today, plus the unused reservation of a live run."""
         used = self.used_today.get(quantity, 0.0)
         if not self.live:
             return used
@@ -53,14 +52,14 @@ class Account:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one run asks for, before anything is known of what is left.
+    """The resources that one run asks for.
 
     Args:
-        steps: Of its budget; None for runs without steps.
-        processors: How many it can keep busy.
-        gpu: Name of the GPU that it would have; empty where the name is not known; None where it uses none.
+        steps: Optimizer steps of its budget; None for runs without steps.
+        processors: Processors that it can keep busy.
+        gpu: Name of its GPU; empty if unknown, None if it uses no GPU.
         train_s: budget.max_train_seconds.
-        beside_s: Wall time that it is given beside training, where that is limited.
+        beside_s: Seconds of wall time besides training, if training time is limited.
     """
 
     steps: int | None
@@ -71,13 +70,13 @@ class Demand:
 
     @property
     def own_s(self) -> float | None:
-        """Wall time that its own budget allows for; None where it sets no limit of time."""
+        """Seconds of wall time that its own budget allows; None if the budget does not limit time."""
         return None if self.train_s is None else self.train_s + self.beside_s
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a run may not start: which limit, its value, who set it and why, how it stands, and what would fit."""
+    """A limit that forbids a start: its value, who set it and why, present use, and what would fit."""
 
     limit: str
     text: str
@@ -85,12 +84,12 @@ class Refusal:
 
 
 def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None) -> Demand:
-    """What a configuration asks for.
+    """Compute the demand of a configuration.
 
     Args:
-        config: The run's.
-        kind: The run's.
-        processors: Those of the machine.
+        config: The run's configuration.
+        kind: Kind of the run.
+        processors: Processors of the machine.
         gpu: See `Demand`.
     """
     train_s = config.budget.max_train_seconds if kind.trains else None
@@ -100,7 +99,7 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
 
 
 def spent(usage: Usage) -> dict[str, float]:
-    """A usage by the quantities of limits. Cost is left out where its price was not known."""
+    """Return usage by the quantities of limits; cost is left out if its price is unknown."""
     found = {
         "wall_hours": usage.wall_s / HOUR,
         "cpu_hours": usage.cpu_s / HOUR,
@@ -114,16 +113,16 @@ def spent(usage: Usage) -> dict[str, float]:
 def freeze_limits(
     limits: Limits, demand: Demand, accounts: Sequence[Account], count: int = 1
 ) -> FrozenLimits | list[Refusal]:
-    """Decides whether `count` runs of one kind may start together.
+    """Decide if `count` runs of one kind may start together.
 
     Args:
-        limits: The owner's.
-        demand: What each of them asks for.
-        accounts: Every other run.
-        count: How many.
+        limits: The owner's limits.
+        demand: Demand of each run.
+        accounts: All other runs.
+        count: Number of runs.
 
     Returns:
-        What each of them is held to, or why none may start; every reason there is.
+        The limits that each run is held to, or every reason why none may start.
     """
     refusals: list[Refusal] = []
     caps = _caps(limits)
@@ -141,7 +140,7 @@ def freeze_limits(
         left = limit.max - sum(account.held(quantity) for account in accounts)
         bound = bounds.get(quantity)
         if bound is None and not any(refusal.limit == limit.name for refusal in refusals):
-            bound = max(left, 0.0) / count  # nothing bounds it: it may have what the day has left
+            bound = max(left, 0.0) / count  # unbounded: it may use what is left of the day
         if bound is None:
             continue
         if left <= 0 or bound * count > left * (1 + 1e-9):
@@ -164,7 +163,7 @@ def freeze_limits(
 
 
 def _caps(limits: Limits) -> dict[str, Cap]:
-    """What a single run is held to by itself."""
+    """Return the caps of a single run."""
     return {
         limit.name.removeprefix("per_run."): Cap(value=limit.max, limit=limit.name, reason=limit.reason)
         for limit in limits
@@ -175,7 +174,7 @@ def _caps(limits: Limits) -> dict[str, Cap]:
 def _bounds(
     caps: Mapping[str, Cap], demand: Demand, cpu_price: float | None, gpu_price: float | None
 ) -> dict[str, float]:
-    """What the run can use at most of what is added up; a quantity that nothing bounds is left out."""
+    """Return the most that a run can use by quantity; unbounded quantities are left out."""
     walls = [demand.own_s / HOUR] if demand.own_s is not None else []
     walls += [caps["wall_hours"].value] if "wall_hours" in caps else []
     found: dict[str, float] = {}
@@ -199,7 +198,7 @@ def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_
     if cpu_price is None:
         missing.append("prices.cpu_hour_usd")
     if demand.gpu is not None and gpu_price is None:
-        missing.append(f"prices.gpu_hour_usd for {demand.gpu or 'a GPU whose name is not known'}")
+        missing.append(f"prices.gpu_hour_usd for {demand.gpu or 'a GPU of unknown name'}")
     refusals = []
     for name in ("per_run.cost_usd", "per_day.cost_usd"):
         limit = limits.get(name)
@@ -207,9 +206,9 @@ def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_
             refusals.append(
                 Refusal(
                     name,
-                    f"{_named(limits, limit)}, and what this run would cost is not known: there is no price in "
+                    f"{_named(limits, limit)}, and the cost of this run is unknown: there is no price in "
                     f"{' and '.join(missing)}.",
-                    "A run that costs an unknown amount does not start; the owner adds the price to limits.yaml.",
+                    "A run of unknown cost does not start; the owner adds the price to limits.yaml.",
                 )
             )
     return refusals
@@ -234,7 +233,7 @@ def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Re
                 limit.name,
                 f"{_named(limits, limit)}; {len(live)} are live{f' ({names})' if names else ''}, and this asks for "
                 f"{count} more.",
-                _room(int(limit.max) - len(live)) + " now; one that ends or is stopped makes room.",
+                _room(int(limit.max) - len(live)) + " now; a run that ends or is stopped makes room.",
             )
         )
     limit = limits.get("per_day.runs")
@@ -244,7 +243,7 @@ def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Re
             Refusal(
                 limit.name,
                 f"{_named(limits, limit)}; {today} were started today, and this asks for {count} more.",
-                _room(int(limit.max) - today) + " today; tomorrow counts anew.",
+                _room(int(limit.max) - today) + " today; the count begins again tomorrow.",
             )
         )
     return refusals
@@ -272,16 +271,16 @@ def _too_much(
         f"{max(left, 0.0):.3g} are left, and this may use {each}."
     )
     if left <= 0 or bound <= 0:
-        return Refusal(limit.name, text, "Nothing fits today; what live runs do not use is free when they end.")
+        return Refusal(limit.name, text, "Nothing fits today; what live runs leave unused is free when they end.")
     rate = _an_hour(limits, demand, quantity)
     train_s = int(left / count / rate * HOUR - demand.beside_s) if rate else 0
     if demand.steps is None or train_s < 1:
-        return Refusal(limit.name, text, "What is left today is too little; tomorrow counts anew.")
+        return Refusal(limit.name, text, "Too little is left today; the count begins again tomorrow.")
     return Refusal(limit.name, text, f"budget.max_train_seconds of at most {train_s} fits.")
 
 
 def _an_hour(limits: Limits, demand: Demand, quantity: str) -> float:
-    """What an hour of wall time takes at most of a quantity."""
+    """Return the most that one hour of wall time uses of a quantity."""
     gpus, prices = int(demand.gpu is not None), limits.prices
     if quantity == "cost_usd":
         gpu_price = prices.of_gpu(demand.gpu) if gpus else None
@@ -292,7 +291,7 @@ def _an_hour(limits: Limits, demand: Demand, quantity: str) -> float:
 def _disk(
     limits: Limits, caps: dict[str, Cap], reserved: dict[str, float], accounts: Sequence[Account], count: int
 ) -> list[Refusal]:
-    """Room on the disk for all runs together: `caps` and `reserved` get what is left of it."""
+    """Limit the disk use of all runs together; writes the remaining room into `caps` and `reserved`."""
     limit = limits.get("disk_gb")
     if limit is None:
         return []
@@ -302,7 +301,7 @@ def _disk(
     if left <= 0 or wanted > left:
         asks = f", and this may use {wanted:.3g}" if own is not None else ""
         text = f"{_named(limits, limit)}; runs have or may still use {held:.3g}{asks}."
-        return [Refusal(limit.name, text, "`toprope prune` removes old runs; that is the owner's to do.")]
+        return [Refusal(limit.name, text, "The owner can remove old runs with `toprope prune`.")]
     if own is None:
         caps["disk_gb"] = Cap(value=left, limit=limit.name, reason=limit.reason)
     else:

@@ -1,8 +1,8 @@
-"""Names why a run failed, from how a member ended and what it said last, so that an agent need not read a log.
+"""Classify why a run failed, from a member's exit and its last log lines, so that an agent need not read the log.
 
-A member's log is untrusted and long; the cause is usually one line of it. Lines are read from the last to the first,
-because the last error is the one that ended the program, and specific causes count before general ones wherever they
-stand: a trainer that says `worker failed` below `CUDA out of memory` ran out of memory.
+A log is untrusted and long, and the cause is usually one line of it. Lines are read from last to first, because the
+last error ended the program. Specific causes win over general ones wherever they stand: a trainer that prints `worker
+failed` below `CUDA out of memory` ran out of memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Classified:
-    """A failure's name. `evidence` is the line that says so, empty where the signal or exit code alone does."""
+    """The kind of a failure. `evidence` is the log line that shows it; empty if the exit code or signal suffices."""
 
     kind: Kind
     hint: str = ""
@@ -54,7 +54,7 @@ class _Cause:
     confidence: Literal["low", "medium", "high"] = "high"
 
     def explains(self, line: str) -> bool:
-        # Compiled when a run fails and not before: servers read this module, and few of them see a failure.
+        # Compiled at the first failure: every server imports this module, and few see a failure.
         return re.search(self.pattern, line, re.IGNORECASE) is not None
 
 
@@ -122,15 +122,15 @@ _SPECIFIC: tuple[_Cause, ...] = (
         r"requires .{1,60}(==|>=|<=|~=|<|>).{1,60}(but|which|installed)|incompatible with|VersionConflict|"
         r"binary incompatibility|numpy\.dtype size changed|compiled using NumPy|undefined symbol|"
         r"GLIBC(XX)?_[\d.]+' not found|cannot import name '.*' from '(transformers|trl|peft|torch|accelerate)",
-        "Two packages do not fit each other: install the pinned versions (make setup), or the environment's own "
+        "Two packages are incompatible: install the pinned versions (make setup), or the environment's own "
         "interpreter; then resume_training.",
     ),
     _Cause(
         "import_error",
         r"ModuleNotFoundError|No module named|ImportError|cannot import name|"
         r"cannot open shared object file",
-        "A module is missing where this program runs: describe_environment names what an environment needs; install "
-        "it for the worker's interpreter, then start_training again.",
+        "A module is missing in this program's interpreter: describe_environment names what an environment needs; "
+        "install it for the worker's interpreter, then start_training again.",
     ),
     _Cause(
         "nan",
@@ -138,19 +138,19 @@ _SPECIFIC: tuple[_Cause, ...] = (
         r"either|found inf or nan|(weights?|parameters?|logits) (are|is|contain)\b.{0,40}(nan|not finite)|"
         r"\bnon-?finite\b",
         "edit_config optimizer.learning_rate to a third, optimizer.max_grad_norm lower, and policy.dtype to float32 "
-        "if it is float16; look whether the scorer's rewards are bounded. Then start_training again.",
+        "if it is float16; check that the scorer's rewards are bounded. Then start_training again.",
     ),
     _Cause(
         "port",
         r"address already in use|errno 98\b|EADDRINUSE|cannot assign requested address",
-        "Another program has the port: resume_training takes a new one.",
+        "Another program uses the port: resume_training takes a new one.",
     ),
     _Cause(
         "timeout",
         r"timed out|time-?out (after|while|waiting|error|reached|exceeded|expired)|TimeoutError|TimeoutExpired|"
         r"deadline exceeded|not ready after|no answer within|did not answer within|took longer than",
-        "Raise what ran out: environment.call_timeout_s for a slow scorer, environment.load_timeout_s for a slow "
-        "load, launcher.start_timeout_s for a large model; then resume_training.",
+        "Raise the limit that ran out: environment.call_timeout_s for a slow scorer, environment.load_timeout_s for a "
+        "slow load, launcher.start_timeout_s for a large model; then resume_training.",
         "medium",
     ),
     _Cause(
@@ -167,7 +167,7 @@ _ENVIRONMENT = _Cause(
     "environment_error",
     r"the environment (failed|raised|has no)|groups one after the other|WorkerFailure|WorkerError|the worker (died|"
     r"failed|ended)|EnvironmentMistake|LoadError|score\(\)|reset\(\)|step\(\)",
-    "describe_environment shows how it loads and scores; mend its file (read_logs(component='environment') has the "
+    "describe_environment shows how it loads and scores; fix its file (read_logs(component='environment') has the "
     "lines), then start_training again.",
 )
 _ERROR = re.compile(r"^\s*([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failure|Mistake))\b\s*:?")
@@ -189,17 +189,17 @@ def classify(
     excerpt: Sequence[str] = (),
     reason: str = "",
 ) -> Classified:
-    """Why a member failed.
+    """Classify the failure of a member.
 
     Args:
-        component: Its name; an unexplained error of `environment` is the environment's.
-        exit_code: How it ended, None where it was ended by a signal or has not ended.
+        component: Name of the member; an unexplained error of `environment` is attributed to user code.
+        exit_code: Its exit code; None if a signal ended it or it still runs.
         signal: Name of the signal that ended it (`SIGKILL`).
-        excerpt: The last lines it printed, oldest first. Untrusted.
-        reason: What it said, or its keeper, about why.
+        excerpt: Its last log lines, oldest first. Untrusted.
+        reason: The reason that the member or its keeper gave.
 
     Returns:
-        The kind `unknown` where nothing says why.
+        Kind `unknown` if nothing shows the cause.
     """
     lines = [line for text in (*excerpt, reason) for line in str(text).splitlines() if line.strip()]
     for line in reversed(lines):
@@ -210,34 +210,34 @@ def classify(
         if _ENVIRONMENT.explains(line):
             return Classified("environment_error", _ENVIRONMENT.hint, line.strip()[:300], "high")
     if signal == "SIGBUS":
-        return Classified("disk_full", _DISK, "", "medium")  # a mapped file with no room behind it
+        return Classified("disk_full", _DISK, "", "medium")  # a mapped file on a full disk
     if signal in _CRASHES:
         return Classified(
             "crashed",
-            f"{signal}: {_CRASHES[signal]}. read_logs(component={component!r}) has what it printed; resume_training "
-            "goes on from the last checkpoint.",
+            f"{signal}: {_CRASHES[signal]}. read_logs(component={component!r}) shows its log; resume_training "
+            "continues from the last checkpoint.",
             "",
             "medium",
         )
     if signal == "SIGKILL" or exit_code == _OOM_EXIT:
         return Classified(
             "killed",
-            "Nobody here sent that signal: the system does when memory runs out. " + _LESS_MEMORY,
+            "Toprope did not send that signal; the system sends it when memory runs out. " + _LESS_MEMORY,
             "",
             "medium",
         )
     if signal is not None:
-        return Classified("killed", f"Somebody outside sent {signal}; resume_training goes on.", "", "medium")
+        return Classified("killed", f"Another program sent {signal}; resume_training continues.", "", "medium")
     error = next((line.strip()[:300] for line in reversed(lines) if _ERROR.match(line)), "")
     if component == "environment" and error:
         return Classified("environment_error", _ENVIRONMENT.hint, error, "medium")
-    return Classified("unknown", f"read_logs(component={component!r}) has what it printed.", error, "low")
+    return Classified("unknown", f"read_logs(component={component!r}) shows its log.", error, "low")
 
 
 def named(failure: Failure) -> Failure:
-    """The failure with its kind and the line that says so; with the kind's hint, unless the member gave one itself.
+    """Add the kind, its evidence and its hint to a failure; a hint of the member or keeper stays.
 
-    The keeper's own failures keep theirs: their hint knows more.
+    Failures of the keeper keep their hint, which is more specific.
     """
     if failure.kind:
         return failure
@@ -247,9 +247,9 @@ def named(failure: Failure) -> Failure:
     if general:
         hint = found.hint
         if "read_logs" not in hint and failure.component != "keeper":
-            hint += f" read_logs(component={failure.component!r}) has what it printed."
+            hint += f" read_logs(component={failure.component!r}) shows its log."
     return failure.model_copy(update={"kind": found.kind, "evidence": found.evidence, "hint": hint})
 
 
-_GENERAL = ("read_logs(", "Nobody here sent that signal")
-"""How hints begin that say no more than where to look."""
+_GENERAL = ("read_logs(", "Toprope did not send that signal")
+"""Beginnings of hints that only say where to look."""

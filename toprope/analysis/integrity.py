@@ -1,9 +1,9 @@
-"""Whether a run's figures may be believed: what could have made them besides learning.
+"""Check if a run's figures can be trusted: causes other than learning.
 
-Agents that were let loose on training have trained on test sets, swapped the model that they started from, and been
-taken in by a lucky seed. None of that shows in an accuracy, so every report says what was looked at: overlap of the
-splits, the sources that measure, where the weights come from, how answers changed their length and form, and in a group
-of seeds what one of them alone can do. A check that has nothing to go by says `unknown`, never `ok`.
+Agents in charge of training have trained on test sets, swapped the starting model, and trusted a lucky seed. An
+accuracy shows none of that, so every report checks the overlap of splits, the code that measures, the origin of the
+weights, changes in answer length and form, and wins of a single seed. A check without data answers `unknown`, never
+`ok`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHECKPOINT = re.compile(r"^step-(\d+)$")
 
 
 class Check(BaseModel):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -44,7 +44,7 @@ class Check(BaseModel):
 
 
 class Integrity(BaseModel):
-    """All checks of a run; `warnings` counts those that want a look."""
+    """All checks of a run."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -52,6 +52,7 @@ class Integrity(BaseModel):
 
     @property
     def warnings(self) -> list[Check]:
+        """The checks that need attention."""
         return [check for check in self.checks if check.state == "warning"]
 
 
@@ -61,13 +62,13 @@ def examine(
     evaluations: Mapping[str, Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
 ) -> Integrity:
-    """The checks of a training run, from its records; never raises for records that are missing or damaged.
+    """Run all checks of a training run on its records. Missing or damaged records give `unknown`.
 
     Args:
-        folder: The run's.
-        specification: The run's.
+        folder: The run folder.
+        specification: The run's specification.
         evaluations: Label -> content of evaluations/<label>.json.
-        rows: Of metrics.jsonl, oldest first.
+        rows: Rows of metrics.jsonl, oldest first.
     """
     before, after = evaluations.get("before"), evaluations.get("after")
     return Integrity(
@@ -82,7 +83,7 @@ def examine(
 
 
 def _safely(name: str, check: Callable[[], Check]) -> Check:
-    """The check, or `unknown` where a record is not what the crew writes."""
+    """Run a check; `unknown` if a record does not have the expected form."""
     try:
         return check()
     except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
@@ -90,11 +91,11 @@ def _safely(name: str, check: Callable[[], Check]) -> Check:
 
 
 def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
-    """Whether what a run of a seed group can do, others of the group can as well.
+    """Check that other seeds of a group solve the tasks that this run solves.
 
     Args:
         run_id: The run.
-        group: All runs of its group that were measured, itself among them.
+        group: All measured runs of its group, this one included.
     """
     own = next((one for one in group if one.run_id == run_id), None)
     others = [one for one in group if one.run_id != run_id and one.sampled.tasks == (own and own.sampled.tasks)]
@@ -104,7 +105,7 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
     alone = sum(won > 0 and not any(rest) for won, *rest in by_task)
     rival = max(others, key=lambda one: one.sampled.accuracy)
     best = rival.sampled.accuracy
-    # Answers are sampled, so some tasks are solved by one seed alone whatever it has learned.
+    # Answers are sampled, so some tasks are solved by one seed alone by chance.
     differences = [mine - theirs for mine, theirs in zip(own.sampled.wins, rival.sampled.wins, strict=True)]
     lucky = own.sampled.accuracy - best > max(best / 2, _SHARE) and sign_flip(differences) < _UNLIKELY
     what = f"{alone} of {len(by_task)} tasks are solved by this seed alone; the next best seed reaches {best:.1%}."
@@ -117,11 +118,11 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
 
 
 def lineage_of(folder: RunFolder, model: str) -> list[dict[str, Any]]:
-    """Where weights come from: the run and step that each generation started from, the nearest first.
+    """Return the run and step that each ancestor's weights came from, nearest first.
 
     Args:
-        folder: Of the run that started from `model`; its neighbours are looked at.
-        model: policy.model: a Hub id, `embedded`, or a folder, perhaps of a checkpoint of another run.
+        folder: Folder of the run that started from `model`; ancestors are searched beside it.
+        model: policy.model: a Hub id, `embedded`, or a folder, possibly a checkpoint of another run.
     """
     runs, line = folder.path.parent.resolve(), []
     for _ in range(_LONGEST_LINE_OF_DESCENT):
@@ -161,7 +162,7 @@ def _splits(contents: Any) -> Check:
         words = int(attempts[-1]["passage_words"])
         skipped = sum(int(one["train_not_looked_at"]) for one in attempts)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return Check(name=name, state="unknown", what="What was played was not recorded.")
+        return Check(name=name, state="unknown", what="The sampled tasks were not recorded.")
     observed = {"seen": seen, "copies": copies, "sharing_passages": sharing, "train_not_looked_at": skipped}
     told = f"{seen.get('train', 0)} training, {seen.get('validation', 0)} validation and {seen.get('heldout', 0)} "
     told += "held-out tasks were seen"
@@ -174,8 +175,8 @@ def _splits(contents: Any) -> Check:
         what = f"{told}: {', '.join(problems)}. Accuracy on held-out tasks may be remembered, not learned."
         return Check(name=name, state="warning", what=what, observed=observed)
     if not seen.get("train") or not seen.get("heldout"):
-        return Check(name=name, state="unknown", what=f"{told}, which is too little to say.", observed=observed)
-    return Check(name=name, state="ok", what=f"{told}; none is a copy of another split's.", observed=observed)
+        return Check(name=name, state="unknown", what=f"{told}, too few to tell.", observed=observed)
+    return Check(name=name, state="ok", what=f"{told}; none is a copy of a task in another split.", observed=observed)
 
 
 def _sources(evaluations: Sequence[Mapping[str, Any]]) -> Check:
@@ -183,18 +184,18 @@ def _sources(evaluations: Sequence[Mapping[str, Any]]) -> Check:
     told = [one.get("evaluator") or {} for one in evaluations]
     loaded = [one.get("loaded") for one in told]
     if not loaded or not all(isinstance(one, dict) for one in loaded):
-        return Check(name=name, state="unknown", what="By what was measured was not recorded.")
+        return Check(name=name, state="unknown", what="The code that measured was not recorded.")
     observed = {"loaded": loaded[-1], "versions": told[-1].get("versions") or {}}
     if any(one != loaded[0] for one in loaded):
-        what = "Before and after training were measured by different sources of environment or evaluator."
+        what = "Different code of environment or evaluator measured before and after training."
         return Check(name=name, state="warning", what=what, observed=observed | {"before": loaded[0]})
     on_disk = next((one["on_disk"] for one in told if one.get("on_disk")), None)
     if on_disk:
-        what = "The source of environment or evaluator was changed while the run went on; it kept what it had loaded."
+        what = "The code of environment or evaluator changed on disk during the run; the run kept the loaded version."
         return Check(name=name, state="warning", what=what, observed=observed | {"on_disk": on_disk})
     if len(loaded) < 2:
         return Check(name=name, state="unknown", what="Only one evaluation was made so far.", observed=observed)
-    what = "Before and after were measured by the same sources, which did not change on disk."
+    what = "The same code measured before and after, and it did not change on disk."
     return Check(name=name, state="ok", what=what, observed=observed)
 
 
@@ -224,7 +225,7 @@ def _lineage(folder: RunFolder, specification: Specification) -> Check:
 def _length(
     rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> Check:
-    """Mean lengths in tokens: of the first and the last tenth of the steps, and of held-out answers."""
+    """Compare mean lengths in tokens: first and last tenth of the steps, and held-out answers."""
     name = "length"
     lengths = [float(row["completions/mean_length"]) for row in rows if row.get("completions/mean_length") is not None]
     pairs: dict[str, tuple[float, float]] = {}
@@ -235,11 +236,11 @@ def _length(
     if measured is not None:
         pairs["held-out"] = measured
     if not pairs:
-        return Check(name=name, state="unknown", what="Lengths of answers were not measured twice.")
+        return Check(name=name, state="unknown", what="Answer lengths were not measured twice.")
     observed = {where: {"first": round(first, 3), "last": round(last, 3)} for where, (first, last) in pairs.items()}
     told = ", ".join(f"{where} {first:.3g} to {last:.3g} tokens" for where, (first, last) in pairs.items())
     drifted = any(last > _LENGTH_FACTOR * first or first > _LENGTH_FACTOR * last for first, last in pairs.values())
-    what = f"Mean length of answers: {told}."
+    what = f"Mean answer length: {told}."
     if drifted:
         what += (
             f" They changed by more than {_LENGTH_FACTOR:g} times: read some (get_results detailed, ask_checkpoint)."
@@ -257,16 +258,19 @@ def _format(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -
     worse = any(last - first > _SHARE for first, last in known.values())
     what = f"Held-out, before to after: {told}."
     if worse:
-        what += " More of them than before is a sign of a reward that is got without answering."
+        what += " An increase suggests a reward that can be had without answering."
     observed = {name: {"before": first, "after": last} for name, (first, last) in known.items()}
     return Check(name="format", state="warning" if worse else "ok", what=what, observed=observed)
 
 
 def _two(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, name: str) -> tuple[float, float] | None:
-    values = [((one or {}).get("sampled") or {}).get(name) for one in (before, after)]
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        return None
-    return float(values[0]), float(values[1])
+    found: list[float] = []
+    for one in (before, after):
+        value = ((one or {}).get("sampled") or {}).get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        found.append(float(value))
+    return found[0], found[1]
 
 
 def _read(path: Path) -> Any:

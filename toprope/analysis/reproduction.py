@@ -1,7 +1,7 @@
-"""Whether a second run of the same specification came out the same, and if not, which of its inputs differs.
+"""Compare a run with a repetition of the same specification, and name the inputs that differ.
 
-Numbers that a clock makes are left out by name. What is left must be equal to the last digit for runs in deterministic
-mode; other runs are sampled anew each time, and only their held-out accuracy can be held against noise.
+Timing metrics are left out by name. All others must be equal to the last digit in deterministic mode. Other runs sample
+anew each time, so only their held-out accuracy can be compared, within noise.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ _MOST_NAMED = 12
 
 
 class Reproduction(BaseModel):
-    """How a run compares with the one that it repeats."""
+    """The comparison of a run with the run that it repeats."""
 
     model_config = ConfigDict(extra="forbid")
 
     of: str
     deterministic: bool
     steps: int
-    """Steps that both have."""
+    """Number of steps that both runs have."""
     steps_first: int
     steps_second: int
     compared: int
-    """Metrics that both have, timing left out."""
+    """Number of metrics that both runs have, without timing."""
     differing: list[str]
-    """Metrics that differ at some step."""
+    """Metrics that differ at any step."""
     first_difference: int | None = None
     """The first step at which any metric differs."""
     inputs: dict[str, list[Any]]
-    """Inputs that differ, by name: the first run's, the second's."""
+    """Differing inputs by name: value of the first run, value of the second."""
     heldout: str = ""
-    """What the held-out accuracies after training (of a test, those of its tasks) say, in words; empty where they were
-    not measured."""
+    """A sentence on the accuracies after training (or of a test); empty if they were not measured."""
 
     @property
     def same(self) -> bool:
-        """Whether there are steps, every compared metric is equal at every one, and both have as many."""
+        """True if both runs have the same number of steps and every metric is equal at each."""
         return self.steps > 0 and not self.differing and self.steps_first == self.steps_second
 
     @property
     def says(self) -> str:
-        """The result in one or two sentences."""
+        """The result as one or two sentences."""
         inputs = (
             "Inputs that differ: " + "; ".join(f"{name} {a} / {b}" for name, (a, b) in list(self.inputs.items())[:8])
             if self.inputs
@@ -58,7 +57,7 @@ class Reproduction(BaseModel):
         if self.steps == 0 and self.heldout:
             return f"Beside {self.of}: {self.heldout} {inputs}"
         if self.steps == 0:
-            return f"Nothing to compare with {self.of} yet: there is no step that both have. {inputs}"
+            return f"Nothing to compare with {self.of} yet: the runs have no step in common. {inputs}"
         if self.deterministic:
             if self.same:
                 return f"Same as {self.of}: {self.compared} metrics equal over all {self.steps} steps. {inputs}"
@@ -77,7 +76,7 @@ class Reproduction(BaseModel):
 
 
 def is_timing(metric: str) -> bool:
-    """Whether a metric's value is made by a clock."""
+    """Return True if the metric measures time."""
     return metric in _TIMING or metric.startswith("time/") or metric.endswith(("_seconds", "_per_second"))
 
 
@@ -91,15 +90,15 @@ def compare_runs_of_one(
     heldout: tuple[Proportion | None, Proportion | None] = (None, None),
     measured: str = "held-out accuracy",
 ) -> Reproduction:
-    """Compares the rows of two runs of one specification.
+    """Compare the rows of two runs of one specification.
 
     Args:
-        of: The first run's id.
-        first, second: Rows of metrics.jsonl, a row a step, in order.
-        deterministic: Whether equality is promised.
-        inputs: From `differing_inputs`.
+        of: Id of the first run.
+        first, second: Rows of metrics.jsonl, one per step, in order.
+        deterministic: True if the rows must be equal.
+        inputs: Result of `differing_inputs`.
         heldout: Accuracies after training, or of a test.
-        measured: What those are called.
+        measured: Name of those accuracies in the text.
     """
     other = {row["step"]: row for row in second}
     shared = [(row, other[row["step"]]) for row in first if row["step"] in other]
@@ -135,7 +134,7 @@ def _heldout(first: Proportion | None, second: Proportion | None, measured: str)
 
 
 def differing_inputs(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """The leaves of two manifests that differ, by dotted name, each with both values; None where one has none."""
+    """Return the differing leaves of two manifests by dotted name, with both values; None for a missing one."""
     found: dict[str, list[Any]] = {}
     for key in [*first, *(key for key in second if key not in first)]:
         name, one, two = f"{prefix}{key}", first.get(key), second.get(key)

@@ -16,7 +16,7 @@ from benchmarks.findings.cases import RIGHT, Case, heldout
 from benchmarks.findings.findings import judge
 from toprope.analysis.failures import KINDS
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
-from toprope.analysis.findings.rules import Rule, Sign
+from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.standstill import LEAST_GROUPS, standstill
 from toprope.records.run.findings import Finding
 from toprope.settings.schema import Config
@@ -233,9 +233,9 @@ def test_where_no_group_is_old_entropy_tells_that_nothing_moves() -> None:
 def rule_of(levels: dict[int, str]) -> Rule:
     """A rule that sees, at these rows and until the next, this level ('' for none)."""
 
-    def look(trail: Any) -> Sign | None:
-        level = levels[max(row for row in levels if row <= trail.rows)]
-        return Sign(level, f"row {trail.rows}") if level else None  # type: ignore[arg-type]
+    def look(history: Any) -> Symptom | None:
+        level = levels[max(row for row in levels if row <= history.rows)]
+        return Symptom(level, f"row {history.rows}") if level else None  # type: ignore[arg-type]
 
     return Rule("made_up", look, "none", "nowhere", patience=3)
 
@@ -278,7 +278,7 @@ def test_memory_does_not_grow_with_the_run_and_strange_rows_hurt_nothing() -> No
     sizes = []
     for row in healthy(3000):
         diagnosis.see(row)
-        sizes.append(sum(len(diagnosis.trail[name].values) for name in ("reward", "entropy", "time/step")))
+        sizes.append(sum(len(diagnosis.history[name].values) for name in ("reward", "entropy", "time/step")))
     assert max(sizes) == sizes[-1] == 60
     for row in ({}, {"step": 7}, {"step": 8, "reward": float("nan")}, {"step": 9, "unheard": 1.0, "reward": None}):
         assert all(finding.rule != "nan" for finding in diagnosis.see(row))

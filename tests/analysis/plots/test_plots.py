@@ -10,7 +10,7 @@ import pytest
 
 from tests.analysis.reports.test_report import evaluation, rows
 from tests.support.supervisor_house import House
-from toprope.analysis.plots.run_plots import smoothed
+from toprope.analysis.plots.style import smoothed
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status

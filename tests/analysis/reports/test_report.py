@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.supervisor_house import House
-from toprope.analysis.reports.narrative import Told, of_run
+from toprope.analysis.reports.narrative import RunRecords, compose_run_report
 from toprope.analysis.reports.page import Table
 from toprope.analysis.reports.report import build, gather
 from toprope.analysis.reports.results import Results
@@ -164,7 +164,11 @@ def test_the_time_between_attempts_is_no_training(specification, status):
 def test_the_page_of_a_run_with_many_evaluations_has_the_last_one(specification, status):
     labels = ["after", "before", *(f"step-{number}" for number in range(1, 400))]
     found = build(specification, status, {label: evaluation(label, 6, 7) for label in labels}, [])
-    table = next(block for block in of_run(Told(specification, status, found, [], [])) if isinstance(block, Table))
+    table = next(
+        block
+        for block in compose_run_report(RunRecords(specification, status, found, [], []))
+        if isinstance(block, Table)
+    )
     shown = [row[0] for row in table.rows]
     assert shown[0] == "before, sampled" and shown[-1] == "after, greedy" and len(shown) == 28
     assert "step-1, sampled" in shown and "step-399, greedy" in shown

@@ -41,8 +41,8 @@ def test_more_tasks_make_it_narrower_and_more_confidence_wider():
 
 
 @pytest.mark.parametrize(("successes", "n", "confidence"), [(1, 0, 0.95), (3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0)])
-def test_what_is_no_proportion_is_refused(successes, n, confidence):
-    with pytest.raises(InvalidValue, match="no proportion"):
+def test_wilson_refuses_invalid_counts(successes, n, confidence):
+    with pytest.raises(InvalidValue, match="not a proportion"):
         wilson(successes, n, confidence)
 
 

@@ -93,8 +93,8 @@ def test_the_page_of_a_run_says_it_all_and_needs_nothing(shop, tmp_path):
     seen = Seen(page)
     for words in (
         "Held-out accuracy went from 10.0% [5.5%, 17.4%] to 80.0% [71.1%, 86.7%] on 100 tasks",
-        "That is more than the 95 % intervals leave open.", "collapse", "Lower it.", "budget.steps", "more steps",
-        "What it depended on", "<script>alert", "before (wrong)", "after (right)",
+        "The 95 % intervals do not overlap.", "collapse", "Lower it.", "budget.steps", "more steps",
+        "Inputs", "<script>alert", "before (wrong)", "after (right)",
     ):  # fmt: skip
         assert words in seen.text
     assert "script" not in seen.tags and "\u202e" not in page

@@ -112,7 +112,7 @@ def test_a_repeated_run_is_held_against_the_first(house):
     with pytest.raises(NotPossibleNow, match=started.data.run_id):
         do(reproduce_run, shop, run_id=run)
     again = started.data.run_id
-    assert "no step that both have" in do(get_results, shop, run_id=again).text
+    assert "no step in common" in do(get_results, shop, run_id=again).text
     later = [{**row, "time": row["time"] + 900} for row in rows]
     folder = ended(shop, launcher, again, later)
     result = do(get_results, shop, run_id=again)

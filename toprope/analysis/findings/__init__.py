@@ -1,4 +1,4 @@
-"""Diagnosis as code: rules over a run's trajectory, the same ones live in the keeper and over stored rows."""
+"""Diagnosis: rules over a run's metrics, the same for live runs in the keeper and for stored rows."""
 
 from toprope.analysis.findings.diagnosis import RULES, Diagnosis, diagnose, headline
 

@@ -1,11 +1,10 @@
-"""Feeds rows to the rules and turns what they see into findings: told once when one begins, again when it gets worse,
-`over` when it has ended.
+"""Turn metrics rows into findings: reported when one begins, again when it gets worse, and as `over` when it ends.
 
-The keeper's watcher and whoever reads a stored metrics.jsonl use the same object. It keeps constant memory and costs a
-fraction of a millisecond a row.
+The keeper's watcher and readers of a stored metrics.jsonl use the same object. It needs constant memory and a fraction
+of a millisecond per row.
 
-Against flapping: a level must hold for a rule's `patience` of rows before it is told, a finding is over only when its
-rule has seen nothing for a whole window of rows, and each time that it comes back it takes twice as long to be over.
+To prevent flapping, a level must hold for a rule's `patience` of rows before it is reported, and a finding ends only
+after a whole window without symptoms; that window doubles each time the finding returns.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.learning import LEARNING
 from toprope.analysis.findings.rewards import REWARDS
-from toprope.analysis.findings.rules import Rule, Sign
+from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.sampling import SAMPLING
-from toprope.analysis.findings.trail import Trail
 from toprope.records.run.findings import Finding, Level
 from toprope.settings.schema import Config
 
@@ -44,68 +43,68 @@ RULES: tuple[Rule, ...] = tuple(
         key=lambda rule: _CAUSES_FIRST.index(rule.id) if rule.id in _CAUSES_FIRST else len(_CAUSES_FIRST),
     )
 )
-"""All rules over rows, in the order of the headline: causes stand before what follows from them."""
+"""All rules over rows, causes before their consequences."""
 
 _SEVERITY = {"over": 0, "note": 1, "warning": 2, "critical": 3}
 _LONGEST_CALM = 8
 
 
 def severity(level: Level) -> int:
-    """`over` is 0, `critical` 3."""
+    """Return the rank of a level, from `over` (0) to `critical` (3)."""
     return _SEVERITY[level]
 
 
 @dataclass
 class _State:
-    """What one rule has seen of late."""
+    """The recent history of one rule."""
 
     told: Finding | None = None
     rising: int = 0
-    """Rows in a row at a level above the one that was told."""
+    """Consecutive rows at a level above the reported one."""
     quiet: int = 0
-    """Rows in a row without a sign."""
+    """Consecutive rows without a symptom."""
     patience: int = 1
     calm: int = 1
-    """Rows without a sign after which it is over."""
+    """Rows without a symptom after which the finding is over."""
 
 
 class Diagnosis:
-    """The findings of one run, as they come and go.
+    """The findings of one run over time.
 
     Args:
         config: The run's configuration.
-        rules: Others than `RULES`.
+        rules: Rules to use instead of `RULES`.
     """
 
     def __init__(self, config: Config, rules: Iterable[Rule] = RULES) -> None:
-        self.trail = Trail(config)
+        self.history = TrainingHistory(config)
         self._rules = tuple(rules)
-        window = self.trail.window
+        window = self.history.window
         self._states = {
             rule.id: _State(patience=min(rule.patience, max(1, window // 2)), calm=2 * window) for rule in self._rules
         }
 
     @property
     def open(self) -> list[Finding]:
-        """What holds now, the most severe first; of equals the cause before what follows from it."""
+        """The present findings, most severe first, then causes before consequences."""
         return ranked(state.told for state in self._states.values() if state.told is not None)
 
     def see(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Takes in the next row of metrics.jsonl; returns what is to be told.
+        """Add the next row of metrics.jsonl and return the findings to report.
 
         Args:
-            row: Metrics by name; unknown ones are ignored, missing ones leave the rules that need them silent.
+            row: Metrics by name. Unknown ones are ignored; a rule whose metric is missing stays silent.
         """
-        self.trail.add(row)
+        self.history.add(row)
         told = []
         for rule in self._rules:
-            finding = self._judge(rule, self._states[rule.id], rule.look(self.trail))
+            finding = self._judge(rule, self._states[rule.id], rule.look(self.history))
             if finding is not None:
                 told.append(finding)
         return told
 
-    def _judge(self, rule: Rule, state: _State, sign: Sign | None) -> Finding | None:
-        if sign is None:
+    def _judge(self, rule: Rule, state: _State, symptom: Symptom | None) -> Finding | None:
+        if symptom is None:
             state.rising = 0
             if state.told is None:
                 return None
@@ -113,28 +112,28 @@ class Diagnosis:
             if state.quiet < state.calm:
                 return None
             ended = state.told.model_copy(
-                update={"level": "over", "what": f"No longer: {state.told.what}", "next": "", "step": self.trail.step}
+                update={"level": "over", "what": f"No longer: {state.told.what}", "next": "", "step": self.history.step}
             )
             state.told, state.quiet = None, 0
-            state.calm = min(2 * state.calm, _LONGEST_CALM * 2 * self.trail.window)
+            state.calm = min(2 * state.calm, _LONGEST_CALM * 2 * self.history.window)
             return ended
         state.quiet = 0
-        if state.told is not None and severity(sign.level) <= severity(state.told.level):
+        if state.told is not None and severity(symptom.level) <= severity(state.told.level):
             state.rising = 0
             return None
         state.rising += 1
         if state.rising < state.patience:
             return None
         state.rising = 0
-        state.told = _finding(rule, sign, self.trail.step)
+        state.told = _finding(rule, symptom, self.history.step)
         return state.told
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]], config: Config) -> list[Finding]:
-    """Everything that would have been told of a run, oldest first.
+    """Return all findings that a run would have reported, oldest first.
 
     Args:
-        rows: Of metrics.jsonl, in their order.
+        rows: Rows of metrics.jsonl, in order.
         config: The run's configuration.
     """
     diagnosis = Diagnosis(config)
@@ -142,8 +141,7 @@ def diagnose(rows: Iterable[Mapping[str, Any]], config: Config) -> list[Finding]
 
 
 def headline(findings: Iterable[Finding]) -> Finding | None:
-    """The one to act on: the most severe of what holds at the end of `findings`, the cause before its consequences;
-    None where nothing of note does."""
+    """Return the most severe present finding, a cause before its consequences; None if there is none."""
     held: dict[str, Finding] = {}
     for finding in findings:
         if finding.level == "over":
@@ -154,22 +152,22 @@ def headline(findings: Iterable[Finding]) -> Finding | None:
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """By severity, then in the order of the rules; findings that no rule over rows made come first."""
+    """Sort by severity, then in the order of the rules; findings without a rule over rows come first."""
     places = {rule.id: place for place, rule in enumerate(RULES)}
     return sorted(findings, key=lambda one: (-severity(one.level), places.get(one.rule, -1)))
 
 
-def _finding(rule: Rule, sign: Sign, step: int) -> Finding:
-    observed = {name: _rounded(value) for name, value in sign.observed.items()}
+def _finding(rule: Rule, symptom: Symptom, step: int) -> Finding:
+    observed = {name: _rounded(value) for name, value in symptom.observed.items()}
     return Finding(
         rule=rule.id,
-        level=sign.level,
-        what=sign.what,
+        level=symptom.level,
+        what=symptom.what,
         observed=observed,
         threshold=rule.threshold,
         source=rule.source,
-        confidence=sign.confidence,
-        next=sign.next,
+        confidence=symptom.confidence,
+        next=symptom.next,
         step=step,
     )
 

@@ -1,63 +1,63 @@
-"""Rules about the optimization: collapse, learning rates too high and too low, numbers that are none, drift.
+"""Rules about optimization: collapse, learning rate too high or too low, NaN, drift.
 
-A single value says little: healthy runs of small policies pass every published limit for entropy or gradient norm now
-and then. So these rules look at where a value came from, and most of them only where the reward does not rise.
+Single values say little: healthy runs of small policies exceed every published limit for entropy or gradient norm at
+times. These rules therefore compare a value with its history, and most apply only while the reward does not rise.
 """
 
 from __future__ import annotations
 
 import math
 
+from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rewards import nothing_scored, nothing_to_learn
-from toprope.analysis.findings.rules import MEASURED, Rule, Sign, edit, share
-from toprope.analysis.findings.trail import Trail
+from toprope.analysis.findings.rules import MEASURED, Rule, Symptom, edit, share
 
 __all__ = ["LEARNING"]
 
 _WRONG = "frac_reward_zero_std/all_wrong"
 _CLIP = "clip_ratio/region_mean"
 _HEALTHY_MOVE = 0.03
-"""Nats a sampled token changes in a step where learning went well: 0.005 to 0.07."""
+"""Change of a sampled token per step, in nats; 0.005 to 0.07 in runs that learned well."""
 _NEARLY = 0.8
-"""Success from which low entropy is what is wanted: PPO and GRPO have a tenth of the start's there (measured)."""
+"""Success above which low entropy is expected: PPO and GRPO have a tenth of their initial entropy there (measured)."""
 _LEAST_REACH = 0.2
-"""Nats that all planned steps must be able to make, at the largest change so far."""
+"""Change in nats that all planned steps together must be able to make, at the largest change so far."""
 
 
-def nan(trail: Trail) -> Sign | None:
-    """A loss or gradient that is no number: the weights after this step are none either."""
-    lost = [name for name in ("loss", "grad_norm") if name in trail.row and trail.row[name] is None]
+def nan(history: TrainingHistory) -> Symptom | None:
+    """Loss or gradient is NaN or infinite, so the weights after this step are too."""
+    lost = [name for name in ("loss", "grad_norm") if name in history.row and history.row[name] is None]
     if not lost:
         return None
-    reward = trail.recent("reward")
-    rate, dtype = trail.config.optimizer.learning_rate, trail.config.policy.dtype
+    reward = history.recent("reward")
+    rate, dtype = history.config.optimizer.learning_rate, history.config.policy.dtype
     if abs(reward) > 1e6:
         change = f"the reward reaches {reward:.2g}: bound it in the environment's score(), then start_training again"
     elif dtype == "float16":
         change = edit("policy.dtype to float32 (float16 overflows)")
     else:
         change = edit(f"optimizer.learning_rate to {rate / 3:.2g} and optimizer.max_grad_norm to 0.5")
-    return Sign(
+    return Symptom(
         "critical",
-        f"{' and '.join(lost)} at step {trail.step} {'are' if len(lost) > 1 else 'is'} not a number.",
-        {"learning_rate": rate, "dtype": dtype, "reward": reward, "step": trail.step},
+        f"{' and '.join(lost)} at step {history.step} {'are' if len(lost) > 1 else 'is'} not a number.",
+        {"learning_rate": rate, "dtype": dtype, "reward": reward, "step": history.step},
         change,
         "high",
     )
 
 
-def collapse(trail: Trail) -> Sign | None:
-    """The reward fell by more than half from its best while entropy rose, or all signal that there was is gone."""
-    reward = trail["reward"]
-    if reward.best is None or nothing_scored(trail):
+def collapse(history: TrainingHistory) -> Symptom | None:
+    """The reward fell by more than half from its best while entropy rose, or all earlier signal is gone."""
+    reward = history["reward"]
+    if reward.best is None or nothing_scored(history):
         return None
-    now = trail.recent("reward")
-    entropy, before = trail.recent("entropy"), trail.entropy_at_best
-    risen = before is not None and entropy > 1.1 * before and _unlearned(trail)
-    if not risen and not _signal_lost(trail):
+    now = history.recent("reward")
+    entropy, before = history.recent("entropy"), history.entropy_at_best
+    risen = before is not None and entropy > 1.1 * before and _unlearned(history)
+    if not risen and not _signal_lost(history):
         return None
-    rate = trail.config.optimizer.learning_rate
-    return Sign(
+    rate = history.config.optimizer.learning_rate
+    return Symptom(
         "critical",
         f"The reward fell from {reward.best:.3g} to {now:.3g} and {'entropy rose' if risen else 'all signal is gone'}: "
         "the policy has collapsed.",
@@ -66,7 +66,7 @@ def collapse(trail: Trail) -> Sign | None:
             "reward": now,
             "entropy": entropy,
             "entropy_at_best": before or 0.0,
-            "all_wrong_share": trail.recent(_WRONG),
+            "all_wrong_share": history.recent(_WRONG),
             "learning_rate": rate,
         },
         edit(f"optimizer.learning_rate to {rate / 5:.2g}") + "; the checkpoint before the fall is still good",
@@ -74,54 +74,60 @@ def collapse(trail: Trail) -> Sign | None:
     )
 
 
-def learning_rate_high(trail: Trail) -> Sign | None:
-    """Single steps change the policy beyond recognition, and the reward is not better for it."""
-    peak = trail.peak_move
-    if peak is None or peak < 0.2 or not trail["reward"].full or trail.gain > trail.noise or nothing_scored(trail):
+def learning_rate_high(history: TrainingHistory) -> Symptom | None:
+    """Single steps change the policy drastically without a gain in reward."""
+    peak = history.peak_move
+    if (
+        peak is None
+        or peak < 0.2
+        or not history["reward"].full
+        or history.gain > history.noise
+        or nothing_scored(history)
+    ):
         return None
-    rate, now = trail.config.optimizer.learning_rate, trail.recent("reward")
-    return Sign(
-        "critical" if peak >= 0.4 or _unlearned(trail) else "warning",
+    rate, now = history.config.optimizer.learning_rate, history.recent("reward")
+    return Symptom(
+        "critical" if peak >= 0.4 or _unlearned(history) else "warning",
         f"A step changed the log-probability of sampled tokens by {peak:.2g} nats on average, and the reward "
-        f"({now:.3g}) is not above where it began: the learning rate is too high.",
+        f"({now:.3g}) is not above its initial value: the learning rate is too high.",
         {
             "moved_per_step": peak,
             "learning_rate": rate,
             "reward": now,
-            "reward_at_the_start": trail["reward"].start or 0.0,
-            "entropy": trail.recent("entropy"),
+            "reward_at_the_start": history["reward"].start or 0.0,
+            "entropy": history.recent("entropy"),
         },
         edit(f"optimizer.learning_rate to {rate * _HEALTHY_MOVE / peak:.1g}"),
         "high" if peak >= 0.4 else "medium",
     )
 
 
-def learning_rate_low(trail: Trail) -> Sign | None:
-    """Neither the policy nor the reward has moved, though there is signal."""
-    reward = trail["reward"]
-    if trail.rows < 2 * trail.early or reward.start is None or trail.gain > trail.noise:
+def learning_rate_low(history: TrainingHistory) -> Symptom | None:
+    """Neither policy nor reward has moved although there is signal."""
+    reward = history["reward"]
+    if history.rows < 2 * history.early or reward.start is None or history.gain > history.noise:
         return None
-    if nothing_to_learn(trail) or _done(trail):
+    if nothing_to_learn(history) or _done(history):
         return None
-    if trail.peak_move is None:
-        return _unmoved(trail)
-    reach = trail.peak_move * trail.steps
+    if history.peak_move is None:
+        return _unmoved(history)
+    reach = history.peak_move * history.steps
     if reach > _LEAST_REACH:
         return None
-    rate = trail.config.optimizer.learning_rate
-    # Adam's steps are in proportion to the rate: the one at which the planned steps make a few nats.
+    rate = history.config.optimizer.learning_rate
+    # Adam's steps are proportional to the rate: choose one at which the planned steps change a few nats.
     wanted = rate * min(max(10 * _LEAST_REACH / max(reach, 1e-9), 3.0), 3000.0)
-    return Sign(
+    return Symptom(
         "warning",
-        f"In {trail.rows} steps neither reward ({trail.recent('reward'):.3g}) nor policy has moved: at {rate:g} a step "
-        f"changes sampled tokens by {trail.peak_move:.1g} nats, so all {trail.steps} steps cannot change much.",
+        f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor policy has moved: at {rate:g} a "
+        f"step changes sampled tokens by {history.peak_move:.1g} nats, so {history.steps} steps cannot change much.",
         {
-            "moved_per_step": trail.peak_move,
-            "reward": trail.recent("reward"),
+            "moved_per_step": history.peak_move,
+            "reward": history.recent("reward"),
             "reward_at_the_start": reward.start,
-            "entropy": trail.recent("entropy"),
-            "entropy_at_the_start": trail["entropy"].start or 0.0,
-            "grad_norm": trail.recent("grad_norm"),
+            "entropy": history.recent("entropy"),
+            "entropy_at_the_start": history["entropy"].start or 0.0,
+            "grad_norm": history.recent("grad_norm"),
             "learning_rate": rate,
         },
         edit(f"optimizer.learning_rate to {min(0.01, wanted):.1g}"),
@@ -129,23 +135,23 @@ def learning_rate_low(trail: Trail) -> Sign | None:
     )
 
 
-def _unmoved(trail: Trail) -> Sign | None:
-    """The same where every group is of the newest version, so that movement cannot be read off its tokens."""
-    entropy, rate = trail["entropy"], trail.config.optimizer.learning_rate
-    if trail.rows < 4 * trail.early or not entropy.start or not trail["grad_norm"].full:
+def _unmoved(history: TrainingHistory) -> Symptom | None:
+    """Detect a low learning rate if every group is of the newest version, so that tokens do not show movement."""
+    entropy, rate = history["entropy"], history.config.optimizer.learning_rate
+    if history.rows < 4 * history.early or not entropy.start or not history["grad_norm"].full:
         return None
-    now = trail.recent("entropy")
-    if abs(now / entropy.start - 1) > 0.03 or trail.recent("frac_reward_zero_std") > 0.8:
-        return None  # it moves, or there is so little signal that no rate would have moved it yet
-    return Sign(
+    now = history.recent("entropy")
+    if abs(now / entropy.start - 1) > 0.03 or history.recent("frac_reward_zero_std") > 0.8:
+        return None  # It moves, or there is too little signal for any rate to have moved it yet.
+    return Symptom(
         "warning",
-        f"In {trail.rows} steps neither reward ({trail.recent('reward'):.3g}) nor entropy ({now:.3g}) has moved: the "
-        "learning rate seems too low.",
+        f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor entropy ({now:.3g}) has moved: "
+        "the learning rate seems too low.",
         {
-            "reward": trail.recent("reward"),
+            "reward": history.recent("reward"),
             "entropy": now,
             "entropy_at_the_start": entropy.start,
-            "grad_norm": trail.recent("grad_norm"),
+            "grad_norm": history.recent("grad_norm"),
             "learning_rate": rate,
         },
         edit(f"optimizer.learning_rate to {min(0.01, 10 * rate):.1g}"),
@@ -153,118 +159,118 @@ def _unmoved(trail: Trail) -> Sign | None:
     )
 
 
-def clip_fraction(trail: Trail) -> Sign | None:
-    """Many tokens outside the clip range: steps are too large for the data, or the data too old."""
-    clip = trail[_CLIP]
-    if not clip.full or nothing_to_learn(trail):
+def clip_fraction(history: TrainingHistory) -> Symptom | None:
+    """Many tokens are outside the clip range: steps are too large, or the data is too old."""
+    clip = history[_CLIP]
+    if not clip.full or nothing_to_learn(history):
         return None
-    now = trail.recent(_CLIP)
-    if now < 0.2 or trail.rows < trail.early:
+    now = history.recent(_CLIP)
+    if now < 0.2 or history.rows < history.early:
         return None
-    old = trail.recent("staleness/mean") > 4
+    old = history.recent("staleness/mean") > 4
     advice = (
         "rollout.queue_groups lower (groups are old)"
         if old
-        else f"optimizer.learning_rate to {trail.config.optimizer.learning_rate / 3:.2g}"
+        else f"optimizer.learning_rate to {history.config.optimizer.learning_rate / 3:.2g}"
     )
-    return Sign(
+    return Symptom(
         "warning",
         f"{share(now)} of the tokens are clipped.",
-        {"clip_fraction": now, "staleness_mean": trail.recent("staleness/mean")},
+        {"clip_fraction": now, "staleness_mean": history.recent("staleness/mean")},
         edit(advice),
         "high" if now >= 0.4 else "medium",
     )
 
 
-def kl(trail: Trail) -> Sign | None:
-    """The policy is far from where it started; only where the configuration asks for the KL term."""
-    if not trail["kl"].full:
+def kl(history: TrainingHistory) -> Symptom | None:
+    """The policy is far from its start; applies only if the configuration has a KL term."""
+    if not history["kl"].full:
         return None
-    now = trail.recent("kl")
+    now = history.recent("kl")
     if now < 0.5:
         return None
-    rising = trail.gain > trail.noise
-    ppo = trail.config.algorithm.name == "ppo"
+    rising = history.gain > history.noise
+    ppo = history.config.algorithm.name == "ppo"
     field, weight = (
-        ("ppo.kl_coef", trail.config.ppo.kl_coef) if ppo else ("algorithm.beta", trail.config.algorithm.beta)
+        ("ppo.kl_coef", history.config.ppo.kl_coef) if ppo else ("algorithm.beta", history.config.algorithm.beta)
     )
-    return Sign(
-        "critical" if now >= 2.0 and not rising and trail.rows >= 4 * trail.early else "warning",
+    return Symptom(
+        "critical" if now >= 2.0 and not rising and history.rows >= 4 * history.early else "warning",
         f"The policy is {now:.2g} nats a token from its start{'' if rising else ', and the reward has not risen'}.",
-        {"kl": now, "beta": weight, "reward": trail.recent("reward")},
+        {"kl": now, "beta": weight, "reward": history.recent("reward")},
         edit(f"{field} to {max(0.01, 2 * weight):.2g} or a lower optimizer.learning_rate"),
         "low" if rising else "medium",
     )
 
 
-def entropy_gone(trail: Trail) -> Sign | None:
-    """The policy has stopped exploring below its target: answers are certain, and the reward stands still."""
-    entropy, reward = trail["entropy"], trail["reward"]
-    if not entropy.start or reward.best is None or trail.rows < trail.early or _done(trail):
+def entropy_gone(history: TrainingHistory) -> Symptom | None:
+    """The policy stopped exploring below its target: entropy is gone and the reward stagnates."""
+    entropy, reward = history["entropy"], history["reward"]
+    if not entropy.start or reward.best is None or history.rows < history.early or _done(history):
         return None
-    if trail.thrown_off:
+    if history.thrown_off:
         return None
-    now = trail.recent("entropy")
-    still = trail.rows - reward.best_at >= trail.window
+    now = history.recent("entropy")
+    still = history.rows - reward.best_at >= history.window
     if now > 0.1 * entropy.start or not still:
         return None
-    if trail.recent("success") >= _NEARLY:
-        return None  # what is nearly always right is certain of it, whatever algorithm taught it
-    return Sign(
+    if history.recent("success") >= _NEARLY:
+        return None  # A policy that is nearly always right has low entropy under any algorithm.
+    return Symptom(
         "warning",
         f"Entropy fell to {share(now / entropy.start)} of its start and the reward stands at "
-        f"{trail.recent('reward'):.3g}: the policy no longer explores.",
-        {"entropy": now, "at_the_start": entropy.start, "reward": trail.recent("reward")},
+        f"{history.recent('reward'):.3g}: the policy no longer explores.",
+        {"entropy": now, "at_the_start": entropy.start, "reward": history.recent("reward")},
         edit("rollout.temperature higher or optimizer.learning_rate lower"),
         "medium",
     )
 
 
-def gradient_spikes(trail: Trail) -> Sign | None:
-    """Gradients far above those of the beginning, again and again, without the reward rising."""
-    norm = trail["grad_norm"]
-    if norm.start is None or trail.rows < 2 * trail.early or trail.gain > trail.noise:
+def gradient_spikes(history: TrainingHistory) -> Symptom | None:
+    """Gradient norms are repeatedly far above the initial ones while the reward does not rise."""
+    norm = history["grad_norm"]
+    if norm.start is None or history.rows < 2 * history.early or history.gain > history.noise:
         return None
-    if (trail["frac_reward_zero_std"].start or 0.0) >= 0.5:
-        return None  # with so little signal the beginning is no baseline
+    if (history["frac_reward_zero_std"].start or 0.0) >= 0.5:
+        return None  # With so little signal the start gives no baseline.
     limit = max(norm.start + 3.0 * norm.start_spread, 3.0 * norm.start)
     high = sum(value > limit for value in norm.values)
     if high < max(2, len(norm.values) // 4):
         return None
-    return Sign(
+    return Symptom(
         "warning",
         f"In {high} of the last {len(norm.values)} steps the gradient's norm was above {limit:.3g}, three times what "
         "it was at the start, and the reward does not rise.",
-        {"grad_norm": trail.recent("grad_norm"), "at_the_start": norm.start},
+        {"grad_norm": history.recent("grad_norm"), "at_the_start": norm.start},
         edit(
-            f"optimizer.learning_rate to {trail.config.optimizer.learning_rate / 3:.2g} or a lower "
+            f"optimizer.learning_rate to {history.config.optimizer.learning_rate / 3:.2g} or a lower "
             "optimizer.max_grad_norm"
         ),
         "low",
     )
 
 
-def _unlearned(trail: Trail) -> bool:
-    """Whether the reward is less than half as far above the lowest as at its best, beyond chance."""
-    reward = trail["reward"]
+def _unlearned(history: TrainingHistory) -> bool:
+    """Return True if more than half of the best gain in reward is lost, beyond chance."""
+    reward = history["reward"]
     if reward.best is None or reward.lowest is None or reward.mean is None:
         return False
     floor = min(0.0, reward.lowest)
     fall = reward.best - reward.mean
-    return fall > 0.5 * (reward.best - floor) and fall > trail.noise
+    return fall > 0.5 * (reward.best - floor) and fall > history.noise
 
 
-def _signal_lost(trail: Trail) -> bool:
-    """Whether every group of a whole window is wrong, which at the beginning's share would be one chance in 1,000."""
-    wrong = trail[_WRONG]
+def _signal_lost(history: TrainingHistory) -> bool:
+    """Return True if every group of a window is wrong; at the initial share that has a chance below 1 in 1,000."""
+    wrong = history[_WRONG]
     if wrong.start is None or wrong.start <= 0.0 or min(wrong.values) < 0.99:
         return wrong.start == 0.0 and wrong.full and min(wrong.values) >= 0.99
-    groups = trail.recent("groups/delivered") * len(wrong.values)
+    groups = history.recent("groups/delivered") * len(wrong.values)
     return groups * math.log(wrong.start) < -math.log(1000)
 
 
-def _done(trail: Trail) -> bool:
-    return trail.recent("success") >= 0.9 or trail.recent("frac_reward_zero_std/all_right") >= 0.75
+def _done(history: TrainingHistory) -> bool:
+    return history.recent("success") >= 0.9 or history.recent("frac_reward_zero_std/all_right") >= 0.75
 
 
 LEARNING: tuple[Rule, ...] = (

@@ -1,12 +1,12 @@
-"""Rules about what the scorer says: errors, rewards that do not vary, tasks that are too hard or too easy.
+"""Rules about rewards: scorer errors, rewards that do not vary, tasks that are too hard or too easy.
 
-They stand before the rules about learning: where there is nothing to learn from, no learning rate is at fault.
+They come before the rules about learning: without signal the learning rate is not at fault.
 """
 
 from __future__ import annotations
 
-from toprope.analysis.findings.rules import MEASURED, Rule, Sign, share
-from toprope.analysis.findings.trail import Trail
+from toprope.analysis.findings.history import TrainingHistory
+from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, share
 
 __all__ = ["REWARDS", "nothing_to_learn"]
 
@@ -14,155 +14,154 @@ _ZERO = "frac_reward_zero_std"
 _WRONG, _RIGHT, _OTHER = (f"{_ZERO}/{why}" for why in ("all_wrong", "all_right", "other"))
 
 
-def scorer_errors(trail: Trail) -> Sign | None:
-    """Rollouts that end in an error of the environment get reward 0: the policy learns which tasks crash."""
-    errors = trail["errors/share"]
-    if not errors.full and trail.rows < 5:
+def scorer_errors(history: TrainingHistory) -> Symptom | None:
+    """Rollouts end in environment errors and get reward 0, so the policy learns which tasks crash."""
+    errors = history["errors/share"]
+    if not errors.full and history.rows < 5:
         return None
-    now = trail.recent("errors/share")
+    now = history.recent("errors/share")
     if now < 0.05:
         return None
-    level = "critical" if now >= 0.25 else "warning"
-    return Sign(
+    level: Grade = "critical" if now >= 0.25 else "warning"
+    return Symptom(
         level,
         f"{share(now)} of the rollouts end in an error of the environment and are scored 0.",
-        {"errors_share": now, "reward": trail.recent("reward")},
-        'read_logs(component="environment") and describe_environment show what it raises; mend the scorer, then '
+        {"errors_share": now, "reward": history.recent("reward")},
+        'read_logs(component="environment") and describe_environment show the error; fix the scorer, then '
         "start_training again",
         "high",
     )
 
 
-def constant_reward(trail: Trail) -> Sign | None:
-    """Every rollout gets the same reward, one that is neither wrong nor right."""
-    if not _lasting(trail, _OTHER, 0.95) or trail["reward_std"].mean is None:
+def constant_reward(history: TrainingHistory) -> Symptom | None:
+    """Every rollout gets the same reward, neither that of a wrong nor of a right answer."""
+    if not _lasting(history, _OTHER, 0.95) or history["reward_std"].mean is None:
         return None
-    if trail.recent("reward_std") > 1e-9:
+    if history.recent("reward_std") > 1e-9:
         return None
-    reward = trail.recent("reward")
-    return Sign(
+    reward = history.recent("reward")
+    return Symptom(
         "critical",
-        f"Every rollout is scored {reward:g}: the scorer tells nothing apart, so nothing can be learned.",
-        {"reward": reward, "reward_std": 0.0, "zero_std_share": trail.recent(_ZERO)},
-        "test_inference shows answers with their scores; mend the environment's score(), then start_training again",
+        f"Every rollout is scored {reward:g}: the scorer does not distinguish answers, so nothing can be learned.",
+        {"reward": reward, "reward_std": 0.0, "zero_std_share": history.recent(_ZERO)},
+        "test_inference shows answers with their scores; fix the environment's score(), then start_training again",
         "high",
     )
 
 
-def scorer_ignores_answers(trail: Trail) -> Sign | None:
-    """Rewards differ between tasks and never between the answers to one: the scorer looks at the task alone."""
-    if not _lasting(trail, _OTHER, 0.9) or trail.recent("reward_std") <= 1e-9:
+def scorer_ignores_answers(history: TrainingHistory) -> Symptom | None:
+    """Rewards differ between tasks but never within a group: the scorer looks at the task alone."""
+    if not _lasting(history, _OTHER, 0.9) or history.recent("reward_std") <= 1e-9:
         return None
-    return Sign(
+    return Symptom(
         "critical",
-        "Answers to the same task always get the same reward, while tasks differ: the scorer does not look at the "
-        "answer.",
-        {"reward_std": trail.recent("reward_std"), "zero_std_share": trail.recent(_ZERO)},
-        "test_inference shows answers with their scores; mend the environment's score(), then start_training again",
+        "Answers to the same task always get the same reward, while tasks differ: the scorer ignores the answer.",
+        {"reward_std": history.recent("reward_std"), "zero_std_share": history.recent(_ZERO)},
+        "test_inference shows answers with their scores; fix the environment's score(), then start_training again",
         "high",
     )
 
 
-def all_wrong(trail: Trail) -> Sign | None:
-    """No group with a right answer or a difference in reward, from the first step on: no signal."""
-    wrong = trail[_WRONG]
-    if wrong.start is None or wrong.start < 0.9 or nothing_scored(trail) or _cut(trail) or trail.thrown_off:
+def all_wrong(history: TrainingHistory) -> Symptom | None:
+    """No group has had a right answer or a difference in reward since the first step."""
+    wrong = history[_WRONG]
+    if wrong.start is None or wrong.start < 0.9 or nothing_scored(history) or _cut(history) or history.thrown_off:
         return None
-    now = trail.recent(_WRONG)
+    now = history.recent(_WRONG)
     if now < 0.9:
         return None
-    level = "critical" if trail.rows >= trail.early and now >= 0.99 else "warning"
-    return Sign(
+    level: Grade = "critical" if history.rows >= history.early and now >= 0.99 else "warning"
+    return Symptom(
         level,
         f"Since the start {share(now)} of the groups hold wrong answers only, all with the same reward: there is "
         "nothing to learn from.",
-        {"all_wrong_share": now, "reward": trail.recent("reward"), "success": trail.recent("success")},
+        {"all_wrong_share": now, "reward": history.recent("reward"), "success": history.recent("success")},
         "make the tasks easier (describe_environment lists the knobs), give partial credit, or take a stronger "
         "policy.model; test_inference(group_size=16) shows whether any answer is ever right",
-        "high" if trail.rows >= trail.early else "medium",
+        "high" if history.rows >= history.early else "medium",
     )
 
 
-def all_right(trail: Trail) -> Sign | None:
-    """Nearly every group is right throughout: done, or too easy from the start."""
-    right = trail[_RIGHT]
-    if not right.full or trail.recent(_RIGHT) < 0.9:
+def all_right(history: TrainingHistory) -> Symptom | None:
+    """Nearly every group is entirely right: the tasks are learned, or were too easy from the start."""
+    right = history[_RIGHT]
+    if not right.full or history.recent(_RIGHT) < 0.9:
         return None
-    now = trail.recent(_RIGHT)
+    now = history.recent(_RIGHT)
     easy = (right.start or 0.0) >= 0.75
-    observed = {"all_right_share": now, "success": trail.recent("success"), "reward": trail.recent("reward")}
+    observed = {"all_right_share": now, "success": history.recent("success"), "reward": history.recent("reward")}
     if easy:
-        return Sign(
+        return Symptom(
             "warning",
-            f"{share(now)} of the groups are right throughout, and were at the start: these tasks teach nothing.",
+            f"{share(now)} of the groups are entirely right, and were at the start: these tasks teach nothing.",
             observed,
             "make the tasks harder (describe_environment lists the knobs), or look with test_inference whether the "
             "scorer is too generous, then start_training again",
             "high",
         )
-    return Sign(
+    return Symptom(
         "note",
-        f"{share(now)} of the groups are right throughout by now: the policy has learned these tasks.",
+        f"{share(now)} of the groups are entirely right by now: the policy has learned these tasks.",
         observed,
-        "stop_training keeps a checkpoint; go on with harder tasks from there",
+        "stop_training keeps a checkpoint; continue from it with harder tasks",
         "high",
     )
 
 
-def parse_failures(trail: Trail) -> Sign | None:
-    """Answers that the environment cannot read: the format is missed, not the task."""
-    unread = trail["parse_failures"]
+def parse_failures(history: TrainingHistory) -> Symptom | None:
+    """The environment cannot parse answers: the policy misses the format, not the task."""
+    unread = history["parse_failures"]
     if not unread.full:
         return None
-    now = trail.recent("parse_failures")
-    if now < 0.3 or trail.rows < trail.early or now < 0.8 * (unread.start or 1.0):
+    now = history.recent("parse_failures")
+    if now < 0.3 or history.rows < history.early or now < 0.8 * (unread.start or 1.0):
         return None
-    return Sign(
+    return Symptom(
         "warning",
-        f"{share(now)} of the answers cannot be read by the environment, and it does not get better.",
-        {"parse_failures": now, "at_the_start": unread.start or 0.0, "reward": trail.recent("reward")},
-        "show the wanted format in the prompt, reward it as a part of its own, or raise rollout.max_new_tokens",
+        f"{share(now)} of the answers cannot be parsed by the environment, and the share does not fall.",
+        {"parse_failures": now, "at_the_start": unread.start or 0.0, "reward": history.recent("reward")},
+        "show the format in the prompt, reward it as a separate part, or raise rollout.max_new_tokens",
         "medium",
     )
 
 
-def reward_without_success(trail: Trail) -> Sign | None:
-    """The reward rises while success falls: the policy found what the scorer pays for, and it is not the task."""
-    success = trail["success"]
-    if success.start is None or success.best is None or trail.rows < trail.early or trail.gain <= trail.noise:
+def reward_without_success(history: TrainingHistory) -> Symptom | None:
+    """The reward rises while success falls: the policy exploits the scorer instead of solving the task."""
+    success = history["success"]
+    if success.start is None or success.best is None or history.rows < history.early or history.gain <= history.noise:
         return None
-    now = trail.recent("success")
-    noise = 3.0 * max(success.spread, success.start_spread) * (2.0 / trail.window) ** 0.5
+    now = history.recent("success")
+    noise = 3.0 * max(success.spread, success.start_spread) * (2.0 / history.window) ** 0.5
     if success.best - now <= max(noise, 0.3 * success.best, 0.02) or now > success.start:
         return None
-    return Sign(
+    return Symptom(
         "warning",
-        f"The reward rose to {trail.recent('reward'):.3g} while success fell from {share(success.best)} to "
+        f"The reward rose to {history.recent('reward'):.3g} while success fell from {share(success.best)} to "
         f"{share(now)}: the reward pays for something other than the task.",
-        {"reward": trail.recent("reward"), "success": now, "best_success": success.best},
+        {"reward": history.recent("reward"), "success": now, "best_success": success.best},
         'get_results(detail="detailed") shows answers; weigh the parts with environment.reward_weights, or score '
         "exactly",
         "medium",
     )
 
 
-def nothing_scored(trail: Trail) -> bool:
-    """Whether errors of the environment are why rewards are 0."""
-    return trail.recent("errors/share") >= 0.5
+def nothing_scored(history: TrainingHistory) -> bool:
+    """Return True if environment errors explain rewards of 0."""
+    return history.recent("errors/share") >= 0.5
 
 
-def nothing_to_learn(trail: Trail) -> bool:
-    """Whether hardly any group carries signal, so that no rate could make a difference."""
-    return trail.recent(_ZERO) >= 0.95
+def nothing_to_learn(history: TrainingHistory) -> bool:
+    """Return True if too few groups carry signal for any learning rate to matter."""
+    return history.recent(_ZERO) >= 0.95
 
 
-def _cut(trail: Trail) -> bool:
-    return trail.recent("completions/clipped_ratio") >= 0.9
+def _cut(history: TrainingHistory) -> bool:
+    return history.recent("completions/clipped_ratio") >= 0.9
 
 
-def _lasting(trail: Trail, name: str, limit: float) -> bool:
-    """Whether the whole last window is above a limit."""
-    series = trail[name]
+def _lasting(history: TrainingHistory, name: str, limit: float) -> bool:
+    """Return True if the whole last window is above a limit."""
+    series = history[name]
     return series.full and min(series.values) >= limit
 
 

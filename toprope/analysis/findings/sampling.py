@@ -1,177 +1,175 @@
-"""Rules about the way from the sampler to the trainer: answers cut off, groups too old, weights that do not arrive, and
-who waits for whom.
-"""
+"""Rules about the path from sampler to trainer: truncated answers, stale groups, late weights, waiting."""
 
 from __future__ import annotations
 
-from toprope.analysis.findings.rules import MEASURED, Rule, Sign, edit, share
-from toprope.analysis.findings.trail import Trail
+from toprope.analysis.findings.history import TrainingHistory
+from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, edit, share
 
 __all__ = ["SAMPLING"]
 
 _LOGP = "sampling/sampling_logp_difference/mean"
 
 
-def truncated(trail: Trail) -> Sign | None:
-    """Answers that the limit of length cuts off; they are scored as they stand, mostly 0."""
-    cut = trail["completions/clipped_ratio"]
-    if not cut.full or trail.thrown_off:
+def truncated(history: TrainingHistory) -> Symptom | None:
+    """The length limit cuts answers off; they are scored as they are, mostly 0."""
+    cut = history["completions/clipped_ratio"]
+    if not cut.full or history.thrown_off:
         return None
-    now = trail.recent("completions/clipped_ratio")
+    now = history.recent("completions/clipped_ratio")
     if now < 0.15:
         return None
-    limit = trail.config.rollout.max_new_tokens
-    lost = trail.recent("frac_reward_zero_std/all_wrong") >= 0.9
-    observed = {"clipped_ratio": now, "reward": trail.recent("reward"), "success": trail.recent("success")}
+    limit = history.config.rollout.max_new_tokens
+    lost = history.recent("frac_reward_zero_std/all_wrong") >= 0.9
+    observed = {"clipped_ratio": now, "reward": history.recent("reward"), "success": history.recent("success")}
     what = f"{share(now)} of the answers are cut off at {limit} tokens"
     more = f"rollout.max_new_tokens to {2 * limit}"
     if now >= 0.9 and lost:
-        return Sign("critical", f"{what}, and none is right: the limit is too low.", observed, edit(more), "high")
-    if trail.rows < trail.early or now < 0.9 * (cut.start or 0.0):
-        return None  # a young policy learns to end its answers
-    return Sign("warning", f"{what}.", observed, edit(more), "high" if now >= 0.5 else "medium")
+        return Symptom("critical", f"{what}, and none is right: the limit is too low.", observed, edit(more), "high")
+    if history.rows < history.early or now < 0.9 * (cut.start or 0.0):
+        return None  # An untrained policy still has to learn to end its answers.
+    return Symptom("warning", f"{what}.", observed, edit(more), "high" if now >= 0.5 else "medium")
 
 
-def staleness(trail: Trail) -> Sign | None:
-    """Groups that are trained on many versions after they were sampled: the gradient is another policy's."""
-    age = trail["staleness/mean"]
+def staleness(history: TrainingHistory) -> Symptom | None:
+    """Groups are trained on many versions after they were sampled, so the gradient is off-policy."""
+    age = history["staleness/mean"]
     if not age.full:
         return None
-    now = trail.recent("staleness/mean")
+    now = history.recent("staleness/mean")
     if now <= 4.0:
         return None
-    rollout = trail.config.rollout
+    rollout = history.config.rollout
     fewer = max(rollout.groups_per_step, rollout.queue_groups // 4)
     observed = {
         "staleness_mean": now,
         "max_staleness": rollout.max_staleness,
         "queue_groups": rollout.queue_groups,
         "concurrency": rollout.concurrency,
-        "clip_fraction": trail.recent("clip_ratio/region_mean"),
+        "clip_fraction": history.recent("clip_ratio/region_mean"),
     }
-    level = "critical" if now > 16.0 and trail.recent("clip_ratio/region_mean") > 0.2 else "warning"
+    level: Grade = "critical" if now > 16.0 and history.recent("clip_ratio/region_mean") > 0.2 else "warning"
     changes = []
     if fewer < rollout.queue_groups:
         changes.append(f"rollout.queue_groups to {fewer}")
     if rollout.concurrency > 2 * rollout.groups_per_step:
         changes.append(f"rollout.concurrency to {max(2 * rollout.groups_per_step, rollout.concurrency // 4)}")
-    return Sign(
+    return Symptom(
         level,
-        f"Groups are {now:.1f} versions old on average when they are trained on: the policy has moved on since.",
+        f"Groups are {now:.1f} versions old on average when they are trained on: the policy has changed since.",
         observed,
         edit(" and ".join(changes) or "rollout.groups_per_step higher"),
         "high",
     )
 
 
-def dropped_stale(trail: Trail) -> Sign | None:
-    """Groups that were sampled, scored, and thrown away because they came too late."""
-    if len(trail.dropped) <= trail.window:
+def dropped_stale(history: TrainingHistory) -> Symptom | None:
+    """Groups are sampled, scored, and dropped because they are too old."""
+    if len(history.dropped) <= history.window:
         return None
-    lost = trail.stale_share
+    lost = history.stale_share
     if lost < 0.2:
         return None
-    rollout = trail.config.rollout
+    rollout = history.config.rollout
     fewer = max(rollout.groups_per_step, rollout.queue_groups // 2)
     changes = f"rollout.max_staleness to {max(4, 2 * rollout.max_staleness)}"
     if rollout.queue_groups > rollout.groups_per_step:
         changes = f"rollout.queue_groups to {fewer}, or {changes}"
-    return Sign(
+    return Symptom(
         "critical" if lost >= 0.9 else "warning",
         f"{share(lost)} of the groups are dropped because they are more than {rollout.max_staleness} versions old: "
-        "sampling works for nothing.",
+        "that sampling is wasted.",
         {"dropped_share": lost, "max_staleness": rollout.max_staleness, "queue_groups": rollout.queue_groups},
         edit(changes),
         "high",
     )
 
 
-def logprob_gap(trail: Trail) -> Sign | None:
-    """Sampler and trainer compute different probabilities from the same weights."""
-    gap = trail[_LOGP]
-    last = trail.row.get(_LOGP)
+def logprob_gap(history: TrainingHistory) -> Symptom | None:
+    """Sampler and trainer compute different log-probabilities from the same weights."""
+    gap = history[_LOGP]
+    last = history.row.get(_LOGP)
     if last is None or gap.first is None:
         return None
     limit = max(0.05, 5.0 * gap.first)
-    now = trail.recent(_LOGP)
+    now = history.recent(_LOGP)
     if now <= limit:
         return None
-    return Sign(
+    return Symptom(
         "warning",
         f"At equal weights, sampler and trainer differ by {now:.3g} nats a token; it was {gap.first:.3g} at the start.",
         {"logp_difference": now, "at_the_start": gap.first},
-        "look whether both use the same policy.dtype, temperature and chat template: read_logs of inference and "
+        "check that both use the same policy.dtype, temperature and chat template: read_logs of inference and "
         "trainer; a fork with policy.dtype float32 tells whether it is rounding",
         "medium",
     )
 
 
-def served_version(trail: Trail) -> Sign | None:
-    """Even the newest groups were sampled by an old version: weights do not reach inference."""
-    newest = trail["staleness/min"]
+def served_version(history: TrainingHistory) -> Symptom | None:
+    """Even the newest groups were sampled by an old version: new weights do not reach inference."""
+    newest = history["staleness/min"]
     if not newest.full:
         return None
-    behind, at_first = trail.recent("staleness/min"), newest.start or 0.0
-    rollout = trail.config.rollout
-    # What queues and is in the making explains so many versions; more are the weights' own delay.
+    behind, at_first = history.recent("staleness/min"), newest.start or 0.0
+    rollout = history.config.rollout
+    # Queued and unfinished groups explain this many versions; the rest is delay of the weights.
     explained = (rollout.queue_groups + rollout.concurrency) / max(rollout.groups_per_step, 1) + 2
     values = newest.values
     climbing = values[-1] - values[0] >= 0.9 * (len(values) - 1)
     if behind <= 2 * explained or not climbing:
         return None
-    return Sign(
+    return Symptom(
         "critical",
         f"The newest groups were sampled {behind:.0f} versions ago and fall further behind at every step: new weights "
         "do not reach inference.",
         {"newest_group_age": behind, "at_the_start": at_first, "explained_by_queues": explained},
         'read_logs(component="inference") and read_logs(component="trainer") show the hand-over; stop_training and '
-        "resume_training start both anew",
+        "resume_training restart both",
         "high",
     )
 
 
-def trainer_waits(trail: Trail) -> Sign | None:
-    """The trainer's time goes into waiting for groups: sampling is the bottleneck."""
-    waiting = _shares(trail)
-    if waiting is None or waiting < 0.5 or trail.stale_share >= 0.2:  # sampling more would only be dropped
+def trainer_waits(history: TrainingHistory) -> Symptom | None:
+    """The trainer spends its time waiting for groups: sampling is the bottleneck."""
+    waiting = _shares(history)
+    if waiting is None or waiting < 0.5 or history.stale_share >= 0.2:  # More groups would only be dropped.
         return None
-    rollout = trail.config.rollout
-    return Sign(
+    rollout = history.config.rollout
+    return Symptom(
         "note",
         f"The trainer waits {share(waiting)} of the time: sampling is the bottleneck.",
-        {"trainer_waits": waiting, "step_seconds": trail.recent("time/step"), "concurrency": rollout.concurrency},
+        {"trainer_waits": waiting, "step_seconds": history.recent("time/step"), "concurrency": rollout.concurrency},
         f"a next run may sample more at once (edit_config rollout.concurrency to {2 * rollout.concurrency}), give it "
-        "shorter answers (rollout.max_new_tokens), or look whether scoring is slow: read_logs(component="
+        "shorter answers (rollout.max_new_tokens), or check if scoring is slow: read_logs(component="
         '"environment")',
         "medium",
     )
 
 
-def sampler_waits(trail: Trail) -> Sign | None:
+def sampler_waits(history: TrainingHistory) -> Symptom | None:
     """The queue is full and the trainer never waits: the optimizer step is the bottleneck."""
-    waiting, rollout = _shares(trail), trail.config.rollout
-    if waiting is None or waiting > 0.2 or not trail["groups/waiting"].full:
+    waiting, rollout = _shares(history), history.config.rollout
+    if waiting is None or waiting > 0.2 or not history["groups/waiting"].full:
         return None
-    full = [value >= rollout.queue_groups for value in trail["groups/waiting"].values]
+    full = [value >= rollout.queue_groups for value in history["groups/waiting"].values]
     if sum(full) < 0.8 * len(full):
         return None
-    return Sign(
+    return Symptom(
         "note",
         f"The queue is full and the trainer waits {share(waiting)} of the time: training is the bottleneck, sampling "
         "pauses.",
-        {"trainer_waits": waiting, "groups_waiting": trail.recent("groups/waiting")},
+        {"trainer_waits": waiting, "groups_waiting": history.recent("groups/waiting")},
         "nothing is wrong; a next run may take more groups a step (edit_config rollout.groups_per_step), or a smaller "
         "rollout.concurrency for fresher groups",
         "medium",
     )
 
 
-def _shares(trail: Trail) -> float | None:
-    """The share of the trainer's time that it waits for groups; None before it is known."""
-    if not trail["time/step"].full or trail.rows < trail.early:
+def _shares(history: TrainingHistory) -> float | None:
+    """Return the share of time that the trainer waits for groups; None if unknown yet."""
+    if not history["time/step"].full or history.rows < history.early:
         return None
-    step = trail.recent("time/step")
-    return min(1.0, trail.recent("time/wait") / step) if step > 0 else None
+    step = history.recent("time/step")
+    return min(1.0, history.recent("time/wait") / step) if step > 0 else None
 
 
 SAMPLING: tuple[Rule, ...] = (

@@ -1,7 +1,7 @@
-"""What to say of a run whose groups all go to waste: no step comes about, so no row tells of it.
+"""Detect a run whose groups are all dropped: no step happens, so no metrics row shows it.
 
-The trainer passes over groups that are too old or carry no signal. Where that goes for all of them it waits for ever,
-busy and silent; the API's account of groups is what shows it.
+The trainer skips groups that are too old or carry no signal. If that is all of them, it waits for ever; only the API's
+counts of groups show it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from toprope.settings.schema import Config
 __all__ = ["LEAST_GROUPS", "standstill"]
 
 LEAST_GROUPS = 8
-"""Steps' worth of groups that have to be dropped in a row before a run is said to stand still."""
+"""Steps' worth of consecutive dropped groups that count as a standstill."""
 
 
 def standstill(
     dropped: Mapping[str, int], config: Config, *, step: int = 0, accuracy: float | None = None
 ) -> Finding | None:
-    """A finding where groups enough for several steps were dropped since the last step.
+    """Return a finding if groups for several steps were dropped since the last step.
 
     Args:
         dropped: Groups dropped since the last step, by reason.
         config: The run's configuration.
-        step: The last step, 0 before the first.
-        accuracy: Of the policy before training, where it was measured: it tells tasks that are too hard from those
-            that are too easy.
+        step: The last step; 0 before the first.
+        accuracy: Accuracy before training if it was measured; it separates tasks that are too hard from those that are
+            too easy.
     """
     total = sum(dropped.values())
     rollout = config.rollout
@@ -36,7 +36,7 @@ def standstill(
         return None
     why = max(dropped, key=lambda reason: dropped[reason])
     observed = {f"dropped_{reason}": count for reason, count in sorted(dropped.items())} | {"last_step": step}
-    since = f"since step {step}" if step else "and no step has come about"
+    since = f"since step {step}" if step else "and no step has happened"
     rule, next_ = "no_signal", "test_inference(group_size=16) shows answers with their scores"
     if why == "stale":
         rule = "dropped_stale"
@@ -44,7 +44,7 @@ def standstill(
             f"rollout.max_staleness to {max(4, 2 * rollout.max_staleness)} and rollout.queue_groups to "
             f"{rollout.groups_per_step}"
         )
-        what = f"All {total} groups were dropped {since}, most for their age: they are too old when they come."
+        what = f"All {total} groups were dropped {since}, most because they were too old on arrival."
     elif why == "zero_signal":
         what = f"All {total} groups were dropped {since}: all answers to a task get the same reward"
         if accuracy is not None and accuracy <= 0.02 and not step:
@@ -55,7 +55,7 @@ def standstill(
             )
         elif accuracy is not None and accuracy >= 0.98 and not step:
             rule, what = "all_right", f"{what}, and before training nearly all were right."
-            next_ = "make the tasks harder, or look with test_inference whether the scorer is too generous"
+            next_ = "make the tasks harder, or check with test_inference if the scorer is too generous"
         else:
             what += "."
     else:
@@ -65,7 +65,7 @@ def standstill(
         level="critical",
         what=what,
         observed=observed,
-        threshold=f"{LEAST_GROUPS} steps' worth of groups dropped in a row",
+        threshold=f"{LEAST_GROUPS} steps' worth of consecutive groups dropped",
         source=MEASURED,
         confidence="high" if rule != "no_signal" else "medium",
         next=next_,

@@ -1,9 +1,8 @@
-"""The picture of a run: rewards and successes over its steps, and the accuracy before and after; or that of a sweep.
+"""Plot a run: reward and success over steps, accuracy before and after; or the candidates of a sweep.
 
     python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]
 
-A program of its own, started by the keeper at the end: matplotlib is large, and whatever goes wrong in it costs a
-picture and not a run.
+The keeper starts this program at the end of a run: matplotlib is large, and an error in it must cost the plot only.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
 from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reports.results import Accuracy, Results
@@ -25,28 +25,15 @@ from toprope.records.run.specification import Specification, SweepPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing
 
-__all__ = ["draw", "main", "smoothed"]
+__all__ = ["draw", "main"]
 
 _INCHES, _DPI = (12.0, 7.0), 100
 _ROWS = 4096
-"""More than there are pixels across."""
+"""More points than pixels across."""
 _SHARES = (-0.02, 1.06)
 _EACH = ("#7a4fa3", "#2e8b57", "#b8860b", "#a13d63", "#4169a1", "#6b6b2f", "#8b5a2b", "#3d8f8f")
 """Colours of environments."""
-_REWARD, _SUCCESS, _GREY = "#c2571a", "#1f6f8b", "#5b6570"
-
-
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The centred moving mean, over what there is at both ends. Same length; `window` in values, at least 1."""
-    half = max(window, 1) // 2
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    means = []
-    for index in range(len(values)):
-        low, high = max(0, index - half), min(len(values), index + half + 1)
-        means.append((sums[high] - sums[low]) / (high - low))
-    return means
+_REWARD, _SUCCESS = "#c2571a", "#1f6f8b"
 
 
 def draw(
@@ -55,34 +42,24 @@ def draw(
     rows: Sequence[Mapping[str, Any]],
     sweep: tuple[Standing, SweepPlan] | None = None,
 ) -> None:
-    """Writes a PNG of 1200x700 pixels, in one step: a reader sees all of it or nothing.
+    """Write a PNG of 1200x700 pixels atomically.
 
     Args:
-        path: Where to.
-        results: Title and held-out accuracies.
-        rows: metrics.jsonl, a row a step or rows at about even distances.
-        sweep: Of a sweep, its decisions and its plan: they are drawn instead.
+        path: Path of the picture.
+        results: Gives title and held-out accuracies.
+        rows: Rows of metrics.jsonl, one per step or thinned at even distances.
+        sweep: Decisions and plan of a sweep; drawn instead of steps.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style = {
-        "font.size": 12,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": _GREY,
-        "axes.titlesize": 13,
-        "axes.titlelocation": "left",
-        "axes.grid": True,
-        "grid.color": "#e4e7ea",
-        "axes.axisbelow": True,
-        "text.parse_math": False,
-    }
+    style: dict[Any, Any] = {**PLOT_STYLE, "font.size": 12, "axes.titlesize": 13}
     with plt.rc_context(style):
-        figure = plt.figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.04)
+        figure = plt.figure(figsize=_INCHES, dpi=_DPI, layout=layout)
         figure.suptitle(_title(results), fontsize=14, fontweight="bold", x=0.012, ha="left")
         if sweep is not None:
             draw_sweep(figure.subplots(), *sweep)
@@ -123,11 +100,11 @@ def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             axes.set_ylim(*_SHARES)
         axes.margins(x=0.01)
     else:
-        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=_GREY)
+        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Successes of each of several environments, and where curricula opened a level."""
+    """Draw the success of each environment, and mark the steps at which a curriculum raised its level."""
     labels = [label for label in _environments(rows) if label]
     for label, colour in zip(labels, _EACH, strict=False):
         key = f"environments/{label}/success"
@@ -139,9 +116,9 @@ def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, 
             axes.plot(steps, mean, color=colour, linewidth=1.4, linestyle="--", label=f"success, {name}")
     for one in results.curricula.values():
         for measure in one["opened"]:
-            axes.axvline(measure["step"], color=_GREY, linestyle=":", linewidth=1.2)
+            axes.axvline(measure["step"], color=GREY, linestyle=":", linewidth=1.2)
             text = f"{one['knob']} {one['levels'][measure['level'] + 1]}"
-            # Data coordinates across, the axes' own upwards.
+            # x in data coordinates, y in axes coordinates.
             axes.annotate(
                 text[:24],
                 (measure["step"], 1.0),
@@ -151,14 +128,14 @@ def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, 
                 rotation=90,
                 va="top",
                 fontsize=9,
-                color=_GREY,
+                color=GREY,
             )
     if labels:
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=10)
 
 
 def _environments(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The labels that rows tell of, in their order."""
+    """Return the environment labels in the order of their first row."""
     head, tail = "environments/", "/share"
     keys = [key for key in (rows[-1] if rows else {}) if key.startswith(head) and key.endswith(tail)]
     return [key.removeprefix(head).removesuffix(tail) for key in keys]
@@ -173,7 +150,7 @@ def _draw_heldout(axes: Any, results: Results) -> None:
     axes.set_xticks([0, 1], ["before", "after"])
     axes.grid(axis="x", visible=False)
     tasks = 0
-    for key, colour, shift in (("sampled", _SUCCESS, -0.09), ("greedy", _GREY, 0.09)):
+    for key, colour, shift in (("sampled", _SUCCESS, -0.09), ("greedy", GREY, 0.09)):
         shares: list[tuple[float, Proportion]] = []
         for label in labels:
             accuracy: Accuracy | None = getattr(results.evaluations[label], key)
@@ -206,11 +183,11 @@ def _draw_heldout(axes: Any, results: Results) -> None:
         axes.set_xlabel(f"{tasks} tasks that training never saw")
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
     else:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program: draws plot.png of the run folder that is its first argument, or the file that is its second."""
+    """Draw plot.png of the run folder given first, or into the file given second."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) not in (1, 2):
         print("usage: python -P -m toprope.analysis.plots RUN_FOLDER [PICTURE]", file=sys.stderr)

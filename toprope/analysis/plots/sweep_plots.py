@@ -1,4 +1,4 @@
-"""The picture of a sweep: what every candidate came to over the steps behind it, and which was made from which."""
+"""Plot a sweep: the score of each candidate over its accumulated steps, with lineage."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ __all__ = ["draw_sweep"]
 
 _BEST, _OTHERS, _GREY, _HELDOUT = "#c2571a", "#1f6f8b", "#9aa4ad", "#3b7a3b"
 _NAMED = 24
-"""Candidates whose names are written beside their points."""
+"""Number of candidates with labels."""
 
 
 def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
-    """Draws the lineage of a sweep.
+    """Draw the lineage of a sweep.
+
+    Each scored candidate is a point over its accumulated optimizer steps, or over epochs if nothing is trained. A solid
+    line leads to the candidate that continues its weights, a dotted one to a candidate made from its settings alone.
 
     Args:
-        axes: Of matplotlib. A point a candidate that has a score: over the optimizer steps of its line, or over epochs
-            where nothing is trained. A whole line leads to who went on with its weights, a dotted one to who was made
-            of its settings alone.
+        axes: Matplotlib axes.
         standing: The sweep's decisions.
-        plan: What it was to do.
+        plan: The sweep's plan.
     """
     trains = plan.evaluate == "train"
     axes.set_title(f"Candidates by score on validation tasks ({plan.strategy})")

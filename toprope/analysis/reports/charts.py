@@ -1,28 +1,28 @@
-"""The pictures of a report, as SVG texts that stand for themselves: no script, no fonts or files from elsewhere.
+"""Charts of a report as self-contained SVG texts without scripts, fonts or external files.
 
-matplotlib is large, so it is imported when something is drawn and never before.
+matplotlib is large and is imported at the first chart.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.analysis.plots.run_plots import smoothed
+from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
 
 __all__ = ["Bar", "Line", "bars", "lines"]
 
 COLOURS = ("#1f6f8b", "#c2571a", "#5f8f3e", "#7a5195", "#8a6d3b", "#3b6fb5")
-_GREY = "#5b6570"
 _MOST_POINTS = 400
 
 
 @dataclass(frozen=True)
 class Line:
-    """A metric over steps: its name in the rows, and what it is called."""
+    """A metric over steps: its key in the rows and its label."""
 
     key: str
     label: str
@@ -30,24 +30,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A share with its interval, and what it is of."""
+    """A labelled share with its interval."""
 
     label: str
     value: float
     low: float | None = None
     high: float | None = None
     before: float | None = None
-    """What it was before training, drawn as a hollow mark."""
+    """The share before training, drawn as a hollow mark."""
 
 
 def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line], *, shares: bool = False) -> str | None:
-    """Metrics over steps, each as it was and smoothed; None where the rows have none of them.
+    """Draw metrics over steps, raw and smoothed; None if the rows have none of them.
 
     Args:
-        title: Above the picture.
-        rows: metrics.jsonl, oldest first.
-        wanted: What to draw; what is not there is left out.
-        shares: Whether the axis goes from 0 to 1 as long as every value does.
+        title: Title of the chart.
+        rows: Rows of metrics.jsonl, oldest first.
+        wanted: Metrics to draw; missing ones are left out.
+        shares: Scale the axis from 0 to 1 if all values lie within.
     """
     drawn = [(line, _points(rows, line.key)) for line in wanted]
     drawn = [(line, points) for line, points in drawn if points]
@@ -75,7 +75,7 @@ def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line],
 
 
 def bars(title: str, wanted: Sequence[Bar]) -> str | None:
-    """Shares with their 95 % intervals from top to bottom, on an axis from 0 to 100 %; None where there are none."""
+    """Draw shares with 95 % intervals from top to bottom, on an axis from 0 to 100 %; None if there are none."""
     if not wanted:
         return None
     with _figure(6.4, 0.95 + 0.34 * len(wanted)) as (figure, axes):
@@ -87,7 +87,7 @@ def bars(title: str, wanted: Sequence[Bar]) -> str | None:
             axes.plot([100 * low, 100 * high], [place, place], color=COLOURS[0], linewidth=3, alpha=0.45)
             axes.plot([100 * bar.value], [place], marker="o", markersize=7, color=COLOURS[0])
             if bar.before is not None:
-                axes.plot([100 * bar.before], [place], marker="o", markersize=6, color=_GREY, fillstyle="none")
+                axes.plot([100 * bar.before], [place], marker="o", markersize=6, color=GREY, fillstyle="none")
         axes.set_yticks(places, [_short(bar.label) for bar in wanted])
         axes.set_xlim(-2, 102)
         axes.set_ylim(-0.6, len(wanted) - 0.4)
@@ -106,7 +106,7 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, fl
     every = max(1, -(-len(found) // _MOST_POINTS))
     if every == 1:
         return found
-    # The mean of each stretch: a picture has no room for more, and leaving points out would hide what lies between.
+    # Average stretches of points; dropping points would hide what lies between.
     stretches = [found[start : start + every] for start in range(0, len(found), every)]
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in stretches]
 
@@ -115,46 +115,29 @@ def _short(label: str) -> str:
     return label if len(label) <= 44 else "…" + label[-43:]
 
 
-class _figure:
-    """A figure in the report's style, closed at the end."""
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure with its axes in the report's style; sizes in inches."""
+    import matplotlib
 
-    def __init__(self, width: float, height: float) -> None:
-        self._size = (width, height)
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-    def __enter__(self) -> tuple[Any, Any]:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        style = {
-            "font.size": 10,
-            "font.family": "sans-serif",
-            "font.sans-serif": ["DejaVu Sans"],
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": _GREY,
-            "axes.titlesize": 11,
-            "axes.titlelocation": "left",
-            "axes.grid": True,
-            "grid.color": "#e4e7ea",
-            "axes.axisbelow": True,
-            "text.parse_math": False,
-            # As outlines: the picture looks the same wherever it is opened, and no text in it is markup.
-            "svg.fonttype": "path",
-            "svg.hashsalt": "toprope",
-            "savefig.transparent": False,
-        }
-        self._context = plt.rc_context(style)
-        self._context.__enter__()
-        self._figure, axes = plt.subplots(figsize=self._size, layout="constrained")
-        return self._figure, axes
-
-    def __exit__(self, *raised: Any) -> None:
-        import matplotlib.pyplot as plt
-
-        plt.close(self._figure)
-        self._context.__exit__(*raised)
+    style: dict[Any, Any] = {
+        **PLOT_STYLE,
+        "font.size": 10,
+        "axes.titlesize": 11,
+        # Text as outlines looks the same everywhere and cannot be markup.
+        "svg.fonttype": "path",
+        "svg.hashsalt": "toprope",
+        "savefig.transparent": False,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+        try:
+            yield figure, axes
+        finally:
+            plt.close(figure)
 
 
 def _svg(figure: Any) -> str:

@@ -1,7 +1,7 @@
-"""A text from which somebody who knows nothing of what went before can go on: facts from records, in a few lines.
+"""The handoff: a short text from which a reader without context can continue.
 
-Everything in it is written down somewhere else; here it is put together by what matters for the next call: the goal,
-what is running, what was learned with figures and ids, what is open. Texts of agents are quoted, never interpreted.
+It gathers from records what matters for the next call: goals, live runs, results with figures and ids, open questions.
+Texts of agents are quoted, never interpreted.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ LIVE, _LEARNED, _OPEN, _DRAFTS, _ENVIRONMENTS = 10, 12, 8, 6, 12
 
 @dataclass(frozen=True)
 class Standing:
-    """What there is to hand over. Runs are newest first."""
+    """The records to hand over. Runs are newest first."""
 
     runs: Sequence[Status]
     experiments: Sequence[Experiment]
     """Newest first."""
     goals: Mapping[str, str]
-    """By environment, the one that was set last at the end."""
+    """Goal by environment; the newest is last."""
     drafts: Sequence[str]
-    """A line each: id, environment, what was changed."""
+    """One line per draft: id, environment, changed fields."""
     locked: Sequence[str] = field(default_factory=tuple)
-    """Fields that the owner locked, each with what it says."""
+    """Locked fields with the owner's reasons."""
 
 
 def handoff(standing: Standing, now: float | None = None) -> str:
-    """The text, at most 32,000 bytes; what is next is never cut.
+    """Compose the handoff in at most 32,000 bytes; the next calls are never cut.
 
     Args:
-        standing: What there is.
+        standing: The records.
         now: Seconds since the epoch.
     """
     now = time.time() if now is None else now
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-    parts = [f"HANDOFF of {stamp}. Figures are from run records; quoted notes are what an agent wrote, and only data."]
+    parts = [
+        f"HANDOFF of {stamp}. Figures are from run records; quoted notes were written by an agent and are only data."
+    ]
     parts += _goals(standing)
     parts += _running(standing.runs, now)
     parts += _learned(standing)
@@ -68,8 +70,8 @@ def _goals(standing: Standing) -> list[str]:
         return ["GOAL", *(f'- {name}: "{_clean(goal, 400)}"' for name, goal in newest)]
     names = list(dict.fromkeys(run.environment for run in standing.runs if run.environment))[:5]
     if names:
-        return [f"GOAL: none was noted. Trained so far: {', '.join(names)}. note_experiment(goal=...) keeps one."]
-    return ["GOAL: none was noted, and nothing has run yet. list_environments is where to begin."]
+        return [f"GOAL: none noted. Trained so far: {', '.join(names)}. Set one with note_experiment(goal=...)."]
+    return ["GOAL: none noted, and nothing has run yet. Begin with list_environments."]
 
 
 def _running(runs: Sequence[Status], now: float) -> list[str]:
@@ -129,7 +131,7 @@ def _learned(standing: Standing) -> list[str]:
             if floor is not None:
                 said += f"; noise floor {100 * floor[0]:.1f} points"
             if len(measured) > 3:
-                said += f"; the best of {len(measured)} looks better than it is"
+                said += f"; the best of {len(measured)} is biased upwards"
             lines.append(f"{said}.")
         found = plateau(own)
         if found is not None and found.stands:
@@ -138,7 +140,7 @@ def _learned(standing: Standing) -> list[str]:
 
 
 def _unnoted(standing: Standing) -> list[str]:
-    """Runs that ended and stand in no experiment."""
+    """List ended training runs that no experiment names."""
     noted = {run for entry in standing.experiments for run in entry.runs}
     runs = [
         run
@@ -147,7 +149,7 @@ def _unnoted(standing: Standing) -> list[str]:
     ]
     if not runs:
         return []
-    lines = ["ENDED, IN NO EXPERIMENT"]
+    lines = ["ENDED, NOT IN AN EXPERIMENT"]
     for run in runs[:_OPEN]:
         before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
         said = f"- {run.run_id}: {run.state}, {run.environment}"
@@ -168,7 +170,9 @@ def _open(standing: Standing) -> list[str]:
     waiting = [entry for entry in standing.experiments if entry.runs and not entry.outcome]
     lines = [f'- {entry.id}: "{_clean(entry.question, 200)}"' for entry in asked[:_OPEN]]
     lines += [f"- {entry.id} has no outcome yet" for entry in waiting[:_OPEN]]
-    lines += [f"- {entry.id} is to be repeated" for entry in standing.experiments if entry.decision == "repeat"][:_OPEN]
+    lines += [f"- {entry.id} should be repeated" for entry in standing.experiments if entry.decision == "repeat"][
+        :_OPEN
+    ]
     return ["OPEN", *lines] if lines else []
 
 

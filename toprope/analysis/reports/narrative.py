@@ -1,7 +1,7 @@
-"""What the owner reads about runs: facts from records, put into an order and into words. See `pages` for the markup.
+"""Compose reports about runs as blocks of text, tables and figures. See `page` for the markup.
 
-Nothing is judged here that other code has not judged: intervals, findings, plateaus and comparisons come from where
-they are computed. Texts of environments, models and agents are cut and said to be theirs.
+Intervals, findings, plateaus and comparisons are computed elsewhere. Texts of environments, models and agents are
+shortened and labelled as theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status
 
-__all__ = ["Told", "of_all", "of_run"]
+__all__ = ["RunRecords", "compose_overview", "compose_run_report"]
 
 _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
     ("Reward and success", (Line("reward", "reward"), Line("success", "success")), True),
@@ -39,12 +39,12 @@ _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
 )
 _EXAMPLES, _FINDINGS, _CHANGES, _RUNS, _DETAILED, _LEDGER = 8, 20, 40, 200, 12, 100
 _ALONG = 12
-"""Evaluations between before and after."""
+"""Evaluations to show between before and after."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """One run, as it is told of."""
+class RunRecords:
+    """The records of one run that a report needs."""
 
     specification: Specification
     status: Status
@@ -53,59 +53,59 @@ class Told:
     events: Sequence[Event]
     manifest: Manifest | None = None
     repeated: str = ""
-    """How it compares with the run that it repeats."""
+    """The comparison with the run that it repeats; empty if it repeats none."""
 
 
-def of_run(told: Told, experiments: Sequence[Experiment] = ()) -> list[Block]:
-    """The report of one run.
+def compose_run_report(run: RunRecords, experiments: Sequence[Experiment] = ()) -> list[Block]:
+    """Compose the report of one run.
 
     Args:
-        told: The run.
-        experiments: The ledger's; those that name the run are shown.
+        run: Records of the run.
+        experiments: All experiments; those that name the run are shown.
     """
-    blocks: list[Block] = [Heading(told.status.run_id, 1), Paragraph(_summary(told)), *_verdict(told)]
-    blocks += _evaluations(told)
-    blocks += _curves(told)
-    blocks += _findings(told.events)
-    blocks += _changes(told)
-    blocks += _examples(told.results)
-    own = [entry for entry in experiments if told.status.run_id in entry.runs]
+    blocks: list[Block] = [Heading(run.status.run_id, 1), Paragraph(_summary(run)), *_verdict(run)]
+    blocks += _evaluations(run)
+    blocks += _curves(run)
+    blocks += _findings(run.events)
+    blocks += _changes(run)
+    blocks += _examples(run.results)
+    own = [entry for entry in experiments if run.status.run_id in entry.runs]
     if own:
-        blocks += [Heading("In the ledger"), _ledger_table(own)]
-    blocks += _manifest(told)
-    blocks += _places(told.results)
+        blocks += [Heading("Experiments with this run"), _ledger_table(own)]
+    blocks += _manifest(run)
+    blocks += _places(run.results)
     return blocks
 
 
-def of_all(
-    told: Sequence[Told], experiments: Sequence[Experiment], goals: Mapping[str, str], total: int
+def compose_overview(
+    runs: Sequence[RunRecords], experiments: Sequence[Experiment], goals: Mapping[str, str], total: int
 ) -> list[Block]:
-    """The report over runs and ledger.
+    """Compose the report over all runs and experiments.
 
     Args:
-        told: Runs, the newest first.
-        experiments: The ledger's, the newest first.
-        goals: What is to be reached, by environment.
-        total: How many runs there are, told or not.
+        runs: Runs to show, newest first.
+        experiments: All experiments, newest first.
+        goals: Goals by environment.
+        total: Number of runs, shown or not.
     """
     blocks: list[Block] = [Heading("Training runs and experiments", 1)]
-    ended = sum(one.status.ended for one in told)
-    seconds = sum(one.results.seconds.training or 0.0 for one in told)
-    said = f"{total} runs, {len(experiments)} experiments in the ledger. "
-    if told:
-        said += f"Of the {len(told)} runs below {ended} have ended; they trained for {_duration(seconds)} in all."
+    ended = sum(one.status.ended for one in runs)
+    seconds = sum(one.results.seconds.training or 0.0 for one in runs)
+    said = f"{total} runs, {len(experiments)} experiments. "
+    if runs:
+        said += f"Of the {len(runs)} runs below {ended} have ended; they trained for {_duration(seconds)} in all."
     blocks.append(Paragraph(said.strip()))
     if goals:
         blocks += [Heading("Goals"), Listed([f"{name}: {_cut(goal, 400)}" for name, goal in goals.items()])]
     blocks += _ledger(experiments)
-    train = [one for one in told if one.specification.run_kind.samples]
+    train = [one for one in runs if one.specification.run_kind.samples]
     measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
     if picture := bars("Runs, newest first", measured):
         blocks += [Heading("Runs"), Figure(picture, "Held-out accuracy with 95 % intervals, before and after training")]
-    elif told:
+    elif runs:
         blocks.append(Heading("Runs"))
-    if told:
-        blocks.append(_runs_table(told[:_RUNS]))
+    if runs:
+        blocks.append(_runs_table(runs[:_RUNS]))
     for one in train[:_DETAILED]:
         blocks += [Heading(one.status.run_id), Paragraph(_summary(one)), *_verdict(one)]
         blocks += _curves(one)[1:3]
@@ -115,8 +115,8 @@ def of_all(
     return blocks
 
 
-def _summary(told: Told) -> str:
-    status, results = told.status, told.results
+def _summary(run: RunRecords) -> str:
+    status, results = run.status, run.results
     said = f"{status.run_kind.title} of {results.environment} with the policy {_cut(results.model, 80)}"
     said += f", started {_moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
     if status.ended_at is not None:
@@ -142,8 +142,8 @@ _STATES = {
 }
 
 
-def _verdict(told: Told) -> list[Block]:
-    results = told.results
+def _verdict(run: RunRecords) -> list[Block]:
+    results = run.results
     before, after = (results.evaluations.get(label) for label in ("before", "after"))
     blocks: list[Block] = []
     if before and after and before.sampled and after.sampled:
@@ -152,22 +152,23 @@ def _verdict(told: Told) -> list[Block]:
             f"{after.sampled.tasks} tasks that training never saw."
         )
         if results.rose:
-            blocks.append(Paragraph(f"{said} That is more than the 95 % intervals leave open.", "good"))
+            blocks.append(Paragraph(f"{said} The 95 % intervals do not overlap.", "good"))
         else:
             fell = after.sampled.high < before.sampled.low
-            why = "It fell by more than the intervals." if fell else "No difference is shown: the intervals meet."
-            blocks.append(Paragraph(f"{said} {why}", "bad" if fell else "note"))
-    elif told.status.state in ("failed", "lost"):
-        blocks.append(Paragraph("It ended before its time, so there is no accuracy after training.", "bad"))
-    if told.repeated:
-        blocks.append(Paragraph(told.repeated, "note"))
+            overlap = "No difference is shown: the intervals overlap."
+            change = "It fell, and the intervals do not overlap." if fell else overlap
+            blocks.append(Paragraph(f"{said} {change}", "bad" if fell else "note"))
+    elif run.status.state in ("failed", "lost"):
+        blocks.append(Paragraph("The run ended early, so there is no accuracy after training.", "bad"))
+    if run.repeated:
+        blocks.append(Paragraph(run.repeated, "note"))
     return blocks
 
 
-def _evaluations(told: Told) -> list[Block]:
+def _evaluations(run: RunRecords) -> list[Block]:
     rows, drawn = [], []
-    for label in labels_to_tell(told.results.evaluations, _ALONG):
-        evaluation = told.results.evaluations[label]
+    for label in labels_to_tell(run.results.evaluations, _ALONG):
+        evaluation = run.results.evaluations[label]
         for how, measured in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
             if measured is None:
                 continue
@@ -193,10 +194,10 @@ def _evaluations(told: Told) -> list[Block]:
     return blocks
 
 
-def _curves(told: Told) -> list[Block]:
+def _curves(run: RunRecords) -> list[Block]:
     found: list[Block] = []
     for title, wanted, shares in _CURVES:
-        if picture := lines(title, told.rows, wanted, shares=shares):
+        if picture := lines(title, run.rows, wanted, shares=shares):
             found.append(Figure(picture, f"{title}, by optimizer step"))
     return [Heading("Training"), *found] if found else []
 
@@ -218,14 +219,14 @@ def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
     return [Heading("Findings", level), Listed(shown)]
 
 
-def _changes(told: Told) -> list[Block]:
-    beside = told.specification.beside_preset
+def _changes(run: RunRecords) -> list[Block]:
+    beside = run.specification.beside_preset
     rows = [[name, _value(before), _value(after)] for name, (before, after) in list(beside.items())[:_CHANGES]]
-    knobs = told.specification.config.environment.knobs
+    knobs = run.specification.config.environment.knobs
     rows += [[f"environment.knobs.{name}", "", _value(value)] for name, value in list(knobs.items())[:20]]
     if not rows:
         return []
-    preset = told.specification.preset or "none"
+    preset = run.specification.preset or "none"
     return [Heading("Configuration"), Table(["field", f"preset {preset}", "this run"], rows)]
 
 
@@ -294,9 +295,9 @@ def _ledger_table(experiments: Sequence[Experiment]) -> Table:
     return Table(head, rows, numbers=(4,), narrow=(0, 6))
 
 
-def _runs_table(told: Sequence[Told]) -> Table:
+def _runs_table(runs: Sequence[RunRecords]) -> Table:
     rows = []
-    for one in told:
+    for one in runs:
         before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
         measured = after.sampled if after is not None else None
         start = before.sampled if before is not None else None
@@ -316,7 +317,7 @@ def _runs_table(told: Sequence[Told]) -> Table:
     return Table(head, rows, numbers=(5, 6, 7), narrow=(0, 1, 4))
 
 
-def _bar(one: Told) -> Bar | None:
+def _bar(one: RunRecords) -> Bar | None:
     before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
     if after is None or after.sampled is None:
         return None
@@ -324,16 +325,16 @@ def _bar(one: Told) -> Bar | None:
     return Bar(one.status.run_id, after.sampled.accuracy, after.sampled.low, after.sampled.high, start)
 
 
-def _manifest(told: Told) -> list[Block]:
-    manifest = told.manifest
+def _manifest(run: RunRecords) -> list[Block]:
+    manifest = run.manifest
     if manifest is None:
         return []
     code, hardware = manifest.code, manifest.hardware
     rows = [
         ["Toprope", f"{code.version}{f', commit {code.commit[:12]}' if code.commit else ''}"],
-        ["changed since that commit", "yes, see toprope.diff in the run folder" if code.changes_sha256 else "no"],
+        ["uncommitted changes", "yes, see toprope.diff in the run folder" if code.changes_sha256 else "no"],
         ["configuration", f"sha256 {manifest.configuration.sha256[:16]}, seed {manifest.configuration.seed}"],
-        ["locks", f"sha256 {manifest.configuration.locks_sha256[:16]}, {len(told.specification.locks)} locks"],
+        ["locks", f"sha256 {manifest.configuration.locks_sha256[:16]}, {len(run.specification.locks)} locks"],
         [
             "environment",
             f"sha256 {(manifest.environment.sha256 or 'unknown')[:16]} {_pairs(manifest.environment.versions)}",
@@ -345,13 +346,13 @@ def _manifest(told: Told) -> list[Block]:
     ]
     if not code.commit:
         rows.pop(1)
-    return [Heading("What it depended on"), Table(["input", "value"], rows)]
+    return [Heading("Inputs"), Table(["input", "value"], rows)]
 
 
 def _places(results: Results) -> list[Block]:
     named = (("Checkpoint", results.checkpoint), ("Weights, for from_pretrained", results.weights))
     points = [f"{name}: {path}" for name, path in named if path is not None]
-    return [Heading("Where things lie"), Listed(points)] if points else []
+    return [Heading("Files"), Listed(points)] if points else []
 
 
 def _pairs(values: Mapping[str, str]) -> str:
@@ -373,7 +374,7 @@ def _value(value: Any) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text on one line, without what is invisible: it came from outside."""
+    """Return untrusted text on one line, without invisible characters, at most `limit` characters long."""
     line = " ".join(str(text).split())
     line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -1,11 +1,10 @@
-"""Whether one run, or group of seeds, is better than another: with what certainty, by how much, and at what price.
+"""Compare two runs or groups of seeds: difference, certainty and cost.
 
-Two things make a difference where there is none. The tasks: a few hundred, answered once each. The seed: the same
-configuration trained again ends elsewhere. The first is held against a paired test on the same tasks, the second
-against the spread between seeds where somebody measured it. A difference has to pass both, and to be larger than the
-noise floor that they make; else the answer is that no difference was shown.
+Two sources of noise imitate a difference: the few hundred tasks, each answered once, and the seed. A paired test on the
+same tasks covers the first, the measured spread between seeds the second. A difference counts only if it passes the
+test and exceeds the noise floor of both; otherwise the verdict is that no difference was shown.
 
-Pure: `comparable` reads runs, this judges what it read.
+This module is pure; `run_samples` reads the runs.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ __all__ = ["Answers", "Comparison", "Cost", "Measured", "Side", "compare", "unli
 
 SIGNIFICANT = 0.05
 _RESTS_ON = 0.5
-"""A difference rests on a seed when less than this share of it is left without that seed."""
+"""A difference rests on one seed if less than this share of it remains without that seed."""
 _UNPLAYED = "number "
-"""Begins the id of a task that could not be played."""
+"""Prefix of the id of a task that could not be sampled."""
 
 Verdict = Literal["a", "b", "none"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took. None: not measured."""
+    """The resources that a run used; None if not measured."""
 
     steps: int = 0
     rollouts: int = 0
@@ -46,7 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Answers:
-    """How the tasks went: `wins[i]` of `each` answers to task `tasks[i]` were successes."""
+    """Results by task: `wins[i]` of `each` answers to task `tasks[i]` were successes."""
 
     tasks: tuple[str, ...]
     wins: tuple[int, ...]
@@ -59,10 +58,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run as far as a comparison needs it.
+    """The part of a run that a comparison needs.
 
-    `conditions` are what has to be alike, by name: environment, knobs, split, evaluator. `loose` may differ and is then
-    said. `sampled` and `greedy`: at the training temperature, and with the most likely token at each position.
+    `conditions` must be equal on both sides (environment, knobs, split, evaluator); `loose` may differ and is then
+    reported. `sampled` holds answers at the training temperature, `greedy` those of the most likely tokens.
     """
 
     run_id: str
@@ -76,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Side:
-    """The runs of one side: a single one, or several that differ in their seed."""
+    """The runs of one side: one, or several that differ in their seed alone."""
 
     name: str
     runs: tuple[Measured, ...]
@@ -84,8 +83,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Means:
-    """One side's accuracies: by run, their mean, and its 95 % interval: over seeds or over tasks, whichever is wider.
-    Seeds that happen to agree answered the same tasks, and say nothing of others."""
+    """Accuracies of one side: by run, their mean, and its 95 % interval over seeds or tasks, whichever is wider.
+
+    Seeds that happen to agree answered the same tasks, so their spread alone would understate the interval.
+    """
 
     by_run: tuple[float, ...]
     interval: Interval
@@ -95,13 +96,13 @@ class Means:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one kind of answer says. Differences are b less a, in shares of 1."""
+    """The comparison for one kind of answer. Differences are b minus a, as shares of 1."""
 
     a: Means
     b: Means
     difference: Interval
     p_tasks: float
-    """Of the paired test over tasks."""
+    """p-value of the paired test over tasks."""
     noise_floor: float
     floor_basis: str
     effect: float
@@ -110,15 +111,15 @@ class Comparison:
     why: str
     only_a: int
     only_b: int
-    """Tasks that this side solves more often than the other."""
+    """Tasks that this side solves more often than the other side."""
     rests_on: tuple[str, ...]
-    """Runs without which less than half of the difference is left, where the tasks alone would show one."""
+    """Runs without which less than half of the difference remains, if the tasks alone would show one."""
     lone_wins: dict[str, int]
-    """By run: tasks that it solves and no other seed of its side does."""
+    """Run -> number of tasks that it alone solves on its side."""
 
 
 def unlike(a: Side, b: Side) -> list[str]:
-    """Why these cannot be compared, in sentences; empty where they can."""
+    """Return the reasons why two runs cannot be compared, as sentences; empty if they can."""
     runs = [*a.runs, *b.runs]
     first = runs[0]
     problems = []
@@ -148,24 +149,24 @@ def unlike(a: Side, b: Side) -> list[str]:
 
 
 def _same_tasks(one: Sequence[str], other: Sequence[str]) -> bool:
-    """A task that could not be played has no id; its place in the order says which it is."""
+    """Compare task ids; a task that could not be sampled has none and is known by its position."""
     return len(one) == len(other) and all(
         x == y or x.startswith(_UNPLAYED) or y.startswith(_UNPLAYED) for x, y in zip(one, other, strict=True)
     )
 
 
 def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
-    """Holds b against a.
+    """Compare side b with side a.
 
     Args:
-        a, b: Sides that `unlike` finds nothing against.
-        greedy: Judge the greedy answers instead of the sampled ones.
+        a, b: Sides for which `unlike` gives no reason.
+        greedy: Compare the greedy answers instead of the sampled ones.
 
     Returns:
-        The comparison; None where not every run has greedy answers.
+        The comparison; None if a run has no greedy answers.
 
     Raises:
-        InvalidValue: They are not comparable, or a side is empty.
+        InvalidValue: The sides are not comparable, or one is empty.
     """
     if not a.runs or not b.runs:
         raise InvalidValue("A comparison needs at least one run on each side.")
@@ -211,7 +212,7 @@ def _answers(side: Side, greedy: bool) -> list[Answers] | None:
 
 def _means(answers: Sequence[Answers]) -> Means:
     by_run = tuple(one.accuracy for one in answers)
-    # Answers to one task are not independent, of one seed or of several: the interval counts tasks.
+    # Answers to one task are dependent, also across seeds, so the interval counts tasks.
     tasks = len(answers[0].wins)
     share = wilson(sum(sum(one.wins) / one.each for one in answers) / len(answers), tasks)
     if len(by_run) == 1:
@@ -222,17 +223,17 @@ def _means(answers: Sequence[Answers]) -> Means:
 
 
 def _differences(a: Sequence[Answers], b: Sequence[Answers]) -> list[int]:
-    """By task, b's mean success less a's, in units of 1 / (answers of a times answers of b)."""
+    """Return by task b's mean success minus a's, in units of 1 / (answers of a * answers of b)."""
     wins_a, wins_b = (list(map(sum, zip(*(one.wins for one in side), strict=True))) for side in (a, b))
     each_a, each_b = sum(one.each for one in a), sum(one.each for one in b)
     return [y * each_a - x * each_b for x, y in zip(wins_a, wins_b, strict=True)]
 
 
 def _pairing_margin(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[int]) -> float:
-    """Half the 95 % interval of a mean difference over tasks, drawn anew and answered anew.
+    """Return half the 95 % interval of the mean difference over tasks.
 
-    Two tasks are added, half a one for each way in which both sides can answer (Agresti and Min, Statistics in Medicine
-    24, 2005, 729-740): where no task tells the sides apart, that is no proof that none ever will.
+    Half a task is added for each of the four paired outcomes (Agresti and Min, Statistics in Medicine 24, 2005,
+    729-740), so that sides that agree on every task still get an interval.
     """
     if len(units) < 2:
         return 1.0

@@ -1,8 +1,8 @@
-"""How sure an accuracy is: intervals of proportions, and when one is said to have risen.
+"""Confidence intervals of proportions and means.
 
-Accuracies here come from some hundred tasks and are often near 0 or 1, where the textbook's normal interval is wrong
-(it is empty at 0 of n). Wilson's score interval is good there (Brown, Cai and DasGupta, Interval Estimation for a
-Binomial Proportion, Statistical Science 16, 2001).
+Accuracies here come from a few hundred tasks and are often near 0 or 1, where the normal approximation fails (it is
+empty at 0 of n). Wilson's score interval holds there (Brown, Cai and DasGupta, Interval Estimation for a Binomial
+Proportion, Statistical Science 16, 2001).
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ class Interval:
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether `value` lies within, the ends included."""
+        """Return True if `value` lies within the interval, ends included."""
         return self.low <= value <= self.high
 
 
 def wilson(successes: float, n: int, confidence: float = 0.95) -> Proportion:
-    """Wilson's score interval of a proportion.
+    """Compute Wilson's score interval of a proportion.
 
     Args:
-        successes: How many of n; may be fractional where each trial is itself a mean.
+        successes: Successes among n; fractional if each trial is itself a mean.
         n: Independent trials, at least 1.
         confidence: Probability that the interval covers the true share, within (0, 1).
 
     Raises:
-        InvalidValue: The numbers are no proportion.
+        InvalidValue: The numbers are not a proportion.
     """
     if n < 1 or not 0 <= successes <= n or not 0 < confidence < 1:
         raise InvalidValue(
-            f"{successes} of {n} at confidence {confidence} is no proportion.",
+            f"{successes} of {n} at confidence {confidence} is not a proportion.",
             hint="0 <= successes <= n, n >= 1, 0 < confidence < 1.",
         )
     z = NormalDist().inv_cdf((1 + confidence) / 2)
@@ -71,26 +71,26 @@ def wilson(successes: float, n: int, confidence: float = 0.95) -> Proportion:
     scale = 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At 0 and n the bound is exact in theory; rounding must not push it past the share.
+    # At 0 and n the bound equals the share; rounding must not push it past.
     return Proportion(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), n)
 
 
 def rose(before: Proportion, after: Proportion) -> bool:
-    """Whether a share rose by more than both intervals: they do not meet. Stricter than a test of the difference."""
+    """Return True if the intervals do not overlap and the share rose. Stricter than a test of the difference."""
     return after.low > before.high
 
 
 def t_quantile(probability: float, freedom: float) -> float:
-    """The quantile of Student's t, by bisection of its distribution function, to about ten digits.
+    """Compute a quantile of Student's t by bisection of its distribution function, to about ten digits.
 
-    Standard library only: the server compares runs and loads no scipy.
+    Uses the standard library only, because scipy would burden an install of the server alone.
 
     Args:
         probability: Within [0.5, 1).
-        freedom: Degrees of freedom, above 0; Welch's are no whole number.
+        freedom: Degrees of freedom, above 0; fractional for Welch's interval.
 
     Raises:
-        InvalidValue: There is no such quantile.
+        InvalidValue: The quantile does not exist.
     """
     if not 0.5 <= probability < 1 or not freedom > 0:
         raise InvalidValue(f"There is no quantile {probability} of t with {freedom} degrees of freedom.")
@@ -109,12 +109,12 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def _t_below(t: float, freedom: float) -> float:
-    """P(T <= t) for t >= 0: DLMF 8.17.6 with x = freedom / (freedom + t^2)."""
+    """Return P(T <= t) for t >= 0 (DLMF 8.17.6 with x = freedom / (freedom + t^2))."""
     return 1.0 - 0.5 * _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by the continued fraction of DLMF 8.17.22 (Lentz's method)."""
+    """Compute the regularised incomplete beta function by the continued fraction of DLMF 8.17.22 (Lentz's method)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):
@@ -141,7 +141,7 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of independent values (one a seed) with Student's t interval.
+    """Compute the mean of independent values (one per seed) with Student's t interval.
 
     Args:
         values: At least two.
@@ -158,17 +158,16 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 
 
 def seeds_margin(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> float | None:
-    """How large a difference of two means has to be before the spread between seeds cannot make it.
+    """Return the half-width of Welch's interval of a difference of means (Biometrika 34, 1947).
 
-    That is the half-width of Welch's interval (Biometrika 34, 1947). A side with a single run is taken to spread like
-    the other.
+    A side with a single run is assumed to spread like the other.
 
     Args:
-        a, b: One value a seed.
-        confidence: Of the interval.
+        a, b: One value per seed.
+        confidence: Coverage of the interval, within (0, 1).
 
     Returns:
-        The margin; None where neither side has two seeds.
+        The margin; None if neither side has two seeds.
     """
     variances = [statistics.variance(side) if len(side) > 1 else None for side in (a, b)]
     known = [variance for variance in variances if variance is not None]
@@ -186,20 +185,22 @@ def seeds_margin(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
 
 
 def paired_difference(both: int, only_b: int, only_a: int, neither: int, confidence: float = 0.95) -> Interval:
-    """The difference of two shares over the same tasks, b less a, with the interval of Newcombe's method 10 (Statistics
-    in Medicine 17, 1998, 2635-2650): Wilson's intervals of the two shares, joined by their correlation.
+    """Compute the difference of two shares over the same tasks, b minus a, with its interval.
+
+    Newcombe's method 10 (Statistics in Medicine 17, 1998, 2635-2650): Wilson's intervals of the two shares, joined by
+    their correlation.
 
     Args:
-        both, only_b, only_a, neither: Tasks by who solved them; at least one.
-        confidence: Of the interval.
+        both, only_b, only_a, neither: Number of tasks by who solved them; at least one in all.
+        confidence: Coverage of the interval, within (0, 1).
 
     Raises:
-        InvalidValue: There is no task.
+        InvalidValue: There are no tasks.
     """
     n = both + only_b + only_a + neither
     share_b, share_a = wilson(both + only_b, n, confidence), wilson(both + only_a, n, confidence)
     product = (both + only_b) * (only_a + neither) * (both + only_a) * (only_b + neither)
-    covered = both * neither - only_b * only_a
+    covered: float = both * neither - only_b * only_a
     if covered > n / 2:
         covered -= n / 2
     elif covered >= 0:

@@ -1,8 +1,7 @@
-"""Whether the last experiments still moved anything: a pure function over what the ledger measured.
+"""Detect a plateau: the last experiments gained less than the noise floor.
 
-Held against the noise floor: what two runs that differ by chance alone may differ by. It is the larger of what the
-number of tasks leaves open (two shares of n tasks each) and, where configurations were run with several seeds, what the
-seeds made of them.
+The noise floor is the difference that chance alone makes between two runs. It is the larger of two spreads: that of two
+shares over n tasks each, and that between seeds of one configuration if some were run with several.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Z = 1.96
 
 @dataclass(frozen=True)
 class Plateau:
-    """The last `count` measured experiments against the best before them; shares between 0 and 1."""
+    """The best of the last `count` measured experiments beside the best before them; shares between 0 and 1."""
 
     environment: str
     count: int
@@ -31,14 +30,14 @@ class Plateau:
     best_since: float
     floor: float
     from_seeds: bool
-    """Whether the floor is what seeds made, and not the number of tasks."""
+    """True if the spread between seeds sets the floor, False if the number of tasks does."""
     stands: bool
-    """Whether the gain stays below the floor."""
+    """True if the gain stays below the floor."""
 
     @property
     def says(self) -> str:
-        """One sentence."""
-        why = "seeds of one configuration differ by" if self.from_seeds else "so many tasks leave open"
+        """The result as one sentence."""
+        why = "seeds of one configuration differ by" if self.from_seeds else "this number of tasks leaves open"
         head = (
             f"{self.environment}: the best of the last {self.count} measured experiments is "
             f"{100 * self.best_since:.1f}%, the best before {100 * self.best_before:.1f}%"
@@ -52,11 +51,13 @@ class Plateau:
 
 
 def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
-    """The difference of two runs' accuracies that chance explains (95 %), and whether seeds set it; None where nothing
-    was measured.
+    """Return the difference of two accuracies that chance explains (95 %), and True if seeds set it.
 
     Args:
-        experiments: Of one environment.
+        experiments: Experiments of one environment.
+
+    Returns:
+        None if nothing was measured.
     """
     figures = {run: one for entry in experiments for run, one in entry.figures.items()}
     measured = [one for one in figures.values() if one.accuracy is not None and one.tasks]
@@ -64,7 +65,7 @@ def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
         return None
     best = max(measured, key=lambda one: one.accuracy or 0.0)
     share, tasks = best.accuracy or 0.0, min(one.tasks or 1 for one in measured)
-    # At a share of 0 or 1 the normal form is empty; half a success is added to both sides (Agresti and Coull 1998).
+    # At a share of 0 or 1 the normal form is empty: add pseudo-counts to both sides (Agresti and Coull 1998).
     share = (share * tasks + 0.5) / (tasks + 1)
     by_tasks = _Z * math.sqrt(2 * share * (1 - share) / tasks)
     alike: dict[str, list[float]] = defaultdict(list)
@@ -81,11 +82,11 @@ def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
 
 
 def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None:
-    """How the last experiments of an environment compare with those before; None where too few were measured.
+    """Compare the last experiments of an environment with those before; None if too few were measured.
 
     Args:
-        experiments: Of one environment, in any order.
-        count: How many are the last ones.
+        experiments: Experiments of one environment, in any order.
+        count: Number of last experiments.
     """
     measured = sorted((one for one in experiments if one.accuracy is not None), key=lambda one: (one.at, one.id))
     floor = noise_floor(measured)

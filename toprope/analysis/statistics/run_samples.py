@@ -1,4 +1,4 @@
-"""Reads runs into what `comparison` judges: how each task went, under which conditions, and what it cost."""
+"""Read runs for `comparison`: results by task, conditions and cost."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["cost_of", "measured"]
 
 
 def measured(folder: RunFolder, state: str) -> Measured:
-    """A run as a comparison needs it: the held-out evaluation at its end, or for a test its validation tasks.
+    """Read the samples of a run: its final held-out evaluation, or the validation tasks of a test.
 
     Args:
-        folder: The run's.
-        state: Its state, for the refusal.
+        folder: The run folder.
+        state: The run's state, for the error message.
 
     Raises:
-        NotPossibleNow: Nothing of it can be compared; the text says why and what to do.
-        Corrupt: Its files are not what a run writes.
+        NotPossibleNow: The run has nothing to compare; the message gives the reason and the next step.
+        Corrupt: Its files do not have the expected form.
     """
     specification = Specification.read(folder)
     kind = specification.run_kind
@@ -36,7 +36,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
     if label is None or (specification.test is not None and specification.test.models):
         what = "puts questions to a policy" if label is None else "measures several models at once"
         raise NotPossibleNow(
-            f"{folder.run_id} {what}: there is nothing of it to compare.",
+            f"{folder.run_id} {what}, so it has nothing to compare.",
             hint="Name training runs, seed groups of them, or tests of a single policy.",
         )
     try:
@@ -47,7 +47,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
         sampled = _answers(evaluation["sampled"])
         if sampled is None:
             raise NotPossibleNow(
-                f"{folder.run_id} was evaluated by a version that did not keep how each task went.",
+                f"{folder.run_id} was evaluated by a version that did not keep results by task.",
                 hint="Start it again from its draft to compare it.",
             )
         greedy = _answers(evaluation.get("greedy"))
@@ -55,7 +55,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
         temperature = str(evaluation.get("temperature"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corrupt(
-            f"{folder.evaluation(label)} is not what the rollout driver writes: {error!r}.", hint=LEFT
+            f"{folder.evaluation(label)} does not have the form that the driver writes: {error!r}.", hint=LEFT
         ) from None
     config = specification.config
     functions = rewards_of(config.environment.rewards)
@@ -73,7 +73,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
 
 
 def cost_of(folder: RunFolder, specification: Specification) -> Cost:
-    """What a run took, as far as it was measured."""
+    """Return the measured cost of a run."""
     row = last_row(folder.metrics)
     try:
         usage = Usage.read(folder)
@@ -92,7 +92,7 @@ def cost_of(folder: RunFolder, specification: Specification) -> Cost:
 
 
 def _answers(content: dict[str, Any] | None) -> Answers | None:
-    """How each task went; None where that was not measured or not kept."""
+    """Return results by task; None if they were not measured or not kept."""
     if not content or "by_task" not in content:
         return None
     tasks, wins = content["by_task"]["tasks"], content["by_task"]["wins"]
@@ -103,7 +103,7 @@ def _answers(content: dict[str, Any] | None) -> Answers | None:
 
 
 def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dict[str, str]:
-    """What has to be alike, in words that can be told."""
+    """Return the conditions that must be equal, by a name for messages."""
     section = specification.config.environment
     loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
@@ -122,13 +122,13 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
 
 
 def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
-    """What else decides which tasks are measured: other environments, and the level of a curriculum."""
+    """Return what else selects the measured tasks: other environments and curriculum levels."""
     first, *others = members_of(section)
     found = {}
     for plan in (first, *others):
         if (curriculum := plan.curriculum) is not None:
             measured = curriculum.levels[curriculum.measured]
-            found[f"the level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
+            found[f"level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
     if others:
         told = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
         found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)[:400]
@@ -136,7 +136,7 @@ def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
 
 
 def _base(folder: RunFolder, model: str) -> str:
-    """The starting weights: their hash where the manifest has it, else their name."""
+    """Return the hash of the starting weights, or their name if the manifest has no hash."""
     try:
         found = read_json(folder.path / "manifest.json")["policy"]["sha256"]
     except (NotFound, Corrupt, KeyError, TypeError):
@@ -153,8 +153,8 @@ def _not_evaluated(run_id: str, specification: Specification, state: str, label:
             hint="Set evaluation.heldout_tasks and start another run.",
         )
     hint = {
-        "stopped": f'resume_training(run_id="{run_id}") brings it to its end.',
-        "failed": f'resume_training(run_id="{run_id}") goes on from its checkpoint, once the cause is mended.',
-        "lost": f'resume_training(run_id="{run_id}") brings it to its end.',
+        "stopped": f'resume_training(run_id="{run_id}") lets it finish.',
+        "failed": f'resume_training(run_id="{run_id}") continues from its checkpoint once the cause is fixed.',
+        "lost": f'resume_training(run_id="{run_id}") lets it finish.',
     }.get(state, f'check_status(run_ids=["{run_id}"], wait_s=45) waits for it.')
     return NotPossibleNow(f"{run_id} is {state} and has no evaluation {label!r} yet.", hint=hint)

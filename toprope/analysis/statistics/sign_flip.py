@@ -1,9 +1,8 @@
-"""Whether two policies differ on the same tasks: an exact test that throws no task's pairing away.
+"""Paired sign-flip test: do two policies differ on the same tasks?
 
-Two runs are measured on the same held-out tasks, so what tells them apart are the tasks on which they differ; how hard
-the tasks are cancels out. Under the hypothesis that they do not differ each task's difference is as likely to have the
-other sign, whence the test's distribution (Fisher, The Design of Experiments, 1935, section 21). With one answer a task
-on each side this is McNemar's test in its exact form (McNemar, Psychometrika 12, 1947).
+Both runs are measured on the same held-out tasks, so the difficulty of the tasks cancels out. Under the null hypothesis
+each task's difference has either sign with equal probability (Fisher, The Design of Experiments, 1935, section 21).
+With one answer per task on each side this is the exact form of McNemar's test (Psychometrika 12, 1947).
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from collections.abc import Sequence
 __all__ = ["sign_flip"]
 
 _MOST_WORK = 2_000_000
-"""Beyond so many additions the distribution is sampled; half a second of Python."""
+"""Additions above which the distribution is sampled instead; half a second of Python."""
 _SAMPLES = 10_000
 
 
 def sign_flip(differences: Sequence[int]) -> float:
-    """The two-sided p-value of the paired sign-flip test.
+    """Compute the two-sided p-value of the paired sign-flip test.
 
     Args:
-        differences: One a task, as whole numbers in a common unit; zeros carry no information.
+        differences: One per task, as whole numbers in a common unit; zeros carry no information.
 
     Returns:
-        P(|sum| as large as was seen or larger) when every sign is as likely as the other; exact as long as that is
-        quick, else by 10,000 draws of a fixed seed, counted as Phipson and Smyth (SAGMB 9, 2010) do: never 0.
+        The probability of a sum at least as large in magnitude. Exact if that is quick, otherwise from 10,000 draws
+        with a fixed seed, counted as in Phipson and Smyth (SAGMB 9, 2010), so never 0.
     """
     sizes = [abs(one) for one in differences if one]
     seen = abs(sum(differences))
@@ -45,13 +44,13 @@ def sign_flip(differences: Sequence[int]) -> float:
 
 
 def _binomial(n: int, wins: int) -> float:
-    """Both tails from `wins` of n on, for a fair coin."""
+    """Return the two-sided binomial tail at `wins` of n for a fair coin."""
     tail = sum(math.comb(n, count) for count in range(wins, n + 1))
-    return min(1.0, 2 * tail / 2**n)
+    return float(min(1.0, 2 * tail / 2**n))
 
 
 def _exact(sizes: Sequence[int], seen: int, total: int) -> float:
-    """By the distribution of the sum of those with a positive sign: sum = 2 * positive - total."""
+    """Count by the distribution of the positive part: sum = 2 * positive - total."""
     chances = [0.0] * (total + 1)
     chances[0], reached = 1.0, 0
     for size in sizes:
@@ -68,7 +67,7 @@ def _sampled(sizes: Sequence[int], seen: int) -> float:
     draw, counts = random.Random(0), Counter(sizes)
     hits = 0
     for _ in range(_SAMPLES):
-        # Signs of equal sizes are the bits of one number.
+        # The bits of one random number are the signs of all differences of equal size.
         total = sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in counts.items())
         hits += abs(total) >= seen
     return (hits + 1) / (_SAMPLES + 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import ranked, severity
-from toprope.analysis.findings.mishaps import Mishaps
+from toprope.analysis.findings.failed_groups import FailedGroups
 from toprope.analysis.findings.standstill import standstill
 from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
 from toprope.records.run.findings import Finding
@@ -30,7 +30,7 @@ class DiagnosisWatcher:
         self._hands, self._config = hands, hands.specification.config
         self._diagnosis = Diagnosis(self._config)
         self._stands: Finding | None = None
-        self._mishaps = Mishaps()
+        self._failed_groups = FailedGroups()
         self._lost: Finding | None = None
         self._step = 0
         self._dropped: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class DiagnosisWatcher:
         if hands.status().attempt > 1:
             for row in read_history(hands.folder.metrics).rows:
                 self._diagnosis.see(row)
-                self._step = self._diagnosis.trail.step
+                self._step = self._diagnosis.history.step
             self._show()
 
     def heard(self, component: str, report: Report) -> None:
@@ -63,7 +63,7 @@ class DiagnosisWatcher:
 
     def _made(self, report: Making) -> None:
         """Tells of groups that come to nothing when that begins, when it gets worse, and when it is over."""
-        now, told = self._mishaps.take(report.begun, report.given_up, report.errors), self._lost
+        now, told = self._failed_groups.take(report.begun, report.given_up, report.errors), self._lost
         if now is not None and (told is None or severity(now.level) > severity(told.level)):
             self._lost = now.model_copy(update={"step": self._step})
             self._tell([self._lost])
@@ -111,7 +111,7 @@ class DiagnosisWatcher:
 
     def _with_kinds(self, finding: Finding) -> Finding:
         """Errors of the scorer with their kinds, which the trainer's rows do not tell."""
-        kinds = self._mishaps.kinds()
+        kinds = self._failed_groups.kinds()
         if finding.rule != "scorer_errors" or not kinds:
             return finding
         most = ", ".join(f"{kind} ({count})" for kind, count in kinds)

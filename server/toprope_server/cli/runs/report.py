@@ -9,7 +9,7 @@ from toprope_tools.experiments.config_history import compared_with_original
 from toprope_tools.experiments.ledger import ledger_of, refreshed
 
 import toprope
-from toprope.analysis.reports.narrative import Told, of_all, of_run
+from toprope.analysis.reports.narrative import RunRecords, compose_overview, compose_run_report
 from toprope.analysis.reports.page import to_html, to_markdown
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_text
@@ -49,11 +49,14 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
     experiments = [refreshed(workshop, entry) for entry in ledger.entries()]
     if run_id is not None:
         told = _told(workshop, run_id)
-        blocks, title = of_run(told, experiments), run_id
+        blocks, title = compose_run_report(told, experiments), run_id
     else:
         statuses = workshop.statuses()
         runs = [one for status in statuses[:_MOST_RUNS] if (one := _readable(workshop, status.run_id)) is not None]
-        blocks, title = of_all(runs, experiments, ledger.goals(), len(statuses)), "Training runs and experiments"
+        blocks, title = (
+            compose_overview(runs, experiments, ledger.goals(), len(statuses)),
+            "Training runs and experiments",
+        )
     footer = f"Made by Toprope {toprope.__version__} from the records in {workshop.home.path}."
     try:
         if path.suffix.lower().startswith(".htm"):
@@ -71,7 +74,7 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
         raise NotPossibleNow(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
-def _readable(workshop: Workshop, run_id: str) -> Told | None:
+def _readable(workshop: Workshop, run_id: str) -> RunRecords | None:
     """A run; None where its records cannot be read, which the report of that run alone would say."""
     try:
         return _told(workshop, run_id)
@@ -79,11 +82,11 @@ def _readable(workshop: Workshop, run_id: str) -> Told | None:
         return None
 
 
-def _told(workshop: Workshop, run_id: str) -> Told:
+def _told(workshop: Workshop, run_id: str) -> RunRecords:
     folder = workshop.runs.folder(run_id)
     status, specification = workshop.runs.status(run_id), Specification.read(folder)
     repeated = compared_with_original(workshop, specification)
-    return Told(
+    return RunRecords(
         specification=specification,
         status=status,
         results=gather(folder, specification, status),

@@ -1,7 +1,6 @@
-"""What is remembered of a run's rows: recent means, the beginning, the best, in constant memory whatever its length.
+"""A summary of a run's metrics rows in constant memory: recent means, the first window, the best window.
 
-Names are those of metrics.jsonl. Windows are counted in steps and follow the planned length of the run: a twentieth of
-it, between 5 and 20 rows.
+Names are those of metrics.jsonl. A window is a twentieth of the planned steps, between 5 and 20 rows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from toprope.settings.schema import Config
 
-__all__ = ["TRACKED", "Series", "Trail"]
+__all__ = ["TRACKED", "Series", "TrainingHistory"]
 
 TRACKED = (
     "reward",
@@ -46,7 +45,7 @@ _SHORTEST, _LONGEST = 5, 20
 
 
 class Series:
-    """One metric over the run."""
+    """One metric over the course of a run."""
 
     __slots__ = (
         "_recent",
@@ -72,15 +71,15 @@ class Series:
         self.lowest: float | None = None
         """The lowest single value."""
         self.start: float | None = None
-        """Mean of the first window, once it is full; it never changes afterwards."""
+        """Mean of the first full window; constant afterwards."""
         self.start_spread = 0.0
         """Standard deviation within the first window."""
         self.best: float | None = None
-        """The highest mean of a full window, and the row that it ended at."""
+        """The highest mean of a full window, and the row at which it ended."""
         self.best_at = 0
 
     def add(self, value: float, row: int) -> None:
-        """Takes in a finite value."""
+        """Add a finite value."""
         recent = self._recent
         if len(recent) == self._window:
             self._total -= recent[0]
@@ -93,7 +92,7 @@ class Series:
         if self.lowest is None or value < self.lowest:
             self.lowest = value
         if self.count >= self._window:
-            if self.count % 4096 == 0:  # what adding and taking away has left of rounding errors
+            if self.count % 4096 == 0:  # Remove rounding errors that additions and subtractions left.
                 self._total = math.fsum(recent)
             mean = self._total / self._window
             if self.start is None:
@@ -103,7 +102,7 @@ class Series:
 
     @property
     def mean(self) -> float | None:
-        """Of the last window, or of what there is of it."""
+        """Mean of the last window, or of the rows so far."""
         return self._total / len(self._recent) if self._recent else None
 
     @property
@@ -125,11 +124,11 @@ class Series:
         return self.count >= self._window
 
 
-class Trail:
-    """Everything that rules may look at.
+class TrainingHistory:
+    """The input of the rules.
 
     Args:
-        config: The run's configuration; thresholds and advice name its fields.
+        config: The run's configuration; thresholds and advice depend on it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -137,16 +136,16 @@ class Trail:
         self.steps = config.budget.steps
         self.window = max(_SHORTEST, min(_LONGEST, self.steps // 20))
         self.early = max(2 * self.window, min(60, self.steps // 10))
-        """Rows before a run is judged by what did not happen."""
+        """Rows before rules about missing progress apply."""
         self.rows = 0
         self.step = 0
         self.row: Mapping[str, Any] = {}
         """The newest row."""
         self._series = {name: Series(self.window) for name in TRACKED}
         self.entropy_at_best: float | None = None
-        """The entropy of the window in which the reward was highest."""
+        """Entropy of the window in which the reward was highest."""
         self.dropped: deque[tuple[float, float]] = deque(maxlen=self.window + 1)
-        """(groups delivered or dropped as stale so far, dropped as stale so far), by row."""
+        """Per row: (groups delivered or dropped as stale so far, groups dropped as stale so far)."""
         self._delivered = 0.0
         self.peak_move: float | None = None
         """The highest `moved_per_version` so far."""
@@ -155,16 +154,16 @@ class Trail:
         return self._series[name]
 
     def mean(self, name: str) -> float | None:
-        """Of the last window; None where the metric was never there."""
+        """Return the mean of the last window; None if the metric never occurred."""
         return self._series[name].mean
 
     def recent(self, name: str, otherwise: float = 0.0) -> float:
-        """`mean`, or `otherwise`."""
+        """Return `mean(name)`, or `otherwise` if it is None."""
         found = self._series[name].mean
         return otherwise if found is None else found
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes in a row of metrics.jsonl. Values that are missing or no numbers are passed over."""
+        """Add a row of metrics.jsonl. Missing values and values that are not numbers are skipped."""
         self.rows += 1
         self.row = row
         self.step = int(row.get("step") or self.rows)
@@ -186,23 +185,23 @@ class Trail:
 
     @property
     def gain(self) -> float:
-        """How far the recent reward is above the beginning's; 0 before the first window is over."""
+        """Recent reward minus that of the first window; 0 before the first window is full."""
         reward = self._series["reward"]
         return 0.0 if reward.start is None or reward.mean is None else reward.mean - reward.start
 
     @property
     def noise(self) -> float:
-        """How far two windows' mean rewards differ by chance: three standard errors of a difference."""
+        """Difference of two windows' mean rewards by chance: three standard errors of a difference."""
         reward = self._series["reward"]
         single = max(reward.spread, reward.start_spread)
         return 3.0 * single * math.sqrt(2.0 / self.window)
 
     @property
     def moved_per_version(self) -> float | None:
-        """Mean |change of a sampled token's log-probability| that one optimizer step makes, in nats, recently; what
-        sampler and trainer compute differently from the same weights is left out.
+        """Recent mean |change of a sampled token's log-probability| per optimizer step, in nats.
 
-        The change grows less than in proportion with the number of steps, so this errs to the low side for old groups.
+        The difference between sampler and trainer at equal weights is subtracted. The change grows less than linearly
+        with the number of steps, so this is too low for old groups.
         """
         moved, versions = self.mean("policy/moved"), self.mean("policy/moved_versions")
         if moved is None or not versions:
@@ -211,16 +210,15 @@ class Trail:
 
     @property
     def stale_share(self) -> float:
-        """Of the groups of the last window, the share that was dropped for its age."""
+        """Share of the last window's groups that were dropped as stale."""
         if len(self.dropped) < 2:
             return 0.0
         (delivered, stale), (delivered_now, stale_now) = self.dropped[0], self.dropped[-1]
         lost = max(stale_now - stale, 0.0)
-        # Those that the trainer itself dropped are in both counts; the API's own are in `dropped` alone.
+        # Both counts include groups that the trainer dropped; only `dropped` includes those that the API dropped.
         return min(1.0, lost / max(delivered_now - delivered + lost, 1.0))
 
     @property
     def thrown_off(self) -> bool:
-        """Whether single steps have changed the policy beyond recognition, for no gain: what its answers look like
-        since then says nothing about tasks or limits."""
+        """True if single steps changed the policy drastically for no gain, so that its answers tell nothing."""
         return self.peak_move is not None and self.peak_move >= 0.4 and self.gain <= self.noise

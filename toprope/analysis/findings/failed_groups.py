@@ -1,8 +1,6 @@
-"""What goes wrong in the making of groups, which no metric of the trainer shows: groups that came to nothing, by
-reason, and the kinds of errors in which rollouts ended.
+"""Groups that failed during sampling, by reason, and kinds of rollout errors; trainer metrics do not show them.
 
-The driver counts them (`making` of a run's status). A share is of the newest groups, so that what was mended, or began
-late, is told as it is now.
+The driver counts them (`making` in a run's status). Shares are over the newest groups, so they reflect the present.
 """
 
 from __future__ import annotations
@@ -15,20 +13,20 @@ from typing import Literal
 from toprope.analysis.findings.rules import MEASURED
 from toprope.records.run.findings import Finding
 
-__all__ = ["HARMLESS", "Mishaps"]
+__all__ = ["HARMLESS", "FailedGroups"]
 
 HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended"})
-"""Reasons of which no environment is guilty."""
+"""Reasons that are not the environment's fault."""
 
 _WINDOW, _FEWEST, _LEAST = 200, 20, 3
-"""Groups that a share is of, at most; groups and mishaps below which nothing is said."""
+"""Most groups in a share; fewest groups and fewest failures for a finding."""
 _WARNING, _CRITICAL = 0.05, 0.25
 _NEXT = {
-    "the prompt left no room": "raise policy.max_context, lower rollout.max_new_tokens, or make prompts shorter by the "
+    "the prompt left no room": "raise policy.max_context, lower rollout.max_new_tokens, or shorten prompts with the "
     "environment's knobs",
     "nothing was sampled": 'read_logs(component="inference") shows why no token came',
 }
-_LOOK = 'read_logs(component="environment") shows what it raised, and check_environment tries it; mend it, then '
+_LOOK = 'read_logs(component="environment") shows the error, and check_environment tries the environment; fix it, then '
 _LOOK += "start_training again"
 
 
@@ -38,8 +36,8 @@ class _Seen:
     given_up: Counter[str] = field(default_factory=Counter)
 
 
-class Mishaps:
-    """The account of one run, as its driver tells it. A driver that was started again begins anew."""
+class FailedGroups:
+    """The failed groups of one run as its driver reports them; a restarted driver counts from zero."""
 
     def __init__(self) -> None:
         self._seen: deque[_Seen] = deque([_Seen()])
@@ -47,15 +45,15 @@ class Mishaps:
         self._told = False
 
     def take(self, begun: int, given_up: Mapping[str, int], errors: Mapping[str, int] | None = None) -> Finding | None:
-        """The next account.
+        """Add the driver's next report.
 
         Args:
-            begun: Groups that were begun so far.
-            given_up: How many of them came to nothing, by reason.
-            errors: Rollouts that ended in an error of the environment, by kind.
+            begun: Groups begun so far.
+            given_up: Groups that failed so far, by reason.
+            errors: Rollouts that ended in an environment error so far, by kind.
 
         Returns:
-            What is to be said of the newest groups; None where little goes wrong.
+            A finding about the newest groups; None if few fail.
         """
         now = _Seen(begun, Counter({why: count for why, count in given_up.items() if why not in HARMLESS}))
         self._errors = Counter(errors or {})
@@ -68,7 +66,7 @@ class Mishaps:
         first = self._seen[0]
         made, lost = begun - first.begun, now.given_up - first.given_up
         total = lost.total()
-        limit = _WARNING / 2 if self._told else _WARNING  # what was told is over when it is clearly better
+        limit = _WARNING / 2 if self._told else _WARNING  # A reported finding is over once it is clearly better.
         self._told = made >= _FEWEST and total >= _LEAST and total / made >= limit
         if not self._told:
             return None
@@ -77,7 +75,7 @@ class Mishaps:
         return Finding(
             rule="groups_given_up",
             level=level,
-            what=f"{share:.0%} of the last {made} groups came to nothing: "
+            what=f"{share:.0%} of the last {made} groups failed: "
             + ", ".join(f"{reason} ({count})" for reason, count in lost.most_common(3))
             + ".",
             observed={"share": round(share, 3), "groups": made, **dict(lost.most_common(4))},
@@ -88,5 +86,5 @@ class Mishaps:
         )
 
     def kinds(self) -> list[tuple[str, int]]:
-        """The kinds of errors in which rollouts ended, the most frequent first."""
+        """The kinds of rollout errors, most frequent first."""
         return self._errors.most_common(3)
