@@ -15,7 +15,7 @@ from toprope.records.run.findings import Finding
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Event, Status, read_events
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher

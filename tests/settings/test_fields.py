@@ -1,7 +1,8 @@
 import pytest
 
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.settings.fields import all_fields, apply, find_field, get_value, knob_fields
+from toprope.settings.changes import apply
+from toprope.settings.fields import all_fields, find_field, get_value, knob_fields
 from toprope.settings.schema import SECTIONS, Config
 
 KNOBS = [

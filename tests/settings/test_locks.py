@@ -1,7 +1,8 @@
 import pytest
 
 from toprope.errors import InvalidValue, LockedField
-from toprope.settings.fields import all_fields, apply
+from toprope.settings.changes import apply
+from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.schema import Config
 from toprope.shipped import CONFIGS

@@ -7,7 +7,7 @@ import pytest
 from toprope.errors import LockedField, NotFound
 from toprope.records.index.index import Index
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.settings.fields import Change
+from toprope.settings.changes import Change
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config

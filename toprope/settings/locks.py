@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
-from toprope.settings.fields import KNOBS, Change, Field, all_fields, find_field, get_value
+from toprope.settings.changes import Change
+from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 

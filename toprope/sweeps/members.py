@@ -15,7 +15,7 @@ from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import the_books
 from toprope.workbench.drafts import Draft

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.run.specification import Dimension, SweepPlan
 from toprope.sdk.evolution import STRATEGIES, Evolution
-from toprope.settings.fields import NOT_EDITABLE, Field, find_field
+from toprope.settings.changes import NOT_EDITABLE
+from toprope.settings.fields import Field, find_field
 from toprope.settings.locks import Locks
 from toprope.workbench.drafts import Draft
 

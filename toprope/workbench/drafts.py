@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
 from toprope.records.index.index import DraftRow, EditRow, Index
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.settings.fields import KNOBS, Change, Field, all_fields, apply
+from toprope.settings.changes import Change, apply
+from toprope.settings.fields import KNOBS, Field, all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config

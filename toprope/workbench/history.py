@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.settings.fields import KNOBS, Change, all_fields, apply, get_value
+from toprope.settings.changes import Change, apply
+from toprope.settings.fields import KNOBS, all_fields, get_value
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
 

@@ -11,7 +11,7 @@ import pytest
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.settings.mixing import Curriculum, members_of
 from toprope.settings.schema import Config
 from toprope.training.rollouts.curriculum import Climb

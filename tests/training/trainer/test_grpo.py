@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.settings.algorithms import ALGORITHMS
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import BatchSource, Ending, GroupBatch, advantages, rows_of

@@ -13,7 +13,7 @@ from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember
 from toprope.records.journal.groups import Batch, Group
 from toprope.records.messages import Finished, Stepped
 from toprope.records.run.folder import RunFolder
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer

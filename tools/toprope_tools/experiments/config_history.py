@@ -19,7 +19,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
-from toprope.settings.fields import Change
+from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.budget_ledger import pencilled_in, the_books
 from toprope.supervisor.environment_variables import for_worker

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue
-from toprope.settings.fields import KNOBS, Change, Field, get_value
+from toprope.settings.changes import Change
+from toprope.settings.fields import KNOBS, Field, get_value
 from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS
 from toprope.workbench.drafts import Draft, Edit

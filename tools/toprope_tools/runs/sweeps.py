@@ -18,7 +18,7 @@ from toprope.records.run.folder import RunFolder, misfits
 from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
-from toprope.settings.fields import apply
+from toprope.settings.changes import apply
 from toprope.supervisor.capacity.budget_ledger import accounts, pencilled_in, the_books
 from toprope.sweeps.planning import make_plan, most_steps
 from toprope.workbench.drafts import Draft

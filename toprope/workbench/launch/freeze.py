@@ -14,7 +14,8 @@ from typing import Literal
 import toprope
 from toprope.errors import InvalidValue
 from toprope.records.run.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan, TrainerSource
-from toprope.settings.fields import KNOBS, all_fields, apply, get_value
+from toprope.settings.changes import apply
+from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
 from toprope.settings.mixing import curriculum_of
 from toprope.workbench.drafts import Draft
@@ -83,13 +84,7 @@ def freeze(
         if section.mixture or section.rewards:
             raise ValueError("a mixture and reward functions have to be found before they are frozen")
         ingredients = Ingredients(draft.environment)
-    problems = draft.config.conflicts()
-    for field_name, field in fields.items():
-        if field_name.startswith(f"{KNOBS}."):
-            try:
-                field.coerce(get_value(draft.config, field))
-            except InvalidValue as problem:
-                problems.append(str(problem))
+    problems = draft.config.conflicts() + knob_problems(draft.config, fields)
     curriculum = curriculum_of(section.curriculum)
     moved = fields.get(f"{KNOBS}.{curriculum.knob}") if curriculum is not None else None
     for level in curriculum.levels if curriculum is not None and moved is not None else ():

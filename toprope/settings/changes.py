@@ -1,0 +1,109 @@
+"""Edits of a configuration: several fields at once, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toprope.errors import InvalidValue, LockedField, NotFound
+from toprope.settings.algorithms import NAME, implied
+from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
+from toprope.settings.schema import SECTIONS, Config
+
+__all__ = ["NOT_EDITABLE", "Change", "LockCheck", "apply"]
+
+NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another environment"}
+"""Fields that identify a draft, and what to do instead of editing them."""
+
+
+class LockCheck(Protocol):
+    """The part of the owner's locks that `apply` needs."""
+
+    def refusal(self, field: str, value: Any) -> str | None:
+        """The owner's reason if `value` is not allowed for `field`, else None."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field's value before and after an edit."""
+
+    field: str
+    before: Any
+    after: Any
+
+
+def apply(
+    config: Config,
+    changes: Mapping[str, Any],
+    knobs: Iterable[Mapping[str, Any]] = (),
+    locks: LockCheck | None = None,
+) -> tuple[Config, list[Change]]:
+    """A copy of the configuration with all changes, and the fields that now differ. All or nothing.
+
+    Args:
+        config: Left as it is.
+        changes: Values by dotted field name, in any form that `Field.coerce` accepts.
+        knobs: The knobs on the environment's card.
+        locks: The owner's locks; a value that they do not allow is refused with the owner's reason.
+
+    Raises:
+        NotFound, LockedField, InvalidValue: Nothing was changed. The message lists every problem; the class is that of
+            the problems if they are of one kind, else InvalidValue.
+    """
+    fields = all_fields(knobs)
+    if str(changes.get(NAME, config.algorithm.name)).strip().lower() != config.algorithm.name:
+        changes = {
+            **changes,
+            **implied(changes, lambda name, value: locks is None or locks.refusal(name, value) is None),
+        }
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    set_knobs = dict(config.environment.knobs)
+    changed: list[Change] = []
+    problems: list[InvalidValue | NotFound] = []
+    for name, value in changes.items():
+        try:
+            field = find_field(name, fields)
+            if name in NOT_EDITABLE:
+                raise InvalidValue(f"{name} cannot be edited: {NOT_EDITABLE[name]}.")
+            typed = _allowed(field, value, locks)
+        except (InvalidValue, NotFound) as problem:
+            problems.append(problem)
+            continue
+        before = get_value(config, field)
+        if before != typed or type(before) is not type(typed):
+            changed.append(Change(name, before, typed))
+        if name.startswith(f"{KNOBS}."):
+            set_knobs[name.removeprefix(f"{KNOBS}.")] = typed
+        else:
+            section, _, last = name.partition(".")
+            values[section][last] = typed
+    values["environment"]["knobs"] = set_knobs
+    sections = {name: getattr(config, name).model_copy(deep=True, update=values[name]) for name in SECTIONS}
+    result = config.model_copy(update=sections)
+    if not problems and changed:
+        # Conflicts from before the edit are shown by get_config and at the start; they do not block this edit.
+        problems += [InvalidValue(text) for text in result.conflicts() if text not in config.conflicts()]
+    if not problems:
+        return result, changed
+    if len(problems) == 1:
+        raise problems[0]
+    kinds = {type(problem) for problem in problems}
+    kind = kinds.pop() if len(kinds) == 1 else InvalidValue
+    raise kind(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def _allowed(field: Field, value: Any, locks: LockCheck | None) -> Any:
+    """The value in the field's own type, if the owner allows it.
+
+    For a locked field the owner's reason comes first; the values that its type accepts are of no use there.
+    """
+    try:
+        typed = field.coerce(value)
+    except InvalidValue:
+        if locks is not None and (refusal := locks.refusal(field.name, value)):
+            raise LockedField(refusal) from None
+        raise
+    if locks is not None and (refusal := locks.refusal(field.name, typed)):
+        raise LockedField(refusal)
+    return typed

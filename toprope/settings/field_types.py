@@ -1,0 +1,123 @@
+"""Types of configuration values: strict, and able to read the text that an agent sends for a value.
+
+Agents often send JSON values as text ("1e-5", "true", "null"). A value that fits its type passes as it is; a text is
+read as the type says; everything else is refused by pydantic.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from contextlib import suppress
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+__all__ = ["card_type", "reader"]
+
+_CARD_TYPES: dict[str, Any] = {
+    "bool": bool, "boolean": bool, "int": int, "integer": int, "float": float, "number": float,
+    "str": str, "string": str, "text": str, "list": list[Any], "tuple": list[Any], "array": list[Any],
+    "dict": dict[str, Any], "object": dict[str, Any],
+}  # fmt: skip
+
+
+def reader(
+    annotation: Any, *, nullable: bool = False, choices: tuple[Any, ...] | None = None, metadata: tuple[Any, ...] = ()
+) -> TypeAdapter[Any]:
+    """An adapter that reads and checks one value.
+
+    Args:
+        annotation: A scalar type, a list or dict of one, or Any.
+        nullable: Whether null is a value.
+        choices: The only values; text is compared without regard to case.
+        metadata: Constraints and validators, as in `Annotated`.
+    """
+    if choices is not None:
+        found: Any = Annotated[Any, BeforeValidator(functools.partial(_choose, choices))]
+    elif annotation in _READABLE:
+        found = _READABLE[annotation]
+    else:
+        *key, item = get_args(annotation)
+        parts = (*key, item if item is Any else _READABLE[item])
+        found = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]  # type: ignore[index]
+    if metadata:
+        found = Annotated[found, *metadata]
+    return TypeAdapter(Annotated[found | None, BeforeValidator(_null)] if nullable else found)
+
+
+def card_type(text: str) -> tuple[Any, bool]:
+    """The type that a card names (`int | null`, `list[str]`), and whether null is among its values.
+
+    "int | float" is a number; any other union, and an unknown word, is for the environment to judge.
+    """
+    words = [word.strip() for word in text.lower().split("|")]
+    found = [_CARD_TYPES.get(word.split("[")[0], Any) for word in words if word not in ("null", "none", "nonetype")]
+    if len(found) == 1 and get_origin(found[0]) is list and (item := _CARD_TYPES.get(text[:-1].partition("[")[2])):
+        found = [list[item]] if item in _READABLE else found
+    single = found[0] if len(found) == 1 else float if {*found} == {int, float} else Any
+    return single, len(found) < len(words)
+
+
+def _null(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
+
+
+def _boolean(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def _number(value: Any) -> Any:
+    # Python reads "1_000" and "１" as numbers; a configuration should not.
+    if isinstance(value, str) and value.isascii() and "_" not in value:
+        for read in (int, float):
+            with suppress(ValueError):
+                return read(value)
+    return value
+
+
+def _whole(value: Any) -> Any:
+    value = _number(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _json_value(value: Any) -> Any:
+    """Any JSON value, or text; the environment itself judges it when it is opened."""
+    read = _json(value)
+    try:
+        json.dumps(read, allow_nan=False)
+    except (TypeError, ValueError):
+        if isinstance(value, str):  # such as "NaN"
+            return value
+        raise PydanticCustomError("not_json", "not a JSON value") from None
+    return read
+
+
+def _choose(choices: tuple[Any, ...], value: Any) -> Any:
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    if not isinstance(value, bool | list | dict):
+        text = str(value).strip().lower()
+        for choice in choices:
+            if text == str(choice).lower():
+                return choice
+    raise PydanticCustomError("not_a_choice", "not a choice")
+
+
+_READABLE: dict[Any, Any] = {
+    bool: Annotated[bool, Strict(), BeforeValidator(_boolean)],
+    int: Annotated[int, Strict(), BeforeValidator(_whole)],
+    float: Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)],
+    str: Annotated[str, Strict()],
+    Any: Annotated[Any, BeforeValidator(_json_value)],
+}
+"""Strict types that also read the text which an agent may send for their values."""
