@@ -224,8 +224,8 @@ def main(
         return [f"# {planned.path}", json.dumps({"mcpServers": {NAME: planned.entry}}, indent=2)]
     lines = []
     if kept:
-        from toprope.settings.edit import set_variable
         from toprope.settings.owner import Home
+        from toprope.settings.owner_variables import set_variable
 
         file = Home.locate().settings_file
         for component, name in kept:
