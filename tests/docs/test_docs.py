@@ -17,7 +17,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import TARGETS

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from starlette.testclient import TestClient
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from toprope_server.http.app import build_app
 from toprope_server.http.token import TokenFile
 from toprope_tools import data
@@ -282,7 +282,7 @@ def test_the_owner_does_the_same_by_commands(shop, settings, tmp_path, monkeypat
     code, said = say("export", "run-a", "-w", "succes=true")
     assert code == 1 and "Did you mean success" in said
     assert say("stop", "nobody")[0] == 1
-    for named, wrong in ((tmp_path / "missing.jsonl", "is not there"), (tmp_path, "is no file")):
+    for named, wrong in ((tmp_path / "missing.jsonl", "does not exist"), (tmp_path, "cannot be read")):
         for command in (("import", "mine", str(named)), ("build", "mine", "--file", str(named))):
             code, said = say(*command)
             assert code == 1 and wrong in said and "Nothing was changed" in said

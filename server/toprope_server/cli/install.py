@@ -102,8 +102,7 @@ def configuration_file(
     if client == "claude-code":
         if project is not None:
             return project / ".mcp.json"
-        folder = environ.get("CLAUDE_CONFIG_DIR")
-        return Path(folder) / ".claude.json" if folder else user / ".claude.json"
+        return Path(environ.get("CLAUDE_CONFIG_DIR") or user) / ".claude.json"
     if client == "inspector":
         named = environ.get("MCP_CATALOG_PATH")
         return Path(named) if named else user / ".mcp-inspector" / "mcp.json"

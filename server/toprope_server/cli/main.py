@@ -24,7 +24,7 @@ def main() -> None:
 
         serve_stdio(role)
         return
-    from toprope_server.cli.commands import build
+    from toprope_server.cli.app import build
 
     app: typer.Typer = build()
     app()

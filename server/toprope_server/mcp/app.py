@@ -78,7 +78,8 @@ class TopropeServer(MCPServer[Any]):
         self._resources.serve(self._lowlevel_server)
         for prompt in prompts_for(self._tools):
             self.add_prompt(prompt)
-        self.completion()(lambda ref, argument, context: complete(lambda: self.workshop, ref, argument, context))
+        register = self.completion()  # type: ignore[no-untyped-call] # the SDK leaves it unannotated
+        register(lambda ref, argument, context: complete(lambda: self.workshop, ref, argument, context))
 
     @cached_property
     def workshop(self) -> Workshop:

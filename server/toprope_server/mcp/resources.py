@@ -24,6 +24,8 @@ from mcp.types import (
     Resource,
     ResourceTemplate,
     SubscribeRequestParams,
+    SubscriptionsListenRequestParams,
+    SubscriptionsListenResult,
     UnsubscribeRequestParams,
 )
 
@@ -32,7 +34,6 @@ from toprope.errors import NotFound, TopropeError
 if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
     from mcp.server.lowlevel import Server
-    from mcp.types import SubscriptionsListenRequestParams, SubscriptionsListenResult
     from toprope_tools.resources.resource_changes import Changes
     from toprope_tools.workshop import Workshop
 
@@ -91,9 +92,7 @@ class Resources:
         """Has the server answer subscriptions, those of both eras."""
         server.add_request_handler("resources/subscribe", SubscribeRequestParams, self._subscribe)
         server.add_request_handler("resources/unsubscribe", UnsubscribeRequestParams, self._unsubscribe)
-        entry = server.get_request_handler("subscriptions/listen")
-        if entry is not None:
-            server.add_request_handler("subscriptions/listen", entry.params_type, self._listen)
+        server.add_request_handler("subscriptions/listen", SubscriptionsListenRequestParams, self._listen)
 
     async def listed(self) -> list[Resource]:
         """All runs as one, and the newest each. Where the workshop cannot be opened the tools say why."""

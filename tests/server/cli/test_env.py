@@ -12,7 +12,7 @@ import anyio
 import pytest
 import yaml
 from mcp.client import Client
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role
 from toprope_tools.answers.base import TOKEN_BUDGET, tokens

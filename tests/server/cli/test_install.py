@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from toprope_server.cli.install import configuration_file, server_command
 from typer.testing import CliRunner
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from typer.testing import CliRunner
 
 from tests.server.cli.test_commands import make_run

@@ -7,7 +7,7 @@ import time
 from html.parser import HTMLParser
 
 import pytest
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from toprope_server.cli.runs.report import write_report
 from toprope_tools.experiments.ledger import ledger_of
 from typer.testing import CliRunner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from toprope_server.cli.commands import build
+from toprope_server.cli.app import build
 from toprope_tools.planning.environment_check import check_environment
 from typer.testing import CliRunner
 

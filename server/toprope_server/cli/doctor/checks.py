@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,7 @@ def python(home: Home) -> Iterator[Finding]:
     """This interpreter against what the package asks for."""
     have = ".".join(map(str, sys.version_info[:3]))
     try:
-        wanted = metadata.metadata("toprope").get("Requires-Python") or ">=3.11"
+        wanted = metadata.metadata("toprope")["Requires-Python"] or ">=3.11"
     except metadata.PackageNotFoundError:
         wanted = ">=3.11"
     sound = _within(have, wanted)
@@ -182,7 +183,7 @@ def owners_files(home: Home) -> Iterator[Finding]:
         ("limits.yaml", home.limits_file, home.limits),
     ]
     for name, path in list_presets(home.preset_folders).items():
-        readers.append((f"preset {name}", path, lambda name=name: load_preset(name, home.preset_folders)))
+        readers.append((f"preset {name}", path, partial(load_preset, name, home.preset_folders)))
     sound = []
     for subject, path, read in readers:
         try:

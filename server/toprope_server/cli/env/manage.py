@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add", "listed", "remove"]
+from toprope_server.cli.context import open_workshop
+
+__all__ = ["add", "list_environments", "remove"]
 
 _EVERY_S = 2.0
 """Between two lines of progress where nobody watches them change."""
@@ -61,7 +63,6 @@ def add(
 
     from toprope.workbench.interpreters.adding import Interpreters, Order
     from toprope.workbench.interpreters.installing import Wanted
-    from toprope_server.cli.commands import _workshop
 
     wanted = Wanted(
         (),
@@ -80,17 +81,16 @@ def add(
         isolated=isolated,
         wanted=wanted,
     )
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         outcome = Interpreters(workshop.home).add(order, _Progress().told)
         typer.echo(said(outcome, count_of(workshop, outcome)))
 
 
-def listed() -> None:
+def list_environments() -> None:
     """Show the environments by ecosystem, and what was added with the interpreters it runs in."""
     from toprope.workbench.interpreters.adding import Interpreters
-    from toprope_server.cli.commands import _workshop
 
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         counts: dict[str, Counter[str]] = {}
         for entry in workshop.catalog.entries():
             counts.setdefault(entry.ecosystem, Counter())[entry.status] += 1
@@ -111,9 +111,8 @@ def listed() -> None:
 def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows it.")]) -> None:
     """Take something off the list; its interpreter goes when nothing else and no live run uses it. Your files stay."""
     from toprope.workbench.interpreters.adding import Interpreters
-    from toprope_server.cli.commands import _workshop
 
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         here = Interpreters(workshop.home)
         gone = here.remove(name)
         kept = gone.lock is not None and here.store.made(gone.lock) is not None

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from toprope_server.cli.context import reporting_errors
+
 __all__ = ["new", "write_template"]
 
 _ENVIRONMENT = '''"""{title}: an environment for Toprope. docs/environments.md says what else can be written here."""
@@ -96,9 +98,8 @@ def new(
 ) -> None:
     """Write an environment that works, with its test, to change until it is yours."""
     from toprope.settings.owner import Home
-    from toprope_server.cli.commands import _errors
 
-    with _errors():
+    with reporting_errors():
         home = Home.locate()
         place = (folder or home.configuration / "environments").expanduser().absolute()
         file, test = write_template(name, place)

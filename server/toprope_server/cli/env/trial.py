@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio
 import typer
 
+from toprope_server.cli.context import open_workshop
+
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from toprope.training.rollouts.group_sampler import Made
     from toprope.workbench.entries import Entry
 
-__all__ = ["play"]
+__all__ = ["check", "play"]
 
 SOLVER = "solver"
 _LONGEST = 2000
@@ -49,11 +51,9 @@ def play(
 
     Exit status 1 if a rollout ended with an error.
     """
-    from toprope_server.cli.commands import _workshop
-
     if split not in ("train", "validation"):
         raise typer.BadParameter("--split is train or validation; held-out tasks are for the reports of runs.")
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         bad = anyio.run(lambda: _play(workshop, name, tasks, model, _knobs(knob or []), split, max_tokens))
     raise typer.Exit(1 if bad else 0)
 
@@ -290,3 +290,33 @@ class _News:
         if text not in self._told:
             self._told.add(text)
             typer.echo(f"{text} ...", err=True)
+
+
+def check(
+    name: Annotated[str, typer.Argument(help="An environment's name, or a draft's id to check with its settings.")],
+    full: Annotated[bool, typer.Option("--full", help="Check more tasks, and memory.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, max=3600, help="The time limit. Default: 25, with --full 45.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check that an environment can teach: scores of right and wrong answers, leaks, chance, time.
+
+    Exit status 1 if something must be fixed before training on it.
+    """
+    from toprope_tools.planning.environment_check import check_environment
+    from toprope_tools.workshop import Workshop
+
+    from toprope.errors import TopropeError
+
+    try:
+        workshop = Workshop.open()
+        answer = anyio.run(lambda: check_environment(workshop, name=name, full=full, seconds=seconds))
+    except TopropeError as error:
+        typer.echo(f"toprope: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(answer.data.model_dump_json(indent=1))
+    else:
+        typer.echo("\n".join(answer.text.split("\n")[:-1]))  # the last line is an agent's next call
+    raise typer.Exit(1 if answer.data.model_dump()["verdict"] == "critical" else 0)

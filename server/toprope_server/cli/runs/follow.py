@@ -19,7 +19,7 @@ from toprope.supervisor.keeper.logs import clean, page
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["LogTail", "follow"]
+__all__ = ["LogTail", "follow_logs"]
 
 _LOOK_EVERY_S = 0.2
 _CHUNK = 1 << 18
@@ -84,7 +84,7 @@ class LogTail:
             return False  # between two names; the next look sees the new file
 
 
-def follow(workshop: Workshop, run_id: str, component: str | None, lines: int) -> None:
+def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: int) -> None:
     """Prints the end of a run's logs and all that is added, until the run has ended.
 
     Args:

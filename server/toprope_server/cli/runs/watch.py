@@ -194,7 +194,7 @@ def _said(event: Event) -> str:
     if event.kind == "state":
         reason = f": {clip(data['reason'], 200)}" if data.get("reason") else ""
         return f"{data.get('from')} -> {data.get('to')}{reason}"
-    summary = data.get("summary") if isinstance(data.get("summary"), dict) else data
+    summary: dict[str, Any] = data["summary"] if isinstance(data.get("summary"), dict) else data
     if event.kind == "evaluation" and summary.get("accuracy") is not None:
         return f"evaluation {data.get('label', '')}: accuracy {percent(summary['accuracy'])}"
     return f"{event.kind}: {clip(', '.join(f'{key} {value}' for key, value in data.items()), 200)}"

@@ -1,31 +1,27 @@
-"""The commands for people. They show what is on disk at once: the status limit is for agents, not for the owner.
+"""The `toprope` command: the group of all commands, and the short ones themselves.
 
-Each command is a few lines here; what needs more has a module of its own, imported when the command is given.
+Commands show the newest state on disk: the interval between status reports is for agents, not for the owner. A
+command that needs more than a few lines has a module of its own, imported when the command runs.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import typer
 
 import toprope
-from toprope.errors import TopropeError
+from toprope_server.cli.context import open_workshop, reporting_errors
 from toprope_server.cli.install import client_lines
 from toprope_server.mcp.roles import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from toprope_tools.answers.base import Answer
-    from toprope_tools.workshop import Workshop
 
-__all__ = ["build", "open_workshop"]
+__all__ = ["build"]
 
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
 Tools = Annotated[
@@ -36,7 +32,7 @@ COMPONENTS = "keeper, policy, api, inference, trainer, environment or conductor"
 
 
 def build() -> typer.Typer:
-    """The application with all its commands."""
+    """Build the application with all its commands."""
     app = typer.Typer(
         name="toprope",
         help="Reinforcement learning of language models, planned by an agent, held by its owner. Runs and drafts lie "
@@ -57,11 +53,18 @@ def build() -> typer.Typer:
     watching = (runs, status, watch, logs, report)
     for command in (serve, token, *watching, stop, resume, doctor, prune, install, clients, demo):
         app.command()(command)
-    from toprope_server.cli.data_commands import build as data
-    from toprope_server.cli.env.commands import build as environments
+    from toprope_server.cli import data
+    from toprope_server.cli.env import manage, new, trial
 
-    app.add_typer(environments())
-    app.add_typer(data())
+    environments = typer.Typer(name="env", help="Manage environments.", no_args_is_help=True)
+    environments.command()(new.new)
+    environments.command()(trial.check)
+    environments.command()(manage.add)
+    environments.command()(manage.remove)
+    environments.command("try")(trial.play)
+    environments.command("list")(manage.list_environments)
+    app.add_typer(environments)
+    app.add_typer(data.build())
     return app
 
 
@@ -73,31 +76,31 @@ def serve(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="With --http: the address. Others than loopback only if http.hosts of the settings has it."),
+        typer.Option(help="With --http: the address. If not loopback, it must be in http.hosts of the settings."),
     ] = None,
     read_only: ReadOnly = False,
     tools: Tools = None,
 ) -> None:
     """Serve MCP on standard input and output, for a client that started this, or over HTTP with a token."""
-    with _errors():
+    with reporting_errors():
         role = Role.of(read_only, tools)
     if not http:
         if port is not None or host is not None:
-            raise typer.BadParameter("--port and --host are of --http; without it MCP is served on standard input.")
+            raise typer.BadParameter("--port and --host need --http; without it MCP is served on standard input.")
         from toprope_server.mcp.app import serve_stdio
 
         serve_stdio(role)
-    with _errors():
+    with reporting_errors():
         from toprope_server.http.app import serve_http
 
         serve_http(host or "127.0.0.1", port, role=role)
 
 
 def token(
-    rotate: Annotated[bool, typer.Option("--rotate", help="Make a new one; the old one is refused at once.")] = False,
+    rotate: Annotated[bool, typer.Option("--rotate", help="Make a new token; the old one is refused at once.")] = False,
 ) -> None:
-    """Print the token that clients of 'serve --http' must send; made at its first use."""
-    with _errors():
+    """Print the token that clients of 'serve --http' must send; made at the first use."""
+    with reporting_errors():
         from toprope.settings.owner import Home
         from toprope_server.http.token import TokenFile
 
@@ -107,7 +110,7 @@ def token(
 
 def runs() -> None:
     """List all runs, newest first."""
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         from toprope_tools.status.status import run_row
 
         found = workshop.statuses()
@@ -118,8 +121,8 @@ def runs() -> None:
 
 
 def status(run: Run) -> None:
-    """Show how a run stands now."""
-    with _workshop() as workshop:
+    """Show the state of a run."""
+    with open_workshop() as workshop:
         from toprope_tools.status.status import numbers_line
 
         found = workshop.runs.status(run)
@@ -136,68 +139,70 @@ def status(run: Run) -> None:
 
 
 def watch(
-    run: Annotated[list[str] | None, typer.Argument(help="Ids of runs; all that are live when none is named.")] = None,
+    run: Annotated[list[str] | None, typer.Argument(help="Ids of runs; all live runs by default.")] = None,
 ) -> None:
     """Follow runs live until they have ended. In a pipe: one line for each change.
 
     Exit status 1 if one of them failed or was lost.
     """
-    with _workshop() as workshop:
-        from toprope_server.cli.runs.watch import watch as follow
+    with open_workshop() as workshop:
+        from toprope_server.cli.runs.watch import watch as watch_runs
 
-        raise typer.Exit(follow(workshop, run or []))
+        raise typer.Exit(watch_runs(workshop, run or []))
 
 
 def logs(
     run: Run,
-    component: Annotated[str | None, typer.Argument(help=f"{COMPONENTS}; with --follow, all when left out.")] = None,
+    component: Annotated[str | None, typer.Argument(help=f"{COMPONENTS}; with --follow, all by default.")] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=200, help="Lines from the end.")] = 50,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
 ) -> None:
     """Show the end of a component's log, or follow it."""
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         if follow:
-            from toprope_server.cli.runs.follow import follow as go_on
+            from toprope_server.cli.runs.follow import follow_logs
 
-            go_on(workshop, run, component, lines)
+            follow_logs(workshop, run, component, lines)
             return
         from toprope_tools.runs.logs import read_logs
 
         if component is None:
-            raise typer.BadParameter(f"Name a component: {COMPONENTS}. With --follow all are shown.")
-        _say(lambda: read_logs(workshop, run_id=run, component=component, lines=lines), last=False)
+            raise typer.BadParameter(f"Name a component: {COMPONENTS}. With --follow all logs are shown.")
+        _print_answer(lambda: read_logs(workshop, run_id=run, component=component, lines=lines), next_call=True)
 
 
 def stop(run: Run) -> None:
     """Stop a run; a training run writes a last checkpoint."""
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         from toprope_tools.runs.training import stop_training
 
-        _say(lambda: stop_training(workshop, run_id=run))
+        _print_answer(lambda: stop_training(workshop, run_id=run))
 
 
 def resume(run: Run) -> None:
-    """Go on with a run that was stopped, failed or was lost, from its last checkpoint."""
-    with _workshop() as workshop:
+    """Continue a run that was stopped, failed or was lost, from its last checkpoint."""
+    with open_workshop() as workshop:
         from toprope_tools.runs.training import resume_training
 
-        _say(lambda: resume_training(workshop, run_id=run))
+        _print_answer(lambda: resume_training(workshop, run_id=run))
 
 
 def report(
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="Where to: .html for one file, .md for Markdown with its pictures beside."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file to write: .html, or .md with a folder of pictures beside it.",
+        ),
     ],
     run: Annotated[str | None, typer.Argument(help="The run's id, as 'toprope runs' shows it.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of all runs and the ledger of experiments.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Report on all runs and experiments.")] = False,
 ) -> None:
-    """Write a report to read, keep or send on: of one run, or of everything."""
+    """Write a report of one run, or of everything, to read, keep or share."""
     if (run is None) != everything:
         raise typer.BadParameter("Name a run, or give --all.")
-    with _workshop() as workshop:
+    with open_workshop() as workshop:
         from toprope_server.cli.runs.report import write_report
 
         for path in write_report(workshop, run, output):
@@ -207,19 +212,18 @@ def report(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Make a damaged index of drafts anew; the old file is kept.")
+        bool, typer.Option("--repair", help="Rebuild a damaged index of drafts; the old file is kept.")
     ] = False,
 ) -> None:
-    """Look for what is broken or missing on this machine, and say how to mend it. Changes nothing without --repair.
+    """Find what is broken or missing on this machine, and say how to fix it. Changes nothing without --repair.
 
     Exit status 1 if something is broken.
     """
-    if repair:
-        with _errors():
-            from toprope_server.cli.doctor.repair import main as mend
+    with reporting_errors():
+        if repair:
+            from toprope_server.cli.doctor.repair import main as repair_index
 
-            raise typer.Exit(mend())
-    with _errors():
+            raise typer.Exit(repair_index())
         from toprope_server.cli.doctor.doctor import main
 
         raise typer.Exit(main(as_json))
@@ -227,16 +231,17 @@ def doctor(
 
 def prune(
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Runs that ended longer ago: 12h, 30d, 8w. Default: 30d.")
+        str | None,
+        typer.Option(metavar="AGE", help="Of runs to delete, since their end: 12h, 30d, 8w. Default: 30d."),
     ] = None,
-    keep: Annotated[int | None, typer.Option(min=0, help="Spare this many of the newest runs.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it this only shows what would go.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, which is the default.")] = False,
+    keep: Annotated[int | None, typer.Option(min=0, help="Keep this many of the newest runs.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it this is a dry run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted (default).")] = False,
 ) -> None:
-    """Delete old runs with their checkpoints, and what crashes left over. Live runs never."""
+    """Delete old runs with their checkpoints, and leftovers of crashes. Never deletes live runs."""
     if yes and dry_run:
-        raise typer.BadParameter("--yes deletes and --dry-run does not: give one of them.")
-    with _workshop() as workshop:
+        raise typer.BadParameter("Give either --yes or --dry-run.")
+    with open_workshop() as workshop:
         from toprope_server.cli.runs.prune import main
 
         raise typer.Exit(main(workshop, older_than=older_than, keep=keep, delete=yes))
@@ -244,12 +249,12 @@ def prune(
 
 def install(
     client: Annotated[str, typer.Argument(help="claude-desktop, claude-code or inspector.")],
-    show: Annotated[bool, typer.Option("--print", help="Print what would be written, and write nothing.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Only print the configuration; write nothing.")] = False,
     http: Annotated[
-        bool, typer.Option("--http", help="For 'serve --http', instead of a server that the client starts.")
+        bool, typer.Option("--http", help="Configure the client for 'serve --http' instead of a server that it starts.")
     ] = False,
     project: Annotated[
-        Path | None, typer.Option(help="claude-code: into .mcp.json of this folder instead of the user's own file.")
+        Path | None, typer.Option(help="claude-code: write .mcp.json in this folder instead of the user's own file.")
     ] = None,
     read_only: ReadOnly = False,
     tools: Tools = None,
@@ -257,13 +262,13 @@ def install(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Keep this variable of the current environment in the owner's settings.yaml, for the component that "
-            "needs it: clients do not pass it on. COMPONENT:NAME names the component. Can be repeated.",
+            help="Store this environment variable in the owner's settings.yaml for the component that needs it: "
+            "clients do not pass it on. COMPONENT:NAME names the component. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Enter this installation into a client's configuration, beside what is there; the old file is backed up."""
-    with _errors():
+    """Add this installation to a client's configuration; the rest stays, and the old file is backed up."""
+    with reporting_errors():
         from toprope_server.cli.install import main
 
         role = Role.of(read_only, tools)
@@ -272,54 +277,26 @@ def install(
 
 
 def clients() -> None:
-    """Print what to paste into Claude Desktop, Claude Code and MCP Inspector to use this installation."""
+    """Print the configuration for Claude Desktop, Claude Code and MCP Inspector to use this installation."""
     from toprope.settings.owner import Home
 
     home = Home.locate()
     typer.echo("\n".join(client_lines()))
-    typer.echo(f"\nRuns and drafts are kept in {home.path}; settings and locks are read from {home.configuration}.")
+    typer.echo(f"\nRuns and drafts are in {home.path}; settings and locks in {home.configuration}.")
 
 
 def demo() -> None:
-    """Train a tiny policy end to end, as an agent would do it; about two minutes, no GPU, key or network."""
+    """Train a tiny policy end to end, as an agent would; about two minutes, no GPU, key or network."""
     from toprope_server.cli.demo import main
 
     raise typer.Exit(main())
 
 
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Our own errors end the command with their text and exit code 1."""
-    try:
-        yield
-    except TopropeError as error:
-        typer.echo(f"toprope: {error}", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:  # the reader of a pipe has what it wanted
-        sys.stderr.close()
-        raise typer.Exit(141) from None
-
-
-@contextmanager
-def _workshop() -> Iterator[Workshop]:
-    """The owner's workshop. See `_errors`."""
-    with _errors():
-        from toprope_tools.workshop import Workshop
-
-        yield Workshop.open()
-
-
-open_workshop = _workshop
-"""For groups of commands in modules of their own."""
-
-
-def _say(work: Callable[[], Any], last: bool = True) -> None:
-    """Prints a tool's answer; without its last line, which is an agent's next call, where `last` is True."""
+def _print_answer(work: Callable[[], Awaitable[Answer]], *, next_call: bool = False) -> None:
+    """Print a tool's answer, by default without its last line, which names an agent's next call."""
 
     async def run() -> Answer:
         return await work()
 
     lines = anyio.run(run).text.split("\n")
-    typer.echo("\n".join(lines[:-1] if last and len(lines) > 1 else lines))
+    typer.echo("\n".join(lines if next_call or len(lines) == 1 else lines[:-1]))

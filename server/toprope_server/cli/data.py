@@ -1,6 +1,6 @@
-"""`toprope data ...`: rollouts as files, named data sets, and traces from outside, for people.
+"""`toprope data ...`: export rollouts, build data sets, import traces.
 
-What `data` in settings.yaml forbids holds here as well: the file says what holds on this machine.
+The `data` section of settings.yaml holds for these commands, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toprope_server.cli.context import open_workshop
+
 if TYPE_CHECKING:
+    from toprope.settings.owner import Home
     from toprope.trajectories.jobs.jobs import Job
     from toprope.workbench.data import DataOrder
 
@@ -27,12 +30,12 @@ _EVERY_S = 0.5
 
 
 def build() -> typer.Typer:
-    """The group."""
-    app = typer.Typer(name="data", help="Export rollouts, build data sets, take in traces.", no_args_is_help=True)
+    """Build the group of commands."""
+    app = typer.Typer(name="data", help="Export rollouts, build data sets, import traces.", no_args_is_help=True)
     app.command("export")(export)
-    app.command("build")(make)
-    app.command("import")(take_in)
-    app.command("list")(listed)
+    app.command("build")(build_version)
+    app.command("import")(import_traces)
+    app.command("list")(list_datasets)
     app.command("show")(show)
     app.command("stop")(stop)
     return app
@@ -42,93 +45,89 @@ def export(
     sources: Annotated[list[str], typer.Argument(help="Runs, seed groups, or data sets (best@v1).")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to; its ending says the format. Default: a file in the home."),
+        typer.Option("--output", "-o", help="The file; its ending selects the format. Default: in the home."),
     ] = None,
     form: Annotated[
         str | None, typer.Option("--format", "-f", help="jsonl, json, csv, parquet, or datasets (a folder).")
     ] = None,
     where: Where = None,
 ) -> None:
-    """Write rollouts as state, action, reward and metadata. Held-out tasks are sealed and in no file."""
+    """Write rollouts as state, action, reward and metadata. Held-out tasks are sealed and never exported."""
     from toprope.trajectories.datasets.writers import ENDINGS
     from toprope.workbench.data import export_order
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         endings = {ending: name for name, ending in ENDINGS.items() if ending}
         chosen = form or (endings.get(output.suffix, "datasets") if output is not None else "jsonl")
         target = None if output is None else output.expanduser().absolute()
         home = workshop.home.ensure()
-        outcome = _follow(home, export_order(home, sources, chosen, filters(where), target=target))
+        outcome = _run(home, export_order(home, sources, chosen, filters(where), target=target))
         typer.echo(f"{outcome.items} items ({outcome.bytes} bytes) in {outcome.path}")
-        _tell(outcome)
+        _print_notes(outcome)
 
 
-def make(
+def build_version(
     name: Annotated[str, typer.Argument(help="Of the data set; this becomes its next version.")],
     sources: Annotated[list[str] | None, typer.Argument(help="Runs, seed groups, data sets, or NAME@inbox.")] = None,
     recipe: Annotated[
         Path | None, typer.Option("--recipe", "-r", help="A YAML file: steps, target_size, split; docs/data.md.")
     ] = None,
-    file: Annotated[list[Path] | None, typer.Option("--file", help="JSON lines to read besides; repeatable.")] = None,
+    file: Annotated[list[Path] | None, typer.Option("--file", help="A further file of JSON lines; repeatable.")] = None,
     where: Where = None,
 ) -> None:
     """Build the next version of a data set from rollouts, other data sets, files, and generated items."""
     from toprope.settings.yamlfiles import read_yaml
     from toprope.workbench.data import build_order
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         home, given = workshop.home.ensure(), {} if recipe is None else read_yaml(recipe)
-        files = [_there(path) for path in file or ()]
+        files = [_existing_file(path) for path in file or ()]
         order = build_order(
             home, workshop.catalog, name, sources or [], filters(where), given, anywhere=True, files=files
         )
-        outcome = _follow(home, order)
+        outcome = _run(home, order)
         new = "" if outcome.new else " (unchanged)"
         typer.echo(f"{outcome.version}{new}: {outcome.items} items in {outcome.path}")
         for split, count in outcome.splits.items():
             typer.echo(f"  {split}: {count}")
-        _tell(outcome)
+        _print_notes(outcome)
 
 
-def take_in(
-    name: Annotated[str, typer.Argument(help="Of the data set that they are for.")],
+def import_traces(
+    name: Annotated[str, typer.Argument(help="The data set they are for.")],
     file: Annotated[Path, typer.Argument(help="JSON lines: items, or {messages, reward}; '-': standard input.")],
 ) -> None:
-    """Take traces of an agent framework in, for the next version: 'toprope data build NAME NAME@inbox'."""
+    """Import traces of an agent framework for the next version: 'toprope data build NAME NAME@inbox'."""
     import sys
 
     from toprope.workbench.data import inbox_of
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         inbox = inbox_of(workshop.home, name)
-        with sys.stdin.buffer if str(file) == "-" else _there(file).open("rb") as lines:
+        with sys.stdin.buffer if str(file) == "-" else _existing_file(file).open("rb") as lines:
             taken = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
         typer.echo(f"{taken} items wait for {name}: toprope data build {name} {name}@inbox")
 
 
-def _there(path: Path) -> Path:
-    """A file that was named and can be read, by its whole path.
+def _existing_file(path: Path) -> Path:
+    """The absolute path of a readable file.
 
     Raises:
-        InvalidValue: There is none; nothing was changed.
+        InvalidValue: The file does not exist or cannot be read.
     """
     from toprope.errors import InvalidValue
 
     found = path.expanduser().absolute()
     if not found.is_file() or not os.access(found, os.R_OK):
-        wrong = "is not there" if not found.exists() else "is no file that can be read"
-        raise InvalidValue(f"{found} {wrong}. Nothing was changed.", hint="Name a file of JSON lines.")
+        problem = "cannot be read" if found.exists() else "does not exist"
+        raise InvalidValue(f"{found} {problem}. Nothing was changed.", hint="Name a file of JSON lines.")
     return found
 
 
-def listed() -> None:
-    """List the data sets with their versions, and what is being made."""
+def list_datasets() -> None:
+    """List the data sets with their versions, and the jobs that are running."""
     from toprope.trajectories.datasets.store import DatasetStore
     from toprope.workbench.data import live_jobs
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         store = DatasetStore(workshop.home.datasets)
@@ -139,18 +138,17 @@ def listed() -> None:
                     f"{name}@{version}  {record.items} items  {record.digest[:12]}  {record.description}".rstrip()
                 )
             if store.inbox(name).is_file():
-                typer.echo(f"{name}@inbox  posted from outside, in no version yet")
+                typer.echo(f"{name}@inbox  imported, not yet in a version")
         if not store.names():
             typer.echo(f"There are no data sets in {store.path}.")
         for job in live_jobs(workshop.home):
             now = job.standing()
-            typer.echo(f"going on: {job.id}  {now.doing}, {now.read} read, {now.kept} kept")
+            typer.echo(f"running: {job.id}  {now.doing}, {now.read} read, {now.kept} kept")
 
 
 def show(name: Annotated[str, typer.Argument(help="best, or best@v2.")]) -> None:
-    """Print the card of a data set: what it holds, and what it is made of."""
+    """Print the card of a data set: its contents and sources."""
     from toprope.trajectories.datasets.store import DatasetStore
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         version = DatasetStore(workshop.home.datasets).find(name)
@@ -159,21 +157,20 @@ def show(name: Annotated[str, typer.Argument(help="best, or best@v2.")]) -> None
 
 
 def stop(job: Annotated[str, typer.Argument(help="As 'toprope data list' shows it.")]) -> None:
-    """Stop an export or a build that goes on; the same command takes a build up where it was."""
+    """Stop a running export or build; repeating the build command continues it."""
     from toprope.errors import NotFound
     from toprope.workbench.data import live_jobs
-    from toprope_server.cli.commands import open_workshop
 
     with open_workshop() as workshop:
         found = next((one for one in live_jobs(workshop.home) if one.id == job), None)
         if found is None:
-            raise NotFound(f"Nothing goes on under {job}.", hint="toprope data list shows what does.")
+            raise NotFound(f"There is no running job {job}.", hint="toprope data list shows those that run.")
         found.stop()
-        typer.echo(f"{job} is ending.")
+        typer.echo(f"{job} is stopping.")
 
 
 def filters(where: list[str] | None) -> dict[str, Any]:
-    """Filters of a command line: `success=true`, `min_reward=0.5`, `task=abc`."""
+    """Parse filters of a command line: `success=true`, `min_reward=0.5`, `task=abc`."""
     found: dict[str, Any] = {}
     for written in where or ():
         name, sign, value = written.partition("=")
@@ -188,17 +185,17 @@ def filters(where: list[str] | None) -> dict[str, Any]:
     return found
 
 
-def _follow(home: Any, order: DataOrder) -> Any:
-    """Waits for the end of an order, saying now and then how it stands."""
+def _run(home: Home, order: DataOrder) -> Any:
+    """Run an order to its end and return its outcome; report progress every ten seconds."""
     from toprope.workbench.data import begin
 
     job: Job = begin(home, order)
-    told = time.monotonic()
+    reported = time.monotonic()
     try:
         while not (now := job.standing()).ended:
-            time.sleep(_EVERY_S / 10 if time.monotonic() - told < _EVERY_S else _EVERY_S)
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
+            time.sleep(_EVERY_S / 10 if time.monotonic() - reported < _EVERY_S else _EVERY_S)
+            if time.monotonic() - reported > 10:
+                reported = time.monotonic()
                 typer.echo(f"{now.doing}: {now.read} read, {now.kept} kept", err=True)
     except KeyboardInterrupt:
         job.stop()
@@ -209,9 +206,9 @@ def _follow(home: Any, order: DataOrder) -> Any:
     return now.outcome
 
 
-def _tell(outcome: Any) -> None:
+def _print_notes(outcome: Any) -> None:
     if outcome.left_out:
-        said = ", ".join(f"{count} {why}" for why, count in outcome.left_out.items())
-        typer.echo(f"left out of {outcome.read + outcome.generated}: {said}")
+        reasons = ", ".join(f"{count} {why}" for why, count in outcome.left_out.items())
+        typer.echo(f"left out of {outcome.read + outcome.generated}: {reasons}")
     for warning in outcome.warnings:
         typer.echo(warning, err=True)

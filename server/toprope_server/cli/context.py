@@ -1,0 +1,41 @@
+"""Shared by the commands: report errors in one line, and open the owner's workshop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from toprope.errors import TopropeError
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["open_workshop", "reporting_errors"]
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Print an error of ours and end the command with exit status 1."""
+    try:
+        yield
+    except TopropeError as error:
+        typer.echo(f"toprope: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # the reader of the pipe has seen enough
+        sys.stderr.close()
+        raise typer.Exit(141) from None
+
+
+@contextmanager
+def open_workshop() -> Iterator[Workshop]:
+    """Open the owner's workshop; errors are reported as in `reporting_errors`."""
+    with reporting_errors():
+        from toprope_tools.workshop import Workshop
+
+        yield Workshop.open()
