@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import worker_environment
 from toprope.settings.schema import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.policy.tiny_model import Recipe, build
 from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import Made, RolloutMaker
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -117,11 +118,13 @@ async def _inference(policy: Path) -> AsyncIterator[str]:
 
 async def _opened(
     sample: Sample, python: str, folder: Path, policy: Path, knobs: dict[str, Any] | None = None
-) -> tuple[Link, dict[str, Any]]:
+) -> tuple[EnvironmentWorker, dict[str, Any]]:
     given = {**sample.knobs, **(knobs or {})} | ({sample.tokenizer: str(policy)} if sample.tokenizer else {})
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = (folder / f"{sample.ecosystem}.log").open("ab")
-    link = await Link.start(python, env=worker_environment(dict(os.environ)) | offline, stderr=log, timeout=60)
+    link = await EnvironmentWorker.start(
+        python, env=worker_environment(dict(os.environ)) | offline, stderr=log, timeout=60
+    )
     try:
         card = await link.call("open", timeout=_LOAD_S, source=write(sample, folder), knobs=given)
     except BaseException:
@@ -137,7 +140,7 @@ async def _played(
     another one, `warm` times, which pays for what is made once."""
     link, card = await _opened(sample, python, folder, policy, knobs)
 
-    async def opened() -> Link:
+    async def opened() -> EnvironmentWorker:
         return link
 
     client = PolicyClient(url, _SECRET)

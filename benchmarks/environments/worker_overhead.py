@@ -24,7 +24,7 @@ from typing import Any
 
 from toprope.sdk.authoring.loading import load
 from toprope.sdk.rollouts import Rollout, configure, grouped, score_together
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import Splits
 
 __all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import"]
@@ -84,7 +84,7 @@ async def measure(
     environment = configure(load(source).environment)
     splits = Splits(environment)
     here, there = [], []
-    async with await Link.start(interpreter, timeout=60) as link:
+    async with await WorkerClient.start(interpreter, timeout=60) as link:
         await link.call("open", source=dict(source), timeout=120)
         for index in range(groups + _WARM):
             task = splits.get("train", index)[0]
@@ -131,7 +131,7 @@ async def start_over_import(source: Mapping[str, Any], package: str, *, times: i
         timed = f"import time; began = time.perf_counter(); import {package}; print(time.perf_counter() - began)"
         ran = subprocess.run([sys.executable, "-P", "-c", timed], check=True, capture_output=True, text=True)
         began = time.perf_counter()
-        async with await Link.start(timeout=60) as link:
+        async with await WorkerClient.start(timeout=60) as link:
             await link.call("card", source=dict(source), timeout=120)
             whole.append(time.perf_counter() - began)
         alone.append(float(ran.stdout.splitlines()[-1]))

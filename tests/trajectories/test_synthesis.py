@@ -11,8 +11,8 @@ import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
 from toprope.records.run.specification import EnvironmentSource
-from toprope.sdk.worker.client import Link
 from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.items import TrajectoryItem, text_of
@@ -252,7 +252,7 @@ def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_ans
     source = {"file": str(tmp_path / "sparse.py"), "attribute": "Sparse"}
 
     async def work():
-        link = await Link.start(timeout=60)
+        link = await EnvironmentWorker.start(timeout=60)
         try:
             await link.call("open", timeout=60, source=source, knobs={})
 

@@ -15,7 +15,7 @@ every start: an owner's lock never fails open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,27 +153,27 @@ class Locks:
         return {lock.field: lock.record() for lock in self}
 
 
-def hold_knobs(knobs: Iterable[Mapping[str, Any]], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
+def hold_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
     """Passes knobs that the owner allows, as a worker has them: of an environment that nobody made a draft of nobody
     could tell its defaults before.
 
     Args:
-        knobs: `name` and `value` of each.
+        knobs: Values by name.
         kept: The owner's locks, as `Locks.record` gives them.
         environment: Whose knobs they are.
 
     Raises:
         LockedField: One is not.
     """
-    for knob in knobs:
-        field = f"{KNOBS}.{knob['name']}"
+    for name, value in knobs.items():
+        field = f"{KNOBS}.{name}"
         if (entry := kept.get(field)) is None:
             continue
         lock = Lock(field, entry["reason"], "value" in entry, entry.get("value"), entry.get("min"), entry.get("max"))
-        if not lock.allows(knob.get("value")):
+        if not lock.allows(value):
             raise LockedField(
-                f"{field} is locked by the owner: {lock.says}, not {knob.get('value')!r}. Reason: {lock.reason}",
-                hint=f"Set {knob['name']} among the knobs of {environment}.",
+                f"{field} is locked by the owner: {lock.says}, not {value!r}. Reason: {lock.reason}",
+                hint=f"Set {name} among the knobs of {environment}.",
             )
 
 

@@ -16,8 +16,9 @@ from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.specification import Dimension, SweepPlan
 from toprope.records.sweep_journal import Candidate, Measured
 from toprope.sdk.errors import WorkerError, WorkerFailure
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import worker_environment
 from toprope.sweeps.planning import local_strategy, strategy_arguments
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
 __all__ = ["Strategist"]
 
@@ -27,7 +28,9 @@ _LOAD_S, _CALL_S = 60.0, 60.0
 class Strategist:
     """The strategy of one sweep. Make it with `open`, and `close` it."""
 
-    def __init__(self, plan: SweepPlan, link: Link | None = None, handle: int = 0, methods: Sequence[str] = ()) -> None:
+    def __init__(
+        self, plan: SweepPlan, link: EnvironmentWorker | None = None, handle: int = 0, methods: Sequence[str] = ()
+    ) -> None:
         self._plan, self._ours = plan, local_strategy(plan)
         self._link, self._handle, self._methods = link, handle, frozenset(methods)
 
@@ -42,18 +45,16 @@ class Strategist:
             return cls(plan)
         # By the run's folder whatever the strategy leaves is known as the run's.
         given = {name: value for name, value in os.environ.items() if name == ENV_FOLDER}
-        link = await Link.start(env=worker_environment(given), timeout=_LOAD_S)
+        link = await EnvironmentWorker.start(env=worker_environment(given), timeout=_LOAD_S)
         try:
             file, name = plan.file, plan.strategy
             try:
-                made = await link.call(
-                    "make", timeout=_LOAD_S, file=file, attribute=name, arguments=strategy_arguments(plan)
-                )
+                made = await link.make(file, name, strategy_arguments(plan), timeout=_LOAD_S)
             except WorkerError as error:
                 if "is not made with these arguments" not in str(error):
                     raise
-                made = await link.call("make", timeout=_LOAD_S, file=file, attribute=name, arguments={})
-            return cls(plan, link, int(made["handle"]), made["methods"])
+                made = await link.make(file, name, {}, timeout=_LOAD_S)
+            return cls(plan, link, made.handle, made.methods)
         except WorkerFailure as error:
             await link.close()
             raise ComponentFailed(
@@ -116,7 +117,7 @@ class Strategist:
     async def _call(self, method: str, calls: list[list[Any]]) -> list[Any]:
         assert self._link is not None
         try:
-            return await self._link.call("invoke", timeout=_CALL_S, handle=self._handle, method=method, calls=calls)
+            return await self._link.invoke(self._handle, method, calls, timeout=_CALL_S)
         except WorkerFailure as error:
             raise ComponentFailed(f"The strategy {self._plan.strategy} failed in {method}: {error}") from error
 

@@ -22,7 +22,7 @@ from toprope.sdk.adapters._servers.atropos import Group
 from toprope.sdk.authoring.env_managed import Session
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import LoadError
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import WorkerClient, worker_environment
 from toprope.sdk.worker.scripted_policy import scripted
 
 SLOW_S = 300.0
@@ -30,10 +30,10 @@ OURS = ("verifiers", "openenv", "inspect_ai", "atropos")
 BY_NAME = {sample.ecosystem: sample for sample in SAMPLES if sample.ecosystem in OURS}
 
 
-async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[Link, dict[str, Any]]:
+async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[WorkerClient, dict[str, Any]]:
     python = interpreter(sample.ecosystem)
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    link = await Link.start(python, env=worker_environment(dict(os.environ)) | offline, timeout=SLOW_S)
+    link = await WorkerClient.start(python, env=worker_environment(dict(os.environ)) | offline, timeout=SLOW_S)
     try:
         return link, await link.call("open", timeout=SLOW_S, source=write(sample, folder), knobs=knobs)
     except BaseException:
@@ -42,7 +42,7 @@ async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[Link, dict
 
 
 def with_worker(
-    ecosystem: str, folder: Path, body: Callable[[Link, dict[str, Any]], Awaitable[None]], **knobs: Any
+    ecosystem: str, folder: Path, body: Callable[[WorkerClient, dict[str, Any]], Awaitable[None]], **knobs: Any
 ) -> None:
     sample = BY_NAME[ecosystem]
     if interpreter(ecosystem) is None:
@@ -56,23 +56,23 @@ def with_worker(
     asyncio.run(work())
 
 
-async def scores(link: Link, *answers: str) -> list[dict[str, Any]]:
+async def scores(link: WorkerClient, *answers: str) -> list[dict[str, Any]]:
     return [await link.call("score", timeout=SLOW_S, split="train", index=0, answer=answer) for answer in answers]
 
 
-async def run(link: Link, answer: str, size: int) -> dict[str, Any]:
+async def run(link: WorkerClient, answer: str, size: int) -> dict[str, Any]:
     with scripted(answer) as one:
         sessions = [vars(one) | {"stop": list(one.stop), "timeout_s": SLOW_S} for _ in range(size)]
         return await link.call("run", beside=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
 
 
-async def reference(link: Link) -> str:
+async def reference(link: WorkerClient) -> str:
     found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
     return str(found["tasks"][0]["reference"])
 
 
 def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Path) -> None:
-    async def body(link: Link, card: dict[str, Any]) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         weights = {name: part["weight"] for name, part in card["parts"].items()}
         assert (
             weights == {"exact": 0.75, "letters": 0.25, "length": 0.0} and card["own_loop"] and card["max_turns"] == 1
@@ -91,7 +91,7 @@ def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Pa
 
 
 def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_path: Path) -> None:
-    async def body(link: Link, card: dict[str, Any]) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         assert card["parts"].keys() == {"reward"} and card["max_turns"] == 16
         found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
         word = found["tasks"][0]["messages"][0]["content"].removeprefix("Copy: ")
@@ -105,7 +105,7 @@ def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_
 
 
 def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
-    async def body(link: Link, card: dict[str, Any]) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         assert {name: part["weight"] for name, part in card["parts"].items()} == {"exact": 0.5, "includes": 0.5}
         right = await reference(link)
         one, other = await asyncio.gather(run(link, f"{right}!?x", 2), run(link, right, 2))
@@ -117,7 +117,7 @@ def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
 
 
 def test_an_atropos_environment_is_played_without_an_api(tmp_path: Path, tiny_policy: Path) -> None:
-    async def body(link: Link, card: dict[str, Any]) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         right = await reference(link)
         good, bad = await scores(link, right, "zz")
         assert good["reward"] == 1.0 and good["success"] and good["error"] is None

@@ -13,7 +13,7 @@ import pytest
 import toprope
 from toprope.sdk.adapters.reasoning_gym import Listing
 from toprope.sdk.errors import WorkerError
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 
 SOME = ["spell_backward", "chain_sum", "boxnet", "prime_factorization", "game_of_life_halting", "word_sorting", "acre",
         "word_ladder", "time_intervals", "intermediate_integration"]  # fmt: skip
@@ -24,7 +24,7 @@ def opened(target: str, **settings: Any) -> dict[str, Any]:
     return {"source": {"adapter": "reasoning_gym", "target": target}, **settings}
 
 
-async def outcomes(link: Link, target: str, answers: list[str], **settings: Any) -> list[dict[str, Any]]:
+async def outcomes(link: WorkerClient, target: str, answers: list[str], **settings: Any) -> list[dict[str, Any]]:
     """The first training task's outcome for each answer; `{}` in one stands for the reference."""
     await link.call("open", **opened(target, **settings))
     begun = await link.call("begin", split="train", index=0, count=len(answers))
@@ -61,7 +61,7 @@ def test_the_list_follows_the_files(tmp_path: Path) -> None:
 
 def test_odd_tasks_open_with_their_own_values_begin_and_take_junk() -> None:
     async def body() -> None:
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             for target in SOME:
                 card = await link.call("open", **opened(target))
                 values = {knob["name"]: knob["value"] for knob in card["knobs"]}
@@ -78,7 +78,7 @@ def test_odd_tasks_open_with_their_own_values_begin_and_take_junk() -> None:
 def test_scoring_says_what_is_rewarded_and_never_what_succeeds() -> None:
     async def body() -> None:
         expected = {"exact": [1.0, 0.0], "partial": [1.0, 0.6], "both": [1.0, 0.3]}
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             for scoring, (right, near) in expected.items():
                 knobs = {"scoring": scoring, "min_word_len": 5, "max_word_len": 5}
                 exact, padded, most = await outcomes(link, "spell_backward", ["{}", "  {}\n", "{}"], knobs=knobs)
@@ -93,7 +93,7 @@ def test_scoring_says_what_is_rewarded_and_never_what_succeeds() -> None:
 
 def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
     async def body() -> None:
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             card = await link.call("open", **opened("spell_backward", knobs={"min_word_len": 4}))
             knobs = {knob["name"]: knob for knob in card["knobs"]}
             assert list(knobs) == ["scoring", "difficulty", "min_word_len", "max_word_len"]  # no file, no seed, no size
@@ -115,7 +115,7 @@ def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
 
 def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> None:
     async def read(seed: int) -> dict[str, list[str]]:
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             knobs = {"min_word_len": 3, "max_word_len": 3}
             await link.call("open", **opened("spell_backward", knobs=knobs, seed=seed))
             return {
@@ -136,7 +136,7 @@ def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> N
     assert len(one["train"]) > 6 * len(one["heldout"]) > 200
 
 
-async def levels(link: Link) -> None:
+async def levels(link: WorkerClient) -> None:
     async def knobs_of(target: str, **knobs: Any) -> dict[str, Any]:
         card = await link.call("open", **opened(target, knobs=knobs))
         return {knob["name"]: knob for knob in card["knobs"]}
@@ -161,7 +161,7 @@ async def levels(link: Link) -> None:
         await knobs_of("spell_backward", difficulty=6)
 
 
-async def mixture(link: Link) -> None:
+async def mixture(link: WorkerClient) -> None:
     tasks = [{"name": "spell_backward", "weight": 3, "knobs": {"min_word_len": 3, "max_word_len": 3}},
              {"name": "gcd", "knobs": {"difficulty": 1}}]  # fmt: skip
     card = await link.call("open", **opened("composite", knobs={"tasks": tasks, "scoring": "exact"}))
@@ -196,7 +196,7 @@ async def mixture(link: Link) -> None:
 
 def test_difficulty_is_the_level_that_a_task_accepts_and_a_composite_mixes_tasks() -> None:
     async def body() -> None:
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             await levels(link)
             await mixture(link)
 

@@ -13,7 +13,7 @@ import pytest
 
 from toprope.sdk.adapters import textarena
 from toprope.sdk.errors import WorkerError
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import WorkerClient, worker_environment
 
 REAL = Path(os.environ.get("TOPROPE_ECOSYSTEMS", Path.home() / ".cache/toprope/ecosystems")) / "textarena"
 
@@ -188,9 +188,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_games(packages: Path, body: Callable[[Link], Awaitable[Any]]) -> Any:
+def with_games(packages: Path, body: Callable[[WorkerClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        async with await Link.start(env=worker_environment({"PYTHONPATH": str(packages)}), timeout=60) as link:
+        async with await WorkerClient.start(env=worker_environment({"PYTHONPATH": str(packages)}), timeout=60) as link:
             return await body(link)
 
     return asyncio.run(main())
@@ -200,14 +200,14 @@ def source(target: str) -> dict[str, Any]:
     return {"source": {"adapter": "textarena", "target": target}}
 
 
-async def begun(link: Link, count: int, index: int = 0, **knobs: Any) -> tuple[list[int], list[dict[str, Any]]]:
+async def begun(link: WorkerClient, count: int, index: int = 0, **knobs: Any) -> tuple[list[int], list[dict[str, Any]]]:
     await link.call("open", **source("Guess-v0"), knobs=knobs)
     answer = await link.call("begin", split="train", index=index, count=count)
     assert "per_rollout" not in answer  # a group plays one game
     return answer["rollouts"], answer["messages"]
 
 
-async def say(link: Link, *moves: list[Any]) -> list[dict[str, Any]]:
+async def say(link: WorkerClient, *moves: list[Any]) -> list[dict[str, Any]]:
     return await link.call("advance", moves=[[*move, False] for move in moves])
 
 
@@ -228,7 +228,7 @@ def test_games_are_listed_with_what_is_known_against_them(packages: Path, monkey
 
 
 def test_a_group_plays_one_game_turn_by_turn(packages: Path) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         (a, b, c), first = await begun(link, 3)
         assert first == [{"role": "user", "content": "Guess from 1 to 9."}]
         one, two, three = await say(link, [a, "0"], [b, "0"], [c, "what?"])
@@ -246,7 +246,7 @@ def test_a_group_plays_one_game_turn_by_turn(packages: Path) -> None:
 
 
 def test_who_guesses_wins_and_what_is_cut_short_gets_its_share(packages: Path) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         handles, _ = await begun(link, 9, turns=2)
         outcomes = [turn["outcome"] for turn in await say(link, *([one, str(n + 1)] for n, one in enumerate(handles)))]
         won = [outcome for outcome in outcomes if outcome]
@@ -259,7 +259,7 @@ def test_who_guesses_wins_and_what_is_cut_short_gets_its_share(packages: Path) -
 
 
 def test_games_that_begin_alike_are_one_task_unless_all_do(packages: Path) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         for target, least, most in (("Guess-v0", 9, 9), ("Same-v0", 60, 10_000)):
             card = await link.call("open", **source(target))
             sizes = await link.call("survey", limit=60, seconds=10.0, timeout=60)
@@ -283,7 +283,7 @@ def test_what_does_not_start_says_why(packages: Path) -> None:
         ("Guess-v0", {"high": 1}, "invalid", "refuses these knobs: high must be more than 1"),
     ]
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         for target, knobs, kind, said in cases:
             with pytest.raises(WorkerError) as caught:
                 await link.call("open", **source(target), knobs=knobs)
@@ -302,7 +302,7 @@ def test_the_real_games_play(tmp_path: Path) -> None:
     assert len(listed) > 70 and len(ready) >= 55
 
     async def main() -> None:
-        async with await Link.start(str(python), timeout=60) as link:
+        async with await WorkerClient.start(str(python), timeout=60) as link:
             for target in ("GuessTheNumber-v0", "Blackjack-v0", "Countdown-v0", "ThreeCardMonte-v0"):
                 await link.call("open", **source(target), timeout=60)
                 begun = await link.call("begin", split="train", index=0, count=2)

@@ -15,7 +15,7 @@ from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError, WorkerError
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.service import Service
 
 REWARDS = """
@@ -347,7 +347,7 @@ def test_trls_own_rewards_run_in_a_worker(tmp_path: Path) -> None:
     target = {"file": file, "reward_funcs": ["think_format_reward", "repetition"]}
 
     async def main() -> list[dict[str, Any]]:
-        async with await Link.start(timeout=60) as link:
+        async with await WorkerClient.start(timeout=60) as link:
             for ranges in ({"nothing": [0, 1]}, {"repetition_penalty_reward": [-1, 0]}):
                 source = {"adapter": "trl", "target": json.dumps({**target, "ranges": ranges})}
                 try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toprope.sdk.errors import WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import split_of
 
 ENVIRONMENT = '''
@@ -82,12 +82,12 @@ def reward(folder: Path, attribute: str, weight: float = 1.0, name: str | None =
 
 
 def worked(
-    folder: Path, work: Callable[[Link], Awaitable[Any]], attribute: str = "Numbers", **arguments: Any
+    folder: Path, work: Callable[[WorkerClient], Awaitable[Any]], attribute: str = "Numbers", **arguments: Any
 ) -> tuple[dict[str, Any], Any]:
     """The card of the opened environment, and what `work` gave."""
 
     async def run() -> tuple[dict[str, Any], Any]:
-        async with await Link.start() as link:
+        async with await WorkerClient.start() as link:
             source = {"file": str(folder / "numbers_env.py"), "attribute": attribute}
             card = await link.call("open", source=source, **arguments)
             return card, await work(link)
@@ -95,7 +95,7 @@ def worked(
     return asyncio.run(run())
 
 
-async def played(link: Link, *answers: str, variant: str = "", **how: Any) -> list[dict[str, Any]]:
+async def played(link: WorkerClient, *answers: str, variant: str = "", **how: Any) -> list[dict[str, Any]]:
     where = {"variant": variant} if variant else {}
     begun = await link.call("begin", split="train", index=0, count=len(answers), **where, **how)
     moves = [[handle, answer] for handle, answer in zip(begun["rollouts"], answers, strict=True)]
@@ -103,7 +103,7 @@ async def played(link: Link, *answers: str, variant: str = "", **how: Any) -> li
 
 
 def test_functions_are_parts_of_the_reward_and_success_stays_the_environments_own(folder: Path) -> None:
-    async def work(link: Link) -> Any:
+    async def work(link: WorkerClient) -> Any:
         task = (await link.call("tasks", split="train", start=0, count=1))["tasks"][0]
         return await played(link, task["reference"], "123456789"), await played(link, "x", weights={"short": 3.0})
 
@@ -118,7 +118,7 @@ def test_functions_are_parts_of_the_reward_and_success_stays_the_environments_ow
 
 
 def test_async_functions_of_a_group_wait_beside_each_other_and_their_errors_are_data(folder: Path) -> None:
-    async def work(link: Link) -> Any:
+    async def work(link: WorkerClient) -> Any:
         began = time.monotonic()
         outcomes = await played(link, "boom", "seven", *["x"] * 14)
         elapsed = time.monotonic() - began
@@ -134,7 +134,7 @@ def test_async_functions_of_a_group_wait_beside_each_other_and_their_errors_are_
 
 
 def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_meanwhile(folder: Path) -> None:
-    async def work(link: Link) -> None:
+    async def work(link: WorkerClient) -> None:
         hangs = asyncio.create_task(link.call("score", split="train", index=0, answer="never", timeout=1.0))
         until = time.monotonic() + 60
         while not hangs.done() and time.monotonic() < until:
@@ -160,14 +160,14 @@ def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_mean
 def test_functions_that_cannot_be_used_are_told_when_the_environment_opens(
     folder: Path, function: tuple[Any, ...], says: str
 ) -> None:
-    async def nothing(link: Link) -> None: ...
+    async def nothing(link: WorkerClient) -> None: ...
 
     with pytest.raises(WorkerError, match=says):
         worked(folder, nothing, rewards=[reward(folder, *function)])
 
 
 def test_a_variant_plays_beside_rollouts_in_progress_and_shares_no_split_of_content(folder: Path) -> None:
-    async def work(link: Link) -> Any:
+    async def work(link: WorkerClient) -> Any:
         begun = await link.call("begin", split="train", index=0, count=1)
         card = await link.call("vary", variant="level-1", knobs={"digits": 2})
         assert [knob["value"] for knob in card["knobs"]] == [2]

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 from toprope.workbench.catalog.catalog import Catalog
 
 ODD = """
@@ -62,7 +62,7 @@ def test_the_end_of_a_worker_is_seen_though_a_daemon_holds_its_pipes(tmp_path):
     file.write_text(ODD.format(token=token) + "\nimport os\nos._exit(3)\n")
 
     async def work():
-        link = await Link.start()
+        link = await WorkerClient.start()
         began = time.monotonic()
         try:
             await link.call("open", timeout=60, source={"file": str(file), "attribute": "Odd"})

@@ -18,7 +18,7 @@ import pytest
 
 import toprope.sdk.worker.client
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import WorkerClient, worker_environment
 
 HEAD = "import os, subprocess, sys, time\nfrom toprope.sdk import Environment, Part, Task, knob\n"
 
@@ -83,9 +83,9 @@ class Mine(Environment):
 )
 
 
-def with_link(body: Callable[[Link], Awaitable[Any]], **arguments: Any) -> Any:
+def with_link(body: Callable[[WorkerClient], Awaitable[Any]], **arguments: Any) -> Any:
     async def run() -> Any:
-        async with await Link.start(**arguments) as link:
+        async with await WorkerClient.start(**arguments) as link:
             result = await asyncio.wait_for(body(link), 60)
         assert not psutil.pid_exists(link.pid)
         return result
@@ -100,7 +100,7 @@ def behaviour(tmp_path: Path) -> dict[str, str]:
     return {"file": str(file), "attribute": "Mine"}
 
 
-async def say(link: Link, text: str, count: int = 1, timeout: float = 20.0) -> dict[str, Any]:
+async def say(link: WorkerClient, text: str, count: int = 1, timeout: float = 20.0) -> dict[str, Any]:
     """Begins the first task and gives one answer; the last rollout's turn."""
     begun = await link.call("begin", split="train", index=0, count=count)
     moves = [[handle, text, False] for handle in begun["rollouts"]]
@@ -108,7 +108,7 @@ async def say(link: Link, text: str, count: int = 1, timeout: float = 20.0) -> d
 
 
 def test_a_group_takes_two_calls(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         card = await link.call("open", source=behaviour)
         assert card["name"] == "behaviour" and card["max_turns"] == 2 and card["max_reward"] == 1.0
         begun = await link.call("begin", split="train", index=1, count=3)
@@ -135,7 +135,7 @@ def test_a_group_takes_two_calls(behaviour: dict[str, str]) -> None:
 def test_what_the_environment_prints_goes_to_standard_error(behaviour: dict[str, str]) -> None:
     sink = io.BytesIO()
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         assert (await say(link, "print"))["done"]
         assert (await say(link, "read"))["messages"][0]["content"] == "|b''"
@@ -156,7 +156,7 @@ def test_what_the_environment_prints_goes_to_standard_error(behaviour: dict[str,
     ],
 )
 def test_a_bad_rollout_is_data(behaviour: dict[str, str], answer: str, said: str) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         turn = await say(link, answer, count=2)
         assert turn["done"] and turn["outcome"]["reward"] == 0.0 and said in turn["outcome"]["error"]
@@ -166,7 +166,7 @@ def test_a_bad_rollout_is_data(behaviour: dict[str, str], answer: str, said: str
 
 
 def test_a_fork_that_comes_back_is_not_a_second_worker(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         for text in ("fork", "fork and stay"):
             assert (await say(link, text))["done"]
@@ -177,7 +177,7 @@ def test_a_fork_that_comes_back_is_not_a_second_worker(behaviour: dict[str, str]
 
 @pytest.mark.parametrize(("answer", "code", "said"), [("os._exit", 7, "exit code 7"), ("kill", -9, "SIGKILL")])
 def test_the_death_of_a_worker_fails_every_call(behaviour: dict[str, str], answer: str, code: int, said: str) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         begun = await link.call("begin", split="train", index=0, count=1)
         calls = [link.call("advance", moves=[[begun["rollouts"][0], answer, False]]), link.call("ping")]
@@ -192,7 +192,7 @@ def test_the_death_of_a_worker_fails_every_call(behaviour: dict[str, str], answe
 
 
 def test_a_call_without_an_answer_costs_the_worker_its_life_and_its_children_theirs(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         orphan = int((await say(link, "orphan"))["messages"][0]["content"])
         assert psutil.pid_exists(orphan)
@@ -208,7 +208,7 @@ def test_a_call_without_an_answer_costs_the_worker_its_life_and_its_children_the
 
 
 def test_a_call_that_waits_behind_a_slow_one_keeps_its_time(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         began = time.monotonic()
         await asyncio.gather(*(say(link, "slow", timeout=0.9) for _ in range(3)))
@@ -218,7 +218,7 @@ def test_a_call_that_waits_behind_a_slow_one_keeps_its_time(behaviour: dict[str,
 
 
 def test_an_answer_that_nobody_waits_for_is_passed_over(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         abandoned = asyncio.create_task(say(link, "slow"))
         await asyncio.wait([abandoned], timeout=0.1)
@@ -229,7 +229,7 @@ def test_an_answer_that_nobody_waits_for_is_passed_over(behaviour: dict[str, str
 
 
 def test_large_messages_pass_in_both_directions(behaviour: dict[str, str]) -> None:
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         assert len((await say(link, "large"))["messages"][0]["content"]) == 3_000_000
         assert (await say(link, "é" * 2_000_000))["done"]
@@ -259,7 +259,7 @@ def test_what_does_not_load_says_why_and_where(tmp_path: Path, text: str, kind: 
     file.write_text(text)
     root = str(Path(toprope.sdk.worker.client.__file__).parents[3])
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         with pytest.raises(WorkerError) as failure:
             await link.call("open", source={"file": str(file), "attribute": "Mine"})
         assert (failure.value.kind, said in failure.value.message) == (kind, True), failure.value
@@ -282,7 +282,7 @@ def test_wrong_requests_are_answered(behaviour: dict[str, str]) -> None:
         ("tasks", {"split": "train"}, "invalid", "needs start, count"),
     ]
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         for op, arguments, kind, said in requests:
             with pytest.raises(WorkerError) as failure:
                 await link.call(op, **arguments)
@@ -305,7 +305,7 @@ def test_a_card_does_not_set_the_environment_up(tmp_path: Path) -> None:
     file.write_text(HEAD + "class Mine(Environment):\n  '''Do.'''\n  class Knobs:\n    n: int = knob(2)\n"
                     "  def setup(self): raise OSError\n  def tasks(self): raise OSError\n")  # fmt: skip
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         card = await link.call("card", source={"file": str(file)})
         assert card["description"] == "Do." and card["knobs"][0]["value"] == 2 and "sha256" in card["versions"]
 
@@ -317,7 +317,7 @@ def test_what_rollouts_see_first_may_differ(tmp_path: Path) -> None:
     file.write_text(HEAD + "import itertools\ncounter = itertools.count()\nclass Mine(Environment):\n" + TASKS +
                     "    def reset(self, task):\n        return f'{next(counter)}'\n")  # fmt: skip
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         await link.call("open", source={"file": str(file)})
         begun = await link.call("begin", split="train", index=0, count=2)
         assert [messages[0]["content"] for messages in begun["per_rollout"]] == ["0", "1"]
@@ -338,7 +338,7 @@ def test_the_users_modules_come_first_and_ours_do_not_come_at_all(tmp_path: Path
     )
     root = str(Path(toprope.sdk.worker.client.__file__).parents[3])
 
-    async def body(link: Link) -> None:
+    async def body(link: WorkerClient) -> None:
         card = await link.call("open", source={"file": str(file), "attribute": "Mine"})
         assert (card["name"], card["tags"]) == ("theirs", ["toprope.sdk", "no PYTHONPATH"])
 
@@ -382,11 +382,11 @@ def test_a_worker_ends_when_its_caller_is_gone(behaviour: dict[str, str]) -> Non
 
 def test_an_interpreter_that_is_none_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="cannot be started"):
-        asyncio.run(Link.start(str(tmp_path / "python")))
+        asyncio.run(WorkerClient.start(str(tmp_path / "python")))
     with pytest.raises(WorkerDied, match="exit code 1"):
-        asyncio.run(Link.start("false"))
+        asyncio.run(WorkerClient.start("false"))
     with pytest.raises(WorkerTimeout):
-        asyncio.run(Link.start(wrapper=["sh", "-c", "sleep 60"], timeout=0.2))
+        asyncio.run(WorkerClient.start(wrapper=["sh", "-c", "sleep 60"], timeout=0.2))
 
 
 def test_a_wrapper_starts_the_worker() -> None:

@@ -14,9 +14,9 @@ from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound
 from toprope.records.journal.traces import read_traces
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.sdk.authoring.environment import Task
-from toprope.sdk.worker.client import Link
 from toprope.settings.schema import Config
 from toprope.training.demonstrations.from_dataset import content_id, take_given
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import TrajectoryItem
@@ -67,11 +67,11 @@ def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
     seen: list[tuple[str, str]] = []
 
     async def work() -> None:
-        link = await Link.start()
+        link = await EnvironmentWorker.start()
         try:
             await link.call("open", source={"file": str(tmp_path / "add.py"), "attribute": "Add"})
 
-            async def the_link() -> Link:
+            async def the_link() -> EnvironmentWorker:
                 return link
 
             host = SimpleNamespace(

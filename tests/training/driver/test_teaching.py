@@ -11,9 +11,10 @@ import pytest
 
 from toprope.errors import ComponentFailed
 from toprope.records.messages import Renewed
-from toprope.sdk.worker.client import Link
+from toprope.records.worker_messages import Card
 from toprope.settings.schema import EnvironmentSection, LauncherSection
 from toprope.training.driver.reward_signal_check import require_teaching
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import Worker
 
 HEAD = """import os
@@ -28,12 +29,12 @@ def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
     """What the keeper was told, and how often an answer was scored."""
     (folder / "mine.py").write_text(HEAD + code)
     reports: list[Any] = []
-    card: dict[str, Any] = {}
+    cards: list[Card] = []
     asked: list[str] = []
 
-    async def opened() -> Link:
-        link = await Link.start()
-        card.update(await link.call("open", source={"file": str(folder / "mine.py"), "attribute": "Mine"}))
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start()
+        cards.append(await link.open({"file": str(folder / "mine.py"), "attribute": "Mine"}, timeout=60))
         call = link.call
 
         async def counted(op: str, **arguments: Any) -> Any:
@@ -47,7 +48,7 @@ def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
         launcher = LauncherSection(restarts=2, restart_backoff_s=0.01)
         async with asyncio.timeout(120), await Worker.start(opened, launcher, reports.append) as worker:
             plan = SimpleNamespace(section=EnvironmentSection(**section))
-            host: Any = SimpleNamespace(worker=worker, plan=plan, card=card, alone=True, label="mine")
+            host: Any = SimpleNamespace(worker=worker, plan=plan, card=cards[0], alone=True, label="mine")
             await require_teaching(host)
             assert (await worker.link()).alive
 

@@ -16,10 +16,10 @@ from toprope.errors import ComponentFailed
 from toprope.records.run.digests import environment_digest, measuring
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
-from toprope.sdk.worker.client import Link
 from toprope.settings.schema import LauncherSection
 from toprope.training.driver.contamination import Contents, words_of, write_contents
 from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import RolloutMaker
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -71,8 +71,8 @@ def play(tmp_path: Path, answer: str, work: Any) -> tuple[Any, Heard]:
     file.write_text(CHATTY)
     heard = Heard()
 
-    async def opened() -> Link:
-        link = await Link.start(stderr=heard)
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start(stderr=heard)
         await link.call("open", source={"file": str(file), "attribute": "Chatty"})
         return link
 
@@ -104,7 +104,7 @@ def canaries(text: str) -> set[str]:
 
 @pytest.mark.parametrize("answer", ["1", "raise"])
 def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
-    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> set[str]:
+    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> set[str]:
         await evaluator.heldout("before", 30, 3, greedy=True)
         write_contents(RunFolder(tmp_path / "run"), 1, contents)
         sealed = await link.call("tasks", split="heldout", start=0, count=800)
@@ -132,7 +132,7 @@ def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
 
 
 def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
-    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
         await evaluator.heldout("before", 10, 1, greedy=False)
 
     with pytest.raises(ComponentFailed, match="sealed") as failed:
@@ -141,7 +141,7 @@ def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
 
 
 def test_the_worker_is_heard_again_after_a_seal(tmp_path):
-    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
         for _ in range(3):
             async with link.sealed():
                 await link.call("score", split="heldout", index=1, answer="1")
@@ -155,7 +155,7 @@ def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_p
     """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
     played: list[str] = []
 
-    async def work(evaluator: Evaluator, link: Link, contents: Contents) -> None:
+    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
         ask_worker = link.call
 
         async def call(op: str, /, **arguments: Any) -> Any:

@@ -12,12 +12,12 @@ import pytest
 from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
-from toprope.sdk.worker.client import Link
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import LauncherSection
 from toprope.training.evaluation.model_comparison import best_of, contest
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import RolloutMaker
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -122,8 +122,8 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
         raise ComponentFailed("The policy could not be brought up: no memory")
 
     async def work() -> list[Any]:
-        async def opened() -> Link:
-            link = await Link.start()
+        async def opened() -> EnvironmentWorker:
+            link = await EnvironmentWorker.start()
             await link.call("open", source={"file": str(file), "attribute": "Add"})
             return link
 

@@ -11,11 +11,11 @@ import pytest
 
 from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
-from toprope.sdk.worker.client import Link
 from toprope.sdk.worker.resource_limits import network_can_be_denied
 from toprope.settings.schema import LauncherSection
 from toprope.training.driver.mishaps import Errors, reason_of
 from toprope.training.rollouts import restarting_worker as workers
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.memory_watch import held_mb, watch_memory
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -35,16 +35,16 @@ class Greedy(Environment):
 """  # noqa: E501
 
 
-async def opened(folder: Path, **limits: Any) -> Link:
+async def opened(folder: Path, **limits: Any) -> EnvironmentWorker:
     (folder / "greedy.py").write_text(GREEDY)
-    link = await Link.start()
+    link = await EnvironmentWorker.start()
     if limits:
         await link.call("limit", **limits)
     await link.call("open", source={"file": str(folder / "greedy.py"), "attribute": "Greedy"})
     return link
 
 
-async def said(link: Link, answer: str) -> dict[str, Any]:
+async def said(link: EnvironmentWorker, answer: str) -> dict[str, Any]:
     found: dict[str, Any] = await link.call("score", split="train", index=0, answer=answer)
     return found
 
@@ -133,7 +133,7 @@ def test_halves_of_characters_reach_nobody(tmp_path: Path) -> None:
     )
 
     async def run() -> None:
-        async with await Link.start() as link:
+        async with await EnvironmentWorker.start() as link:
             await link.call("open", source={"file": str(tmp_path / "odd.py"), "attribute": "Odd"})
             begun = await link.call("begin", split="train", index=0, count=1)
             [first] = await link.call("advance", moves=[[begun["rollouts"][0], "a"]])

@@ -13,7 +13,6 @@ import torch
 
 from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.sdk.errors import WorkerError
-from toprope.sdk.worker.client import Link
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import LauncherSection
 from toprope.training.component.http_server import serve
@@ -25,6 +24,7 @@ from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.endpoint_proxy import Relay
 from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker, chain_of
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import Worker
 
 SECRET = "s3cret"
@@ -94,8 +94,8 @@ def play(
     (folder / "talk.py").write_text(TALK)
     server = InferenceServer(engine, load_tokenizer(tiny_policy), model_name="policy", secret=SECRET)
 
-    async def opened() -> Link:
-        link = await Link.start(timeout=60)
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start(timeout=60)
         await link.call("open", timeout=60, source={"file": str(folder / "talk.py"), "attribute": "Talk"})
         return link
 
@@ -194,7 +194,7 @@ def test_a_fixed_answer_is_scored_by_letting_the_environment_play(tmp_path: Path
     (tmp_path / "talk.py").write_text(TALK)
 
     async def work() -> None:
-        async with await Link.start(timeout=60) as link:
+        async with await EnvironmentWorker.start(timeout=60) as link:
             card = await link.call("open", timeout=60, source={"file": str(tmp_path / "talk.py"), "attribute": "Talk"})
             assert card["own_loop"]
             outcome = await link.call("score", timeout=60, split="heldout", index=0, answer="hello")
@@ -211,8 +211,8 @@ def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path
     stand_in = OpenAiStandIn(lambda question: f"heard {question[:6]}")
     key = "sk-very-secret-0123456789"
 
-    async def opened() -> Link:
-        link = await Link.start(timeout=60)
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start(timeout=60)
         await link.call("open", timeout=60, source={"file": str(tmp_path / "talk.py"), "attribute": "Talk"})
         return link
 

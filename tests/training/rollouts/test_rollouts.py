@@ -12,11 +12,11 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.records.run.folder import RunFolder
-from toprope.sdk.worker.client import Link
 from toprope.settings.schema import LauncherSection
 from toprope.training.evaluation.evaluator import Evaluator, summarize
 from toprope.training.inference.client import Answer, PromptTooLong, Sampling
 from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import Made, RolloutMaker
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -81,12 +81,14 @@ class ScriptedPolicy:
         self.closed.append(session)
 
 
-def play(tmp_path: Path, policy: ScriptedPolicy, work: Callable[[RolloutMaker, Link], Awaitable[Any]]) -> Any:
+def play(
+    tmp_path: Path, policy: ScriptedPolicy, work: Callable[[RolloutMaker, EnvironmentWorker], Awaitable[Any]]
+) -> Any:
     file = tmp_path / "countdown.py"
     file.write_text(COUNTDOWN)
 
-    async def opened() -> Link:
-        link = await Link.start()
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start()
         await link.call("open", source={"file": str(file), "attribute": "Countdown"})
         return link
 
@@ -107,7 +109,7 @@ def number_below(messages: list[dict[str, Any]], index: int) -> str:
 def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> None:
     policy = ScriptedPolicy(number_below)
 
-    async def work(maker: RolloutMaker, link: Link) -> list[Made]:
+    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> list[Made]:
         return [await maker.make("train", index, 3, SAMPLING) for index in range(6)]
 
     for made in play(tmp_path, policy, work):
@@ -131,7 +133,7 @@ def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> N
 def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "boom" if index == 1 else number_below(messages, index))
 
-    async def work(maker: RolloutMaker, link: Link) -> Made:
+    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> Made:
         return await maker.make("train", 0, 3, SAMPLING)
 
     made = play(tmp_path, policy, work)
@@ -143,7 +145,7 @@ def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None
 def test_a_conversation_that_outgrows_the_context_is_a_truncated_rollout(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "x" * 30, context=60)
 
-    async def work(maker: RolloutMaker, link: Link) -> list[Made]:
+    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> list[Made]:
         return [await maker.make("train", index, 2, SAMPLING) for index in range(6)]
 
     outcomes = [outcome for made in play(tmp_path, policy, work) for outcome in made.outcomes]
@@ -156,7 +158,7 @@ def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> Non
     def answer(messages: list[dict[str, Any]], index: int) -> str:
         raise RuntimeError("inference is gone")
 
-    async def work(maker: RolloutMaker, link: Link) -> int:
+    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> int:
         try:
             await maker.make("train", 0, 3, SAMPLING)
         except RuntimeError:
@@ -169,7 +171,7 @@ def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> Non
 def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     policy = ScriptedPolicy(number_below, context)
 
-    async def work(maker: RolloutMaker, link: Link) -> dict[str, Any]:
+    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> dict[str, Any]:
         folder = RunFolder(tmp_path)
         folder.evaluations.mkdir()
         evaluator = Evaluator(folder, maker, SAMPLING, concurrency=4, progress=lambda *told: None)

@@ -13,10 +13,10 @@ import pytest
 
 from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
-from toprope.sdk.worker.client import Link
 from toprope.settings.schema import LauncherSection
 from toprope.training.inference.client import Answer, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import Made, RolloutMaker
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -79,8 +79,8 @@ def play(
     (tmp_path / "odd.py").write_text(ODD)
     reports: list[Any] = []
 
-    async def opened() -> Link:
-        link = await Link.start()
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start()
         await link.call("open", source={"file": str(tmp_path / "odd.py"), "attribute": "Odd"})
         return link
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
@@ -123,7 +124,7 @@ def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
     description = asyncio.run(catalog.describe(catalog.find("good"), {"size": 5}, examples=2))
     card = description.card
     assert (card.name, card.description, card.max_reward) == ("good", "Say the number.", 1.0)
-    assert card.knobs[0].model_dump() == {
+    assert msgspec.structs.asdict(card.knobs[0]) == {
         "name": "size", "type": "int", "default": 3, "description": "how large", "ge": 1, "le": 9, "choices": None,
         "value": 5,
     }  # fmt: skip

@@ -72,7 +72,7 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
                 )
         except TimeoutError:
             raise EnvironmentFailed(f"{entry.name} did not answer within {_LOAD_S:.0f} s; no draft was made.") from None
-        knobs = [knob.model_dump(mode="json", exclude={"value"}) for knob in described.card.knobs]
+        knobs = [knob.declaration() for knob in described.card.knobs]
     draft, moved, gone = await to_thread.run_sync(workshop.drafts.fork, run, entry.environment, knobs, locks)
     text = f"Made {draft.id} with the configuration of {run_id}: {entry.name}, preset {run.preset or 'unknown'}."
     if moved:

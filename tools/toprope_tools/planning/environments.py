@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
+from msgspec.structs import asdict
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.records.worker_messages import Card
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import for_worker
-from toprope.workbench.catalog.catalog import Card, Description, Entry, Example
+from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.launch.baseline import baseline_of
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import Answer, call, clip, cut, duration, number, percent, value
@@ -115,13 +117,13 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         summary=clip(card.description, 300),
         max_turns=card.max_turns,
         tags=[clip(tag, 80) for tag in card.tags[:20]],
-        knobs=[_knob(knob.model_dump(mode="json", exclude_none=True)) for knob in card.knobs[:_MOST_LINES]],
+        knobs=[_knob(knob.declaration()) for knob in card.knobs[:_MOST_LINES]],
         reward_parts={
-            part: one.model_dump(mode="json") | {"description": clip(one.description, 100)}
+            part: asdict(one) | {"description": clip(one.description, 100)}
             for part, one in list(card.parts.items())[:_MOST_LINES]
         },
         max_reward=card.max_reward,
-        splits={split: size.model_dump(mode="json") for split, size in described.splits.items()},
+        splits={split: {"known": size.known, "exhausted": size.exhausted} for split, size in described.splits.items()},
         examples=[_example(example) for example in described.examples],
         remarks=[clip(remark, 300) for remark in described.remarks],
         presets=presets,
@@ -156,7 +158,7 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
     chosen = _chosen(workshop, preset)
     locks = workshop.home.locks()
     described = await _describe(workshop, entry, chosen.knobs(entry.name), examples=0)
-    knobs = [knob.model_dump(mode="json", exclude={"value"}) for knob in described.card.knobs]
+    knobs = [knob.declaration() for knob in described.card.knobs]
     workshop.home.ensure()
     draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, knobs, locks)
     fields = draft.fields
@@ -282,14 +284,14 @@ def _summary(entry: Entry) -> str:
 
 
 def _knob(knob: dict[str, Any]) -> dict[str, Any]:
-    """A knob for the structure: without the value, which is a draft's affair, and with long texts cut."""
+    """A knob for the structure: without empty fields, and with long texts cut."""
     return {
-        key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if key != "value"
+        key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if one is not None
     }
 
 
 def _knob_lines(card: Card) -> list[str]:
-    fields = knob_fields(knob.model_dump() for knob in card.knobs)
+    fields = knob_fields(knob.declaration() for knob in card.knobs)
     if not fields:
         return ["It has no knobs."]
     lines = ["Knobs (edit_config as environment.knobs.<name>):"]

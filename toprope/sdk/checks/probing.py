@@ -14,7 +14,7 @@ from typing import Any
 from toprope.sdk.checks.answers import Probe, probes
 from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 
 __all__ = ["Trial", "tasks_of", "text_of"]
 
@@ -58,14 +58,14 @@ class Trial:
 
     def __init__(
         self,
-        opened: Callable[[], Awaitable[Link]],
+        opened: Callable[[], Awaitable[WorkerClient]],
         *,
         call_timeout_s: float,
         until: float,
         busy: Callable[[int], float] = lambda pid: 0.0,
     ) -> None:
         self._opened, self._timeout, self._until, self._busy = opened, call_timeout_s, until, busy
-        self.link: Link | None = None
+        self.link: WorkerClient | None = None
         self.seen = Observed()
         self._spoiled: set[str] = set()
         """Kinds of answers over which a worker ended."""

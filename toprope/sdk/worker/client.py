@@ -20,11 +20,11 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 
-__all__ = ["KEY_IN_URL", "Link", "worker_environment"]
+__all__ = ["KEY_IN_URL", "WorkerClient", "worker_environment"]
 
 WORKER = Path(__file__).with_name("program.py")
 _LONGEST_LINE = 1 << 30
@@ -90,8 +90,8 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
         self.exited.set()
 
 
-class Link:
-    """A running worker. Make it by `Link.start`; concurrent calls are allowed. Can be used with `async with`."""
+class WorkerClient:
+    """A running worker. Create it with `WorkerClient.start`; calls may be concurrent. Works with `async with`."""
 
     def __init__(self, process: asyncio.subprocess.Process, exited: asyncio.Event, stderr: Sink | None) -> None:
         self._process = process
@@ -122,7 +122,7 @@ class Link:
         cwd: str | os.PathLike[str] | None = None,
         stderr: Sink | None = None,
         timeout: float = 30.0,
-    ) -> Link:
+    ) -> Self:
         """Starts a worker and waits for its first answer.
 
         Args:
@@ -239,7 +239,7 @@ class Link:
         self._ended_for = why
         self._kill()
 
-    async def __aenter__(self) -> Link:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -147,13 +147,8 @@ async def _heldout(hosts: Sequence[Hosted], specification: Specification) -> set
         link = await host.worker.link()
         wanted = min(specification.config.evaluation.heldout_tasks, host.sizes.get("heldout", 0))
         for start in range(0, wanted, _HELDOUT_PIECE):
-            answer = await link.call(
-                "tasks",
-                timeout=host.plan.section.load_timeout_s,
-                split="heldout",
-                start=start,
-                count=min(_HELDOUT_PIECE, wanted - start),
-            )
-            for task in answer["tasks"]:
-                found |= {task["id"], content_id(task["messages"])}
+            count = min(_HELDOUT_PIECE, wanted - start)
+            page = await link.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)
+            for task in page.tasks:
+                found |= {task.id, content_id(task.messages)}
     return found

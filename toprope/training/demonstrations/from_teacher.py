@@ -22,6 +22,7 @@ from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.environment_host import Hosted
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.mixture_weights import Claim, shares
 from toprope.training.rollouts.restarting_worker import Worker
 
@@ -190,9 +191,9 @@ class Collector:
 
     async def _play(self, index: int, variant: int, known: dict[tuple[str, int], Trace], draw: int) -> Trace | None:
         link = await self._worker.link()
-        start = await link.call("begin", timeout=self._timeout, split="train", index=index, count=1)
-        [handle], messages = start["rollouts"], list(start["messages"])
-        cached = known.get((start["task_id"], variant))
+        start = await link.begin("train", index, 1, timeout=self._timeout)
+        [handle], messages = start.rollouts, list(start.messages)
+        cached = known.get((start.task_id, variant))
         open_still = True
         try:
             if cached is not None:
@@ -202,29 +203,30 @@ class Collector:
                 if answer is None:
                     return None
                 messages.append({"role": "assistant", "content": answer})
-                [result] = await link.call("advance", timeout=self._timeout, moves=[[handle, answer, False]])
-                if not result["done"]:
-                    messages += result["messages"]
+                [result] = await link.advance([[handle, answer, False]], timeout=self._timeout)
+                if not result.done:
+                    messages += result.messages
                     continue
                 open_still = False
-                outcome = result["outcome"]
-                if not outcome["success"]:
+                outcome = result.outcome
+                if outcome is None or not outcome.success:
                     return None
                 return Trace(
-                    task_id=start["task_id"],
+                    task_id=start.task_id,
                     variant=variant,
                     messages=messages,
-                    reward=outcome["reward"],
-                    parts=outcome["parts"],
-                    turns=outcome["turns"],
+                    reward=outcome.reward,
+                    parts=outcome.parts,
+                    turns=outcome.turns,
                     teacher=self._name,
                 )
         finally:
             if open_still and link.alive:
-                await link.call("discard", timeout=self._timeout, rollouts=[handle])
+                await link.discard([handle], timeout=self._timeout)
 
-    async def _answer(self, link: Any, handle: int, messages: list[dict[str, Any]], draw: int) -> str | None:
+    async def _answer(
+        self, link: EnvironmentWorker, handle: int, messages: list[dict[str, Any]], draw: int
+    ) -> str | None:
         if self._teacher is None:
-            [said] = await link.call("solve", timeout=self._timeout, asked=[[handle, draw]])
-            return said
+            return await link.solve(handle, draw, timeout=self._timeout)
         return (await self._teacher.chat(messages, self._temperature))[0].text

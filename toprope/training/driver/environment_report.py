@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.training.rollouts.environment_host import Hosted
@@ -24,8 +26,7 @@ async def describe(folder: RunFolder, hosts: Sequence[Hosted]) -> Path:
     """
     first = hosts[0]
     link = await first.worker.link()
-    found = await link.call("tasks", timeout=first.plan.section.load_timeout_s, split="train", start=0, count=1)
-    example: dict[str, Any] = found["tasks"][0]
+    [example] = (await link.tasks("train", 0, 1, timeout=first.plan.section.load_timeout_s)).tasks
     tasks: dict[str, int] = {}
     for host in hosts:
         for split, size in host.sizes.items():
@@ -37,11 +38,11 @@ async def describe(folder: RunFolder, hosts: Sequence[Hosted]) -> Path:
             "environment": ", ".join(host.label for host in hosts),
             "tasks": tasks,
             "example": {
-                "prompt": _text(example.get("prompt", example.get("messages"))),
-                "reference": _text(example.get("reference")),
+                "prompt": _text(example.messages),
+                "reference": _text(example.reference),
             },
-            "parts": {name: part for host in hosts for name, part in host.card["parts"].items()},
-            "reference_outcome": first.outcome or {},
+            "parts": {name: asdict(part) for host in hosts for name, part in host.card.parts.items()},
+            "reference_outcome": {} if first.outcome is None else asdict(first.outcome),
         },
     )
     return path

@@ -12,13 +12,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from toprope.errors import ComponentFailed
 from toprope.sdk.checks.finding import Finding
 from toprope.sdk.checks.observed import SplitSeen
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.checks.scoring import never_varies
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
 if TYPE_CHECKING:
     from toprope.training.rollouts.environment_host import Hosted
@@ -62,10 +64,10 @@ async def require_teaching(host: Hosted) -> None:
 async def _tried(host: Hosted) -> Finding | None:
     """`never_varies` where it holds."""
     link, timeout = await host.worker.link(), host.plan.section.call_timeout_s
-    answer = await link.call("tasks", timeout=host.plan.section.load_timeout_s, split="train", start=0, count=_TASKS)
+    page = await link.tasks("train", 0, _TASKS, timeout=host.plan.section.load_timeout_s)
     ended: list[WorkerFailure] = []
 
-    async def another() -> Link:
+    async def another() -> EnvironmentWorker:
         """The worker in whose place another one is wanted ended over an answer."""
         died = trial.seen.ended[-1]
         failure = WorkerTimeout(died.said) if died.hung else WorkerDied(died.said)
@@ -80,12 +82,10 @@ async def _tried(host: Hosted) -> Finding | None:
     last = [link]
     trial = Trial(another, call_timeout_s=timeout, until=time.monotonic() + _SECONDS)
     trial.link, seen = link, trial.seen
-    scores = host.card["parts"].values()
-    seen.max_reward = host.card["max_reward"]
-    seen.min_reward = sum(min(part["weight"] * part["low"], part["weight"] * part["high"]) for part in scores)
-    seen.max_turns, seen.own_loop = host.card["max_turns"], bool(host.card.get("own_loop"))
-    seen.guessed = bool(host.card.get("guessed_reference"))
-    seen.splits["train"] = SplitSeen(tasks_of(answer["tasks"]), answer["known"], answer["exhausted"])
+    card = host.card
+    seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
+    seen.max_turns, seen.own_loop, seen.guessed = card.max_turns, card.own_loop, card.guessed_reference
+    seen.splits["train"] = SplitSeen(tasks_of([asdict(task) for task in page.tasks]), page.known, page.exhausted)
     varies = await trial.varies(_TASKS)
     if ended:
         raise ended[0]

@@ -17,15 +17,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from toprope.errors import ComponentFailed
-from toprope.records.journal.groups import Outcome
+from toprope.records.worker_messages import PlayedGroup
 from toprope.sdk.errors import WorkerError
-from toprope.sdk.worker.client import Link
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.keys import JUDGE
 from toprope.training.inference.sessions import Turn
 from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.endpoint_proxy import Relay
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import Made, RolloutMaker, told
 
 __all__ = ["OwnLoopMaker", "chain_of"]
@@ -45,31 +45,40 @@ class OwnLoopMaker(RolloutMaker):
     deaths_allowed = 1
     """Which of the groups beside each other ended a worker nobody can tell: each is tried once more."""
 
-    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str) -> Made:
+    async def _play(
+        self, link: EnvironmentWorker, split: str, index: int, size: int, sampling: Sampling, variant: str
+    ) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
         if isinstance(self._policy, EndpointClient):
             answer, recorded = await self._relayed(self._policy, link, split, index, size, sampling, variant)
         else:
             answer, recorded = await self._recorded(self._policy, link, split, index, size, sampling, variant)
-        outcomes = [Outcome(**outcome) for outcome in answer["outcomes"]]
+        outcomes = answer.outcomes
         if len(outcomes) != size:
             raise WorkerError("raised", "EnvironmentMistake", f"{len(outcomes)} outcomes came for {size} rollouts")
-        turns = [chain_of(one, talk) for one, talk in zip(recorded, answer["talks"], strict=True)]
+        turns = [chain_of(one, talk) for one, talk in zip(recorded, answer.talks, strict=True)]
         if isinstance(self._policy, EndpointClient):  # whose tokens nobody knows
             turns = [[replace(turn, prompt_ids=[]) for turn in one] for one in turns]
         return Made(
-            task_id=answer["task_id"],
-            messages=answer["messages"],
-            texts=[_last_answer(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
+            task_id=answer.task_id,
+            messages=answer.messages,
+            texts=[_last_answer(kept, talk) for kept, talk in zip(turns, answer.talks, strict=True)],
             outcomes=outcomes,
             turns=turns,
             seconds=time.monotonic() - began,
-            talks=[_talk(kept, talk) for kept, talk in zip(turns, answer["talks"], strict=True)],
+            talks=[_talk(kept, talk) for kept, talk in zip(turns, answer.talks, strict=True)],
         )
 
     async def _recorded(
-        self, policy: PolicyClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
-    ) -> tuple[dict[str, Any], list[list[Turn]]]:
+        self,
+        policy: PolicyClient,
+        link: EnvironmentWorker,
+        split: str,
+        index: int,
+        size: int,
+        sampling: Sampling,
+        variant: str,
+    ) -> tuple[PlayedGroup, list[list[Turn]]]:
         """What the environment made of a task with the policy, and what inference recorded of each rollout."""
         group = f"g{next(self.numbers)}"
         life = await policy.life()
@@ -87,8 +96,15 @@ class OwnLoopMaker(RolloutMaker):
         return answer, [_under(name, recorded) for name in names]
 
     async def _relayed(
-        self, client: EndpointClient, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str
-    ) -> tuple[dict[str, Any], list[list[Turn]]]:
+        self,
+        client: EndpointClient,
+        link: EnvironmentWorker,
+        split: str,
+        index: int,
+        size: int,
+        sampling: Sampling,
+        variant: str,
+    ) -> tuple[PlayedGroup, list[list[Turn]]]:
         """The same with a model at an endpoint, whose key stays here."""
         async with Relay(client, size, sampling) as relay:
             sessions = [
@@ -100,19 +116,10 @@ class OwnLoopMaker(RolloutMaker):
         return answer, relay.turns
 
     async def _run(
-        self, link: Link, split: str, index: int, sessions: list[dict[str, Any]], variant: str
-    ) -> dict[str, Any]:
-        weighed = self._how(variant)
-        answer: dict[str, Any] = await link.call(
-            "run",
-            beside=True,
-            timeout=self.rollout_timeout_s + _GRACE_S,
-            split=split,
-            index=index,
-            sessions=sessions,
-            **weighed,
-        )
-        return answer
+        self, link: EnvironmentWorker, split: str, index: int, sessions: list[dict[str, Any]], variant: str
+    ) -> PlayedGroup:
+        timeout = self.rollout_timeout_s + _GRACE_S
+        return await link.run(split, index, sessions, timeout=timeout, weights=self.weights, variant=variant)
 
     def _session(self, url: str, key: str, judge_key: str, sampling: Sampling) -> dict[str, Any]:
         return {

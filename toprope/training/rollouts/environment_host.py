@@ -11,18 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
+from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report
 from toprope.records.run.digests import joined, measuring
 from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.worker_messages import Card, TaskView
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import hold_knobs
 from toprope.settings.mixing import MemberPlan, members_of
 from toprope.training.driver.reward_signal_check import require_teaching
 from toprope.training.inference.client import PolicyClient
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import RolloutMaker
 from toprope.training.rollouts.memory_watch import AT_ONCE, watch_memory
 from toprope.training.rollouts.restarting_worker import Worker
@@ -78,15 +83,15 @@ class Hosted:
         self._selected = plan.label == specification.environment.name
         self._trains = specification.run_kind.samples
         self._tell = report
-        self.card: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         """Hashes of its sources and versions of its packages, as they were when its worker was started last."""
         self.sizes: dict[str, int] = {}
         """How many tasks of each split are there of those that are needed."""
         self.level_sizes: list[int] = []
         """How many validation tasks there are at each level of its curriculum, of those that are needed."""
-        self.outcome: dict[str, Any] | None = None
+        self.outcome: Outcome | None = None
         """What the reference answer to the first task was worth."""
+        self._card: Card | None = None
         self._worker: Worker | None = None
         self._watch: asyncio.Task[None] | None = None
         """Holds the present worker to its memory; ends with it."""
@@ -94,6 +99,12 @@ class Hosted:
     @property
     def label(self) -> str:
         return self.plan.label
+
+    @property
+    def card(self) -> Card:
+        """The environment as its worker loaded it last."""
+        assert self._card is not None, "it is started first"
+        return self._card
 
     @property
     def worker(self) -> Worker:
@@ -130,17 +141,17 @@ class Hosted:
     def maker(self, player: PolicyClient | EndpointClient) -> RolloutMaker:
         """Whoever plays this environment's tasks with `player`."""
         section = self.plan.section
-        maker = (OwnLoopMaker if self.card.get("own_loop") else RolloutMaker)(
+        maker = (OwnLoopMaker if self.card.own_loop else RolloutMaker)(
             self.worker,
             player,
-            multi_turn=self.card["max_turns"] > 1,
+            multi_turn=self.card.max_turns > 1,
             call_timeout_s=section.call_timeout_s,
         )
         if isinstance(maker, OwnLoopMaker):
             maker.rollout_timeout_s = section.rollout_timeout_s
         return maker
 
-    async def open(self) -> Link:
+    async def open(self) -> EnvironmentWorker:
         """A new worker with the environment and its levels open in it. Raises: see `start`."""
         loaded = measuring(self.source)
         section = self.plan.section
@@ -153,7 +164,7 @@ class Hosted:
             given.setdefault("PYTHONHASHSEED", "0")  # else sets of texts have another order in every process
         link = None
         try:
-            link = await Link.start(
+            link = await EnvironmentWorker.start(
                 self.source.interpreter, env=worker_environment(given), stderr=_OwnLog(), timeout=section.load_timeout_s
             )
             await self._open_in(link)
@@ -161,53 +172,50 @@ class Hosted:
             if link is not None:
                 await link.close()
             raise self.named(error) from (error.__cause__ if self.alone else error)
-        self.loaded = {"loaded": loaded, "versions": self.card["versions"]}
+        self.loaded = {"loaded": loaded, "versions": self.card.versions}
         if section.memory_mb:
             self._watch = asyncio.create_task(watch_memory(link, section.memory_mb))
         return link
 
-    async def _open_in(self, link: Link) -> None:
+    async def _open_in(self, link: EnvironmentWorker) -> None:
         section, timeout = self.plan.section, self.plan.section.load_timeout_s
         denied = section.network == "deny"
         if section.memory_mb or denied:
-            await link.call("limit", timeout=timeout, memory_mb=round(AT_ONCE * section.memory_mb), network=not denied)
+            await link.limit(timeout=timeout, memory_mb=round(AT_ONCE * section.memory_mb), network=not denied)
         curriculum = self.plan.curriculum
         knobs = dict(section.knobs)
         if curriculum is not None:
             knobs[curriculum.knob] = curriculum.levels[curriculum.measured]
         source = self.source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True)
         rewards = [one.model_dump() for one in self.source.rewards]
-        self.card = await link.call(
-            "open",
+        card = self._card = await link.open(
+            source,
             timeout=timeout,
-            source=source,
             knobs=knobs,
             reward_weights=section.reward_weights,
             max_turns=section.max_turns,
             seed=self._config.algorithm.seed,
-            **({"rewards": rewards} if rewards else {}),
+            rewards=rewards,
         )
-        if denied and self.card.get("own_loop"):
+        if denied and card.own_loop:
             raise InvalidValue(
                 "environment.network is deny, and this environment plays its rollouts itself: it needs the network to "
                 "reach the policy.",
                 hint="edit_config sets environment.network to allow.",
             )
         for name in section.reward_weights_end:
-            if name not in self.card["parts"]:
+            if name not in card.parts:
                 raise InvalidValue(
                     f"environment.reward_weights_end names {name!r}, which is no part of this environment's reward.",
-                    hint=f"Parts: {', '.join(self.card['parts'])}.",
+                    hint=f"Parts: {', '.join(card.parts)}.",
                 )
         if not self._selected:  # of the selected one they were held when it was frozen
-            hold_knobs(self.card["knobs"], self._locks, self.label)
+            hold_knobs(card.knob_values, self._locks, self.label)
         if curriculum is None:
             return
         for number, value in enumerate(curriculum.levels):
-            card = await link.call(
-                "vary", timeout=timeout, variant=level_name(number), knobs={**section.knobs, curriculum.knob: value}
-            )
-            hold_knobs(card["knobs"], self._locks, self.label)
+            card = await link.vary(level_name(number), {**section.knobs, curriculum.knob: value}, timeout=timeout)
+            hold_knobs(card.knob_values, self._locks, self.label)
 
     async def check(self, needed: Mapping[str, int], level: int | None = None) -> None:
         """Looks whether every split has tasks and an answer can be scored.
@@ -221,7 +229,7 @@ class Hosted:
             WorkerFailure: The environment fails.
         """
         link, section = await self.worker.link(), self.plan.section
-        example: dict[str, Any] = {}
+        example: tuple[str, str, TaskView] | None = None
         try:
             await self._check_levels(link)
             for split, count in needed.items():
@@ -235,23 +243,18 @@ class Hosted:
                         f"{self._subject} has no tasks in its {split} split.",
                         hint="Splits are made by content: an environment needs a few dozen distinct tasks at least.",
                     )
-                example = example or {"split": split, **({"variant": variant} if variant else {}), **found[0]}
+                example = example or (split, variant, found[0])
             # Any answer says whether the environment scores; the right one also says how high.
-            where = {"variant": example["variant"]} if "variant" in example else {}
-            self.outcome = await link.call(
-                "score",
-                timeout=section.call_timeout_s,
-                split=example["split"],
-                index=0,
-                answer=str(example["reference"]),
-                **where,
-            )
+            if example is not None:
+                split, variant, task = example
+                answer = str(task.reference)
+                self.outcome = await link.score(split, 0, answer, timeout=section.call_timeout_s, variant=variant)
             if self._trains:
                 await require_teaching(self)
         except WorkerFailure as error:
             raise self.named(error) from (error.__cause__ if self.alone else error)
 
-    async def _check_levels(self, link: Link) -> None:
+    async def _check_levels(self, link: EnvironmentWorker) -> None:
         if (curriculum := self.plan.curriculum) is None:
             return
         self.level_sizes = []
@@ -265,27 +268,25 @@ class Hosted:
                     )
             self.level_sizes.append(len(found))
 
-    async def _tasks(self, link: Link, split: str, count: int, variant: str) -> list[dict[str, Any]]:
+    async def _tasks(self, link: EnvironmentWorker, split: str, count: int, variant: str) -> list[TaskView]:
         """The first `count` tasks of a split, or as many as there are.
 
         They come in pieces that a slow environment can make within the time limit of a call: ten tasks have to be
         looked at to find one that is held out.
         """
-        found: list[dict[str, Any]] = []
-        where = {"variant": variant} if variant else {}
+        found: list[TaskView] = []
         piece = 4
         while len(found) < count:
             began = time.monotonic()
-            answer = await link.call(
-                "tasks",
+            page = await link.tasks(
+                split,
+                len(found),
+                min(piece, count - len(found)),
                 timeout=self.plan.section.load_timeout_s,
-                split=split,
-                start=len(found),
-                count=min(piece, count - len(found)),
-                **where,
+                variant=variant,
             )
-            found += answer["tasks"]
-            if answer["exhausted"] and len(found) >= answer["known"]:
+            found += page.tasks
+            if page.exhausted and len(found) >= page.known:
                 break
             seconds = time.monotonic() - began
             piece = min(piece * 2, 1024) if seconds < 1 else max(1, piece // 2)
@@ -296,7 +297,7 @@ class Hosted:
     @property
     def parts(self) -> dict[str, float]:
         """What reward parts weigh at the beginning, by name."""
-        return {name: part["weight"] for name, part in self.card["parts"].items()}
+        return {name: part.weight for name, part in self.card.parts.items()}
 
     def named(self, error: BaseException) -> BaseException:
         """The error with this environment's name in it, where there are several."""
@@ -334,13 +335,19 @@ class Hosted:
 def checked_of(hosts: Sequence[Hosted]) -> dict[str, Any]:
     """What was found of the environments: that of the selected one, and of each where there are several."""
     first, *others = hosts
-    versions = dict(first.card["versions"])
+    versions = dict(first.card.versions)
     for host in others:
-        versions |= {f"{host.label}: {name}": version for name, version in host.card["versions"].items()}
-    found = {"tasks": first.sizes, "reference_outcome": first.outcome, "versions": versions}
+        versions |= {f"{host.label}: {name}": version for name, version in host.card.versions.items()}
+    found = {"tasks": first.sizes, "reference_outcome": _plain(first.outcome), "versions": versions}
     if others:
-        found["environments"] = {host.label: {"tasks": host.sizes, "reference_outcome": host.outcome} for host in hosts}
+        found["environments"] = {
+            host.label: {"tasks": host.sizes, "reference_outcome": _plain(host.outcome)} for host in hosts
+        }
     return found
+
+
+def _plain(outcome: Outcome | None) -> dict[str, Any] | None:
+    return None if outcome is None else asdict(outcome)
 
 
 def measured_by(hosts: Sequence[Hosted]) -> dict[str, Any]:

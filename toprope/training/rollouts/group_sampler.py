@@ -19,10 +19,10 @@ from typing import Any
 
 from toprope.records.journal.groups import Group, Outcome
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn, join_turns
 from toprope.training.rollouts.endpoint_client import EndpointClient
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import Worker
 
 __all__ = ["Made", "RolloutMaker", "told"]
@@ -143,14 +143,14 @@ class RolloutMaker:
                 if split == _TRAINED:
                     raise
 
-    async def _play(self, link: Link, split: str, index: int, size: int, sampling: Sampling, variant: str) -> Made:
+    async def _play(
+        self, link: EnvironmentWorker, split: str, index: int, size: int, sampling: Sampling, variant: str
+    ) -> Made:
         began, sampling = time.monotonic(), sampling.at(split, index)
-        weighed = self._how(variant)
-        start = await link.call("begin", timeout=self._timeout, split=split, index=index, count=size, **weighed)
-        first = start["messages"]
-        own = start.get("per_rollout")
+        start = await link.begin(split, index, size, timeout=self._timeout, weights=self.weights, variant=variant)
+        first, own = start.messages, start.per_rollout
         rollouts = [
-            _Rollout(handle, list(own[place]) if own else list(first)) for place, handle in enumerate(start["rollouts"])
+            _Rollout(handle, list(own[place]) if own else list(first)) for place, handle in enumerate(start.rollouts)
         ]
         session = f"g{next(self.numbers)}" if self._multi_turn else ""
         try:
@@ -158,11 +158,10 @@ class RolloutMaker:
                 answers = await self._answers(rollouts, sampling, session)
             else:
                 answers = list(await self._policy.chat(first, sampling, n=size, session=session))
-            tokens = bool(start.get("tokens"))
-            open_rollouts = await self._advance(link, rollouts, answers, tokens)
+            open_rollouts = await self._advance(link, rollouts, answers, start.tokens)
             while open_rollouts:
                 answers = await self._answers(open_rollouts, sampling, session, rollouts)
-                open_rollouts = await self._advance(link, open_rollouts, answers, tokens)
+                open_rollouts = await self._advance(link, open_rollouts, answers, start.tokens)
             await self._settle(link, [rollout for rollout in rollouts if rollout.waits])
         except BaseException:
             left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
@@ -174,7 +173,7 @@ class RolloutMaker:
             if session:
                 await self._forget(session)
         return Made(
-            task_id=start["task_id"],
+            task_id=start.task_id,
             messages=first,
             texts=[rollout.text for rollout in rollouts],
             outcomes=[rollout.outcome or Outcome(0.0, error="unfinished") for rollout in rollouts],
@@ -187,14 +186,9 @@ class RolloutMaker:
         """Whose task number `index` of a split is: nobody has to be told while there is one environment."""
         return ""
 
-    def _how(self, variant: str) -> dict[str, Any]:
-        """What the worker is told beside the task."""
-        weighed: dict[str, Any] = {} if self.weights is None else {"weights": self.weights}
-        return weighed | ({"variant": variant} if variant else {})
-
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
-        """See `Link.sealed`. Held-out tasks are played within it only."""
+        """See `WorkerClient.sealed`. Held-out tasks are played within it only."""
         async with self._worker.sealed():
             self._under_seal = True
             try:
@@ -224,7 +218,7 @@ class RolloutMaker:
         return list(await asyncio.gather(*(one(rollout) for rollout in rollouts)))
 
     async def _advance(
-        self, link: Link, rollouts: list[_Rollout], answers: list[Answer | None], tokens: bool
+        self, link: EnvironmentWorker, rollouts: list[_Rollout], answers: list[Answer | None], tokens: bool
     ) -> list[_Rollout]:
         """Hands the answers (with `tokens` their ids too) to the environment; returns the rollouts that go on."""
         moves, moved, outgrown = [], [], []
@@ -243,29 +237,29 @@ class RolloutMaker:
             await self._discard(link, outgrown)
         if not moves:
             return []
-        results = await link.call("advance", timeout=self._timeout, moves=moves)
+        results = await link.advance(moves, timeout=self._timeout)
         going = []
         for rollout, result in zip(moved, results, strict=True):
-            if not result["done"]:
-                rollout.messages += result["messages"]
+            if not result.done:
+                rollout.messages += result.messages
                 going.append(rollout)
-            elif result["outcome"] is None:
+            elif result.outcome is None:
                 rollout.waits = True
             else:
-                rollout.outcome = Outcome(**result["outcome"])
+                rollout.outcome = result.outcome
         return going
 
-    async def _settle(self, link: Link, rollouts: list[_Rollout]) -> None:
+    async def _settle(self, link: EnvironmentWorker, rollouts: list[_Rollout]) -> None:
         """Has those scored that waited for the others of the group."""
         if not rollouts:
             return
         handles = [rollout.handle for rollout in rollouts]
-        outcomes = await link.call("settle", timeout=self._timeout, rollouts=handles)
+        outcomes = await link.settle(handles, timeout=self._timeout)
         for rollout, outcome in zip(rollouts, outcomes, strict=True):
-            rollout.outcome, rollout.waits = None if outcome is None else Outcome(**outcome), False
+            rollout.outcome, rollout.waits = outcome, False
 
-    async def _discard(self, link: Link, handles: list[int]) -> None:
-        await link.call("discard", timeout=self._timeout, rollouts=handles)
+    async def _discard(self, link: EnvironmentWorker, handles: list[int]) -> None:
+        await link.discard(handles, timeout=self._timeout)
 
     async def _forget(self, session: str) -> None:
         await self._policy.close_session(session)

@@ -13,7 +13,7 @@ import asyncio
 
 import psutil
 
-from toprope.sdk.worker.client import Link
+from toprope.sdk.worker.client import WorkerClient
 
 __all__ = ["AT_ONCE", "held_mb", "watch_memory"]
 
@@ -40,7 +40,7 @@ def held_mb(pid: int) -> float:
     return total / _MB
 
 
-async def watch_memory(link: Link, limit_mb: int, poll_s: float = _POLL_S) -> None:
+async def watch_memory(link: WorkerClient, limit_mb: int, poll_s: float = _POLL_S) -> None:
     """Looks after a worker until it is gone, and ends it when it has too much."""
     while link.alive:
         held = held_mb(link.pid)

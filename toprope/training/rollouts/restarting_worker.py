@@ -15,9 +15,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from toprope.records.messages import Renewed, Report
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link
 from toprope.settings.allowance import Allowance
 from toprope.settings.schema import LauncherSection
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
 __all__ = ["ENOUGH_WORK", "Worker"]
 
@@ -39,8 +39,8 @@ class Worker:
 
     def __init__(
         self,
-        opened: Callable[[], Awaitable[Link]],
-        link: Link,
+        opened: Callable[[], Awaitable[EnvironmentWorker]],
+        link: EnvironmentWorker,
         section: LauncherSection,
         report: Callable[[Report], None],
     ) -> None:
@@ -54,7 +54,7 @@ class Worker:
     @classmethod
     async def start(
         cls,
-        opened: Callable[[], Awaitable[Link]],
+        opened: Callable[[], Awaitable[EnvironmentWorker]],
         section: LauncherSection,
         report: Callable[[Report], None] = lambda report: None,
     ) -> Worker:
@@ -65,7 +65,7 @@ class Worker:
         """
         return cls(opened, await opened(), section, report)
 
-    async def link(self) -> Link:
+    async def link(self) -> EnvironmentWorker:
         """The present worker; waits while one is being started."""
         async with self._lock:
             return self._link
@@ -74,7 +74,7 @@ class Worker:
         """A group came to its end."""
         self._done += 1
 
-    async def lost(self, link: Link, error: WorkerDied | WorkerTimeout) -> None:
+    async def lost(self, link: EnvironmentWorker, error: WorkerDied | WorkerTimeout) -> None:
         """The worker behind `link` has ended with `error`; returns when there is another.
 
         Raises:
@@ -108,7 +108,7 @@ class Worker:
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
-        """`Link.sealed`, for as many workers as there are meanwhile."""
+        """`WorkerClient.sealed`, for as many workers as there are meanwhile."""
         async with AsyncExitStack() as seals:
             await seals.enter_async_context((await self.link()).sealed())
             self._seals = seals

@@ -22,7 +22,8 @@ import msgspec
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.errors import WorkerFailure
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import worker_environment
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.items import TrajectoryItem, item_from
 
 __all__ = ["OwnCode", "TrajectoryStrategy", "WorkerObject", "WorkerStrategy", "batched", "worker"]
@@ -83,9 +84,9 @@ class OwnCode:
 
 
 @asynccontextmanager
-async def worker(stderr: Any = None) -> AsyncIterator[Link]:
+async def worker(stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
     """A worker for a user's objects; ended with all that it started."""
-    link = await Link.start(env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
+    link = await EnvironmentWorker.start(env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
     try:
         yield link
     finally:
@@ -95,24 +96,24 @@ async def worker(stderr: Any = None) -> AsyncIterator[Link]:
 class WorkerObject:
     """A user's object in a worker."""
 
-    def __init__(self, link: Link, handle: int, methods: Sequence[str], code: OwnCode, call_s: float) -> None:
+    def __init__(
+        self, link: EnvironmentWorker, handle: int, methods: Sequence[str], code: OwnCode, call_s: float
+    ) -> None:
         self._link, self._handle, self._call_s = link, handle, call_s
         self.methods, self.code = frozenset(methods), code
 
     @classmethod
-    async def make(cls, link: Link, code: OwnCode, *, call_s: float = _CALL_S) -> WorkerObject:
+    async def make(cls, link: EnvironmentWorker, code: OwnCode, *, call_s: float = _CALL_S) -> WorkerObject:
         """Makes it.
 
         Raises:
             EnvironmentFailed: The file does not load, or takes other arguments.
         """
         try:
-            made = await link.call(
-                "make", timeout=_LOAD_S, file=str(code.file), attribute=code.attribute, arguments=code.arguments
-            )
+            made = await link.make(str(code.file), code.attribute, code.arguments, timeout=_LOAD_S)
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Mend the file.") from None
-        return cls(link, made["handle"], made["methods"], code, call_s)
+        return cls(link, made.handle, made.methods, code, call_s)
 
     async def call(self, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Calls a method once for each list of arguments.
@@ -121,9 +122,7 @@ class WorkerObject:
             EnvironmentFailed: It raised, hung, or answered what JSON cannot say.
         """
         try:
-            return await self._link.call(
-                "invoke", timeout=self._call_s, handle=self._handle, method=method, calls=[list(one) for one in calls]
-            )
+            return await self._link.invoke(self._handle, method, [list(one) for one in calls], timeout=self._call_s)
         except WorkerFailure as error:
             raise EnvironmentFailed(
                 f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",

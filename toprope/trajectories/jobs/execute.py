@@ -16,8 +16,9 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.tested import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
-from toprope.sdk.worker.client import Link, worker_environment
+from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import hold_knobs
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
 from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, batched, worker
@@ -70,7 +71,7 @@ class Work:
         self._left_out: Counter[str] = Counter()
         self._readers: list[RunReader] = []
         self._digests: dict[str, str] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, EnvironmentWorker] = {}
         self._told = 0.0
 
     async def do(self) -> Outcome:
@@ -332,27 +333,26 @@ class Work:
         made = await self._own(stack, self._order.codes[str(number)])
         return {"generate": OwnGenerator, "score": OwnScorer, "filter": OwnFilter}[kind](made)
 
-    async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> Link:
+    async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
         source = self._order.environments[name]
         try:
-            link = await Link.start(source.interpreter, env=worker_environment(), timeout=_OPEN_S)
+            link = await EnvironmentWorker.start(source.interpreter, env=worker_environment(), timeout=_OPEN_S)
             stack.push_async_callback(link.close)
             if not self._order.network:
-                await link.call("limit", timeout=_OPEN_S, network=False)
-            card = await link.call(
-                "open",
+                await link.limit(timeout=_OPEN_S, network=False)
+            card = await link.open(
+                source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
                 timeout=_OPEN_S,
-                source=source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
                 knobs=knobs,
             )
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{name}: {error}", hint="describe_environment says more.") from None
-        hold_knobs(card["knobs"], self._order.locks, name)
-        if card.get("own_loop"):
+        hold_knobs(card.knob_values, self._order.locks, name)
+        if card.own_loop:
             raise InvalidValue(
                 f"{name} plays its rollouts itself, so tasks cannot be taken out of it.", hint="Choose another."
             )
-        self._digests |= {f"{name} {key}": str(value) for key, value in (card.get("versions") or {}).items()}
+        self._digests |= {f"{name} {key}": value for key, value in card.versions.items()}
         self._links[name] = link
         return link
 

@@ -10,7 +10,7 @@ import msgspec
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.errors import WorkerError, WorkerFailure
-from toprope.sdk.worker.client import Link
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.strategy import WorkerObject
 from toprope.trajectories.items import TrajectoryItem, as_messages, item_from, text_of
 from toprope.trajectories.synthesis.pipeline import DataSynthesiser, PipelineStep, Round, TryAgain
@@ -118,7 +118,9 @@ class EnvironmentTasks(DataSynthesiser):
         timeout_s: Seconds that a call into it may take.
     """
 
-    def __init__(self, link: Link, environment: str, *, solve: bool = True, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, link: EnvironmentWorker, environment: str, *, solve: bool = True, timeout_s: float = 60.0
+    ) -> None:
         self._link, self._name, self._solve, self._timeout = link, environment, solve, timeout_s
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
@@ -147,41 +149,43 @@ class EnvironmentTasks(DataSynthesiser):
         return made
 
     async def _task(self, index: int) -> TrajectoryItem | None:
-        start = await self._link.call("begin", timeout=self._timeout, split="train", index=index, count=1)
-        [handle], messages = start["rollouts"], list(start["messages"])
-        if start["epoch"]:  # training begins again with the first after the last
-            await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+        start = await self._link.begin("train", index, 1, timeout=self._timeout)
+        [handle], messages = start.rollouts, list(start.messages)
+        if start.epoch:  # training begins again with the first after the last
+            await self._link.discard([handle], timeout=self._timeout)
             raise _NoMore
         told: dict[str, Any] = {
             "origin": "environment",
             "environment": self._name,
-            "task": start["task_id"],
+            "task": start.task_id,
             "split": "train",
             "index": index,
         }
         first = len(messages)
         if not self._solve:
-            await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+            await self._link.discard([handle], timeout=self._timeout)
             return TrajectoryItem(messages, "", 0.0, {**told, "unscored": True})
         while True:
-            [said] = await self._link.call("solve", timeout=self._timeout, asked=[[handle, 0]])
+            said = await self._link.solve(handle, timeout=self._timeout)
             if said is None:
-                await self._link.call("discard", timeout=self._timeout, rollouts=[handle])
+                await self._link.discard([handle], timeout=self._timeout)
                 return None
             messages.append({"role": "assistant", "content": said})
-            [result] = await self._link.call("advance", timeout=self._timeout, moves=[[handle, said, False]])
-            if result["done"]:
-                outcome = result["outcome"]
-                told |= {"success": outcome["success"], "parts": outcome["parts"], "turns": outcome["turns"]}
-                return TrajectoryItem(messages[:first], messages[first:], outcome["reward"], told)
-            messages += result["messages"]
+            [result] = await self._link.advance([[handle, said, False]], timeout=self._timeout)
+            if result.done:
+                outcome = result.outcome
+                if outcome is None:
+                    return None
+                told |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
+                return TrajectoryItem(messages[:first], messages[first:], outcome.reward, told)
+            messages += result.messages
 
 
 class EnvironmentScorer(PipelineStep):
     """Has an environment score answers to its own tasks, which `EnvironmentTasks` took out of it; others pass as they
     are. Only a single answer can be scored so."""
 
-    def __init__(self, link: Link, environment: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, link: EnvironmentWorker, environment: str, *, timeout_s: float = 60.0) -> None:
         self._link, self._name, self._timeout = link, environment, timeout_s
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
@@ -189,14 +193,10 @@ class EnvironmentScorer(PipelineStep):
             told = item.metadata
             if told.get("environment") != self._name or "index" not in told:
                 return item
-            outcome = await self._link.call(
-                "score", timeout=self._timeout, split="train", index=told["index"], answer=text_of(item.action)
-            )
-            if outcome is None:
-                raise TryAgain("the rollout was not over after one answer")
+            outcome = await self._link.score("train", told["index"], text_of(item.action), timeout=self._timeout)
             kept = {key: value for key, value in told.items() if key != "unscored"}
-            kept |= {"success": outcome["success"], "parts": outcome["parts"], "turns": outcome["turns"]}
-            return TrajectoryItem(item.state, item.action, outcome["reward"], kept)
+            kept |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
+            return TrajectoryItem(item.state, item.action, outcome.reward, kept)
 
         return await at.each(items, scored, "not scored")
 

@@ -17,7 +17,6 @@ from typing import Any
 from toprope.errors import NotFound, TopropeError, shown, visible
 from toprope.shipped import ENVIRONMENTS
 from toprope.workbench.adapters import Adapter, adapters
-from toprope.workbench.catalog.cards import Card, KnobCard, PartCard, SplitSize
 from toprope.workbench.catalog.describe import Describer, Description, Example
 from toprope.workbench.entries import Entry, Names, Source, broken
 from toprope.workbench.interpreters.known import Known, known_interpreters
@@ -30,7 +29,7 @@ from toprope.workbench.sources.reasoning_gym import ReasoningGymSource
 from toprope.workbench.sources.registered import RegisteredSource
 from toprope.workbench.sources.targets import TargetSource
 
-__all__ = ["Card", "Catalog", "Description", "Entry", "Example", "KnobCard", "PartCard", "SplitSize", "shipped_folder"]
+__all__ = ["Catalog", "Description", "Entry", "Example", "shipped_folder"]
 
 _LONGEST_NAME = 100
 

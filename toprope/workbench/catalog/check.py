@@ -15,15 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec.structs import asdict
+
 from toprope.errors import NotPossibleNow
+from toprope.records.worker_messages import Card
 from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.finding import Finding
 from toprope.sdk.checks.observed import Again, Observed
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.checks.rules import judge
 from toprope.sdk.errors import WorkerFailure
-from toprope.sdk.worker.client import Link, worker_environment
-from toprope.workbench.catalog.cards import Card
+from toprope.sdk.worker.client import worker_environment
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.describe import failed, require_usable
 from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
 from toprope.workbench.entries import Entry
@@ -120,7 +123,6 @@ async def check(
     """
     require_usable(entry)
     form = _FULL if full else _QUICK
-    rewards = [one.model_dump() for one in entry.environment.rewards]
     began = time.monotonic()
     until = began + (seconds or (FULL_S if full else QUICK_S))
     checked = _Check(
@@ -130,7 +132,7 @@ async def check(
             knobs=dict(knobs or {}),
             reward_weights=dict(reward_weights or {}),
             max_turns=max_turns,
-            **({"rewards": rewards} if rewards else {}),
+            rewards=[one.model_dump() for one in entry.environment.rewards],
         ),
         form,
         until,
@@ -184,7 +186,7 @@ class _Check:
         """Raises WorkerFailure where the environment does not load."""
         self._folder = folder
         form, trial, seen = self._form, self._trial, self.seen
-        beside: asyncio.Task[Link] | None = None
+        beside: asyncio.Task[EnvironmentWorker] | None = None
         try:
             await trial.open()
             self._learn()
@@ -206,13 +208,13 @@ class _Check:
             if beside is not None:
                 await asyncio.shield(_closed(beside))
 
-    async def _opened(self, hash_seed: str, *, tried: bool = False) -> Link:
+    async def _opened(self, hash_seed: str, *, tried: bool = False) -> EnvironmentWorker:
         began = time.monotonic()
         mark = self._mark
         if not tried:
             self.marks.append(mark := new_mark())
         given = worker_environment({**self._variables, MARK: mark, "PYTHONHASHSEED": hash_seed})
-        link = await Link.start(
+        link = await EnvironmentWorker.start(
             self._entry.environment.interpreter,
             env=given,
             cwd=self._folder,
@@ -222,8 +224,8 @@ class _Check:
         try:
             started = time.monotonic()
             if not self._network:
-                await link.call("limit", timeout=self._load_s, network=False)
-            card = Card.model_validate(await link.call("open", timeout=self._load_s, **self._opening))
+                await link.limit(timeout=self._load_s, network=False)
+            card = await link.open(**self._opening, timeout=self._load_s)
         except BaseException:
             await asyncio.shield(link.close(0))
             raise
@@ -235,8 +237,7 @@ class _Check:
     def _learn(self) -> None:
         card, seen = self._card, self.seen
         assert card is not None  # a worker was opened
-        seen.max_reward = card.max_reward
-        seen.min_reward = sum(min(part.weight * part.low, part.weight * part.high) for part in card.parts.values())
+        seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
         seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
         seen.guessed = card.guessed_reference
 
@@ -276,7 +277,7 @@ class _Check:
         self.seen.left_files = await asyncio.to_thread(_names, self._folder)
         self.seen.left_processes = len(await asyncio.to_thread(marked, self._mark))
 
-    async def _compare(self, beside: asyncio.Task[Link]) -> None:
+    async def _compare(self, beside: asyncio.Task[EnvironmentWorker]) -> None:
         seen = self.seen
         try:
             second = await beside
@@ -292,7 +293,7 @@ class _Check:
             finally:
                 await asyncio.shield(third.close(0))
 
-    async def _held_against(self, link: Link, hash_seed: str) -> Again:
+    async def _held_against(self, link: EnvironmentWorker, hash_seed: str) -> Again:
         form, seen = self._form, self.seen
         differ, total, first = 0, 0, ""
         for split, count in (("train", form.compared), ("validation", form.compared // 4), ("heldout", 4)):
@@ -300,15 +301,10 @@ class _Check:
             if not known or (split != "train" and time.monotonic() > self._until):
                 continue
             try:
-                found = tasks_of(
-                    (
-                        await link.call(
-                            "tasks", timeout=self._call_s + self._load_s, split=split, start=0, count=len(known)
-                        )
-                    )["tasks"]
-                )
+                page = await link.tasks(split, 0, len(known), timeout=self._call_s + self._load_s)
             except WorkerFailure as failure:
                 return Again(hash_seed, total + 1, differ + 1, first=f"Making tasks fails there: {failure}"[:200])
+            found = tasks_of([asdict(task) for task in page.tasks])
             total += len(known)
             pairs = [(one, found[place] if place < len(found) else None) for place, one in enumerate(known)]
             wrong = [place for place, (one, other) in enumerate(pairs) if one != other]
@@ -334,7 +330,7 @@ class _Check:
         return Again(hash_seed, total, 0, len(both), len(wrong_scores), first)
 
 
-async def _closed(opening: asyncio.Task[Link]) -> None:
+async def _closed(opening: asyncio.Task[EnvironmentWorker]) -> None:
     """Ends a worker that may still be loading."""
     opening.cancel()
     try:
@@ -344,7 +340,7 @@ async def _closed(opening: asyncio.Task[Link]) -> None:
     await link.close(0)
 
 
-async def _never() -> Link:
+async def _never() -> EnvironmentWorker:
     raise WorkerFailure("the other process ended")
 
 

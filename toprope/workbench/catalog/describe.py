@@ -16,10 +16,11 @@ from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue, visible
 from toprope.records.journal.groups import Outcome
+from toprope.records.worker_messages import Card, SplitSize
 from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.sdk.worker.client import Link, worker_environment
-from toprope.workbench.catalog.cards import Card, SplitSize
+from toprope.sdk.worker.client import worker_environment
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.describe_cache import Described, question
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 from toprope.workbench.entries import Entry
@@ -131,32 +132,31 @@ class Describer:
         network: bool,
     ) -> Description:
         began = time.monotonic()
-        link: Link | None = None
+        link: EnvironmentWorker | None = None
         mark, folder = new_mark(), _folder()
         grace = 0.0  # only a worker that answered to the end gets time to end by itself
         try:
             surroundings = worker_environment({**(variables or {}), MARK: mark})
-            link = await Link.start(entry.environment.interpreter, env=surroundings, cwd=folder, timeout=load_timeout_s)
+            link = await EnvironmentWorker.start(
+                entry.environment.interpreter, env=surroundings, cwd=folder, timeout=load_timeout_s
+            )
             started = time.monotonic()
             if not network:
-                await link.call("limit", timeout=load_timeout_s, network=False)
-            opened = await link.call(
-                "open",
+                await link.limit(timeout=load_timeout_s, network=False)
+            card = await link.open(
+                entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
                 timeout=load_timeout_s,
-                source=entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
-                knobs=dict(knobs or {}),
-                reward_weights=dict(reward_weights or {}),
+                knobs=knobs,
+                reward_weights=reward_weights,
             )
-            card, loaded = Card.model_validate(opened), time.monotonic()
+            loaded = time.monotonic()
             shown: tuple[Example, ...] = ()
-            sizes: dict[str, Any] = {}
+            sizes: dict[str, SplitSize] = {}
             refused, score_s = "", None
             if examples:
                 try:
                     shown, score_s = await _examples(link, examples, call_timeout_s)
-                    sizes = await link.call(
-                        "survey", timeout=call_timeout_s + _SURVEY_SECONDS, limit=_SURVEY_TASKS, seconds=_SURVEY_SECONDS
-                    )
+                    sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=call_timeout_s + _SURVEY_SECONDS)
                 except WorkerError as failure:
                     if failure.kind != "invalid":
                         raise
@@ -175,7 +175,7 @@ class Describer:
             entry=entry,
             card=card,
             examples=shown,
-            splits={name: SplitSize.model_validate(size) for name, size in sizes.items()},
+            splits=sizes,
             remarks=(refused,) if refused else tuple(_remarks(card, shown)) if examples else (),
             start_seconds=started - began,
             load_seconds=loaded - started,
@@ -205,23 +205,22 @@ def require_usable(entry: Entry) -> None:
         raise EnvironmentFailed(f"{entry.name} is not installed.", hint=entry.problem)
 
 
-async def _examples(link: Link, count: int, timeout: float) -> tuple[tuple[Example, ...], float | None]:
+async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tuple[tuple[Example, ...], float | None]:
     """Examples, and the seconds that an answer to one took on average."""
-    found = await link.call("tasks", timeout=timeout, split="train", start=0, count=count)
+    page = await link.tasks("train", 0, count, timeout=timeout)
     examples, calls, seconds = [], 0, 0.0
-    for index, task in enumerate(found["tasks"]):
+    for index, task in enumerate(page.tasks):
         answers = {"empty": "", "junk": JUNK}
-        if task["reference"] is not None:
-            answers = {"reference": str(task["reference"]), **answers}
+        if task.reference is not None:
+            answers = {"reference": str(task.reference), **answers}
             if (near := near_miss(answers["reference"])) is not None:
                 answers["near_miss"] = near
         scores = {}
         for label, answer in answers.items():
             began = time.monotonic()
-            scored = await link.call("score", timeout=timeout, split="train", index=index, answer=answer)
+            scores[label] = await link.score("train", index, answer, timeout=timeout)
             calls, seconds = calls + 1, seconds + time.monotonic() - began
-            scores[label] = Outcome(**scored)
-        examples.append(Example(tuple(task["messages"]), task["reference"], scores))
+        examples.append(Example(tuple(task.messages), task.reference, scores))
     return tuple(examples), seconds / calls if calls else None
 
 

@@ -21,7 +21,8 @@ from toprope_server.cli.context import open_workshop
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-    from toprope.sdk.worker.client import Link
+    from toprope.records.worker_messages import Card
+    from toprope.training.rollouts.environment_worker import EnvironmentWorker
     from toprope.training.rollouts.group_sampler import Made
     from toprope.workbench.entries import Entry
 
@@ -29,6 +30,7 @@ __all__ = ["check", "play"]
 
 SOLVER = "solver"
 _LONGEST = 2000
+_CALL_S = 60.0
 
 
 def play(
@@ -71,7 +73,7 @@ async def _play(
     bad = 0
     try:
         async with _opened(workshop, entry, knobs, printed) as (link, card):
-            typer.echo(_cut(f"{card['name']}: {card['description']}"))
+            typer.echo(_cut(f"{card.name}: {card.description}"))
             async with _player(workshop, link, card, model, max_tokens) as make:
                 for index in range(count):
                     made = await make(split, index)
@@ -89,18 +91,21 @@ async def _play(
 @asynccontextmanager
 async def _opened(
     workshop: Workshop, entry: Entry, knobs: dict[str, Any], printed: _Printed
-) -> AsyncIterator[tuple[Link, dict[str, Any]]]:
+) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
     """A worker with the environment open in it, and its card."""
-    from toprope.sdk.worker.client import Link, worker_environment
+    from toprope.sdk.worker.client import worker_environment
     from toprope.supervisor.environment_variables import for_worker
+    from toprope.training.rollouts.environment_worker import EnvironmentWorker
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
     mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
     variables = worker_environment({**for_worker(workshop.settings().variables), MARK: mark})
     try:
-        async with await Link.start(entry.environment.interpreter, env=variables, cwd=folder, stderr=printed) as link:
+        async with await EnvironmentWorker.start(
+            entry.environment.interpreter, env=variables, cwd=folder, stderr=printed
+        ) as link:
             source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
-            yield link, await link.call("open", timeout=180.0, source=source, knobs=knobs)
+            yield link, await link.open(source, timeout=180.0, knobs=knobs)
     finally:
         sweep(mark)
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +113,7 @@ async def _opened(
 
 @asynccontextmanager
 async def _player(
-    workshop: Workshop, link: Link, card: dict[str, Any], model: str, max_tokens: int
+    workshop: Workshop, link: EnvironmentWorker, card: Card, model: str, max_tokens: int
 ) -> AsyncIterator[Any]:
     """Plays task number `index` of a split: a `Made`, or None where there is no such task."""
     from toprope.sdk.errors import WorkerError
@@ -124,18 +129,17 @@ async def _player(
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, max_tokens)
 
     async def has(split: str, index: int) -> bool:
-        found = await link.call("tasks", split=split, start=index, count=1)
-        return bool(found["tasks"])
+        return bool((await link.tasks(split, index, 1, timeout=_CALL_S)).tasks)
 
     @asynccontextmanager
     async def played_by(player: Any) -> AsyncIterator[Any]:
-        async def again() -> Link:
+        async def again() -> EnvironmentWorker:
             return link
 
-        maker = (OwnLoopMaker if card.get("own_loop") else RolloutMaker)(
+        maker = (OwnLoopMaker if card.own_loop else RolloutMaker)(
             await Worker.start(again, config.launcher.model_copy(update={"restarts": 0})),
             player,
-            multi_turn=card["max_turns"] > 1,
+            multi_turn=card.max_turns > 1,
             call_timeout_s=60.0,
         )
 
@@ -149,7 +153,7 @@ async def _player(
         async def solve(split: str, index: int) -> Made | None:
             return await _solved(link, split, index) if await has(split, index) else None
 
-        if card.get("own_loop"):
+        if card.own_loop:
             raise WorkerError("invalid", "", "it plays by itself, so nobody can answer for its policy: name a model")
         yield solve
         return
@@ -174,29 +178,28 @@ async def _player(
         yield make
 
 
-async def _solved(link: Link, split: str, index: int) -> Made:
+async def _solved(link: EnvironmentWorker, split: str, index: int) -> Made:
     """A rollout that the environment's own solver plays."""
     from toprope.records.journal.groups import Outcome
     from toprope.training.rollouts.group_sampler import Made, told
 
-    began = await link.call("begin", split=split, index=index, count=1)
-    [handle] = began["rollouts"]
-    messages = list((began.get("per_rollout") or [began["messages"]])[0])
-    first, outcome, said = len(messages), None, ""
+    began = await link.begin(split, index, 1, timeout=_CALL_S)
+    [handle], messages = began.rollouts, list(began.messages)
+    first, said = len(messages), ""
+    outcome: Outcome | None = None
     while outcome is None:
-        [answer] = await link.call("solve", asked=[[handle, 0]])
+        answer = await link.solve(handle, timeout=_CALL_S)
         if answer is None:
-            await link.call("discard", rollouts=[handle])
+            await link.discard([handle], timeout=_CALL_S)
             outcome = Outcome(0.0, error="it has no reference here and no solve(): nobody knows the answer")
             break
-        said = str(answer)
-        [moved] = await link.call("advance", moves=[[handle, said, False]])
-        messages += [{"role": "assistant", "content": said}, *moved["messages"]]
-        if moved["done"]:
-            scored = moved["outcome"] or (await link.call("settle", rollouts=[handle]))[0]
-            outcome = Outcome(**scored)
+        said = answer
+        [moved] = await link.advance([[handle, said, False]], timeout=_CALL_S)
+        messages += [{"role": "assistant", "content": said}, *moved.messages]
+        if moved.done:
+            outcome = moved.outcome or (await link.settle([handle], timeout=_CALL_S))[0]
     talk = told(messages[first:]) if len(messages) > first else ""
-    return Made(began["task_id"], messages[:first], [said], [outcome], [[]], 0.0, [talk])
+    return Made(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
 
 
 def _found(workshop: Workshop, name: str) -> Entry:
@@ -223,7 +226,7 @@ def _found(workshop: Workshop, name: str) -> Entry:
     return entries[0]
 
 
-def _show(made: Made, index: int, card: dict[str, Any]) -> int:
+def _show(made: Made, index: int, card: Card) -> int:
     from toprope_tools.answers.base import number
 
     [outcome] = made.outcomes
@@ -237,7 +240,7 @@ def _show(made: Made, index: int, card: dict[str, Any]) -> int:
     facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
     facts.append("cut off at its longest" if outcome.truncated else "")
     typer.echo(
-        f"reward {number(outcome.reward)} of {number(card['max_reward'])}"
+        f"reward {number(outcome.reward)} of {number(card.max_reward)}"
         f"{f' ({parts})' if parts else ''}; {', '.join(fact for fact in facts if fact)}"
     )
     if outcome.error:
