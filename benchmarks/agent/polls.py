@@ -23,7 +23,7 @@ from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.status import Status, read_events
-from toprope.supervisor.keeper.logs import page
+from toprope.supervisor.keeper.logs import read_page
 
 __all__ = ["Poller", "full_status"]
 
@@ -40,7 +40,7 @@ def full_status(folder: RunFolder) -> dict[str, bytes]:
     logs = {}
     for name in _COMPONENTS:
         if folder.log(name).is_file():
-            logs[name] = list(page(folder.log(name), lines=_LINES, before=None, secrets=()).lines)
+            logs[name] = list(read_page(folder.log(name), lines=_LINES, before=None, secrets=()).lines)
     events = [event.model_dump(mode="json") for event in read_events(folder.events)]
     return {
         "status": compact(read_json(folder.status)),

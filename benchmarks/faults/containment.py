@@ -23,16 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 import toprope
-from toprope.supervisor.keeper import confinement as containment
-from toprope.supervisor.keeper.confinement import Level
+from toprope.supervisor.keeper import containment
+from toprope.supervisor.keeper.containment import Level
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.lock import held
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.lock import is_held
+from toprope.supervisor.runs.manager import RunManager
 
 ROOT = Path(toprope.__file__).resolve().parent.parent
 
 from tests.support import supervisor_stand_ins  # noqa: E402
-from tests.support.supervisor_house import House  # noqa: E402
+from tests.support.run_harness import RunHarness  # noqa: E402
 
 __all__ = ["KINDS", "WHOM", "left_over"]
 
@@ -82,7 +82,7 @@ def _until(condition: Any, limit_s: float = LIMIT_S) -> bool:
     return True
 
 
-def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[str]]:
+def left_over(house: RunHarness, level: Level, whom: str) -> tuple[list[str], list[str]]:
     """Which of the six are left when the lock of their run is free, and which after a front end has looked.
 
     Args:
@@ -96,7 +96,7 @@ def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[st
     table = house.path / f"{token}.json"
     table.write_text(json.dumps(programs))
     command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
-    runs = Runs(house.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: house.machine)
+    runs = RunManager(house.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: house.machine)
     specification = house.specification(stop_grace_s=0.3)
     folder = runs.start(specification)
     house.started.append(folder)
@@ -114,7 +114,7 @@ def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[st
             victim.suspend()
     for victim in victims:
         victim.kill()
-    _until(lambda: not held(folder.lock))
+    _until(lambda: not is_held(folder.lock))
     _until(lambda: not _processes(token), 2.0)
     before = sorted(_processes(token))
     runs.status(folder.run_id)
@@ -128,10 +128,10 @@ def left_over(house: House, level: Level, whom: str) -> tuple[list[str], list[st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table for people, and as the last line the figures; 1 where something is left within a namespace."""
     argparse.ArgumentParser(prog="python -P -m benchmarks.faults.containment").parse_args(arguments)
-    why, found = containment.probe(), {}
+    why, found = containment.probe_bubblewrap(), {}
     levels: list[Level] = ["guard"] if why else ["guard", "bubblewrap"]
     with tempfile.TemporaryDirectory(prefix="toprope-containment-") as path:
-        house = House(Path(path))
+        house = RunHarness(Path(path))
         try:
             for level in levels:
                 for whom in WHOM:

@@ -29,7 +29,7 @@ from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 DISK_MB, FLOOR = 40, 2_000_000
 STEPS, SAVE_STEPS = 300, 20
@@ -57,7 +57,7 @@ def fill(path: Path) -> None:
                 continue
 
 
-def begun(runs: Runs, house: RealHouse) -> RunFolder:
+def begun(runs: RunManager, house: RealHouse) -> RunFolder:
     """A run that has written its first checkpoint."""
     specification = house.specification(steps=STEPS)
     specification.config.logging.save_steps = SAVE_STEPS
@@ -67,7 +67,9 @@ def begun(runs: Runs, house: RealHouse) -> RunFolder:
     return folder
 
 
-def seconds_until(runs: Runs, folder: RunFolder, *states: str, since: float | None = None) -> tuple[float, Status]:
+def seconds_until(
+    runs: RunManager, folder: RunFolder, *states: str, since: float | None = None
+) -> tuple[float, Status]:
     """How long, from now or `since`, until the run's status says one of these states."""
     began = time.monotonic() if since is None else since
     status = eventually(

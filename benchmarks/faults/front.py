@@ -27,18 +27,18 @@ from toprope.records.index.index import Index, StartRow
 from toprope.records.run.specification import Specification
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 __all__ = ["Front", "Fronts", "runs_at"]
 
 _LOOK_EVERY_S = 0.1
 
 
-def runs_at(house: Path, *, revives: bool = False) -> Runs:
+def runs_at(house: Path, *, revives: bool = False) -> RunManager:
     """The runs of a house, as its front ends see them."""
     command = [sys.executable, "-P", "-m", "benchmarks.faults.front", "keeper", str(house)]
     variables = (lambda _: {}) if revives else None
-    return Runs(house / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
+    return RunManager(house / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
 
 
 def serve(house: Path) -> None:
@@ -58,7 +58,7 @@ def serve(house: Path) -> None:
             print(json.dumps(_carry_out(runs, index, json.loads(line))), flush=True)
 
 
-def _carry_out(runs: Runs, index: Index, order: dict[str, Any]) -> dict[str, Any]:
+def _carry_out(runs: RunManager, index: Index, order: dict[str, Any]) -> dict[str, Any]:
     try:
         match order["do"]:
             case "list":

@@ -18,7 +18,7 @@ import psutil
 from benchmarks.faults.lives import Ports, eventually
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import TRANSITIONS, Status, read_events
-from toprope.supervisor.lock import held
+from toprope.supervisor.lock import is_held
 
 __all__ = ["Story", "Tally", "index_errors", "look"]
 
@@ -75,10 +75,10 @@ def look(
 ) -> None:
     """Judges a run that has ended. The last processes may take some seconds to go."""
     try:
-        eventually(lambda: not processes() and not held(folder.lock), "the end of all processes", _LAST_GO_WITHIN_S)
+        eventually(lambda: not processes() and not is_held(folder.lock), "the end of all processes", _LAST_GO_WITHIN_S)
     except TimeoutError:
         tally.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
-        tally.locks += [f"{folder.run_id}: its lock is held"] if held(folder.lock) else []
+        tally.locks += [f"{folder.run_id}: its lock is held"] if is_held(folder.lock) else []
     tally.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
     files = [*folder.path.rglob(".*"), *(house / "tmp").iterdir()]
     files += [folder.crew] if folder.crew.exists() else []
@@ -164,7 +164,7 @@ def last_look(house: Path, tally: Tally) -> None:
     while left() and time.monotonic() < limit:
         time.sleep(0.5)
     tally.files += [str(path.relative_to(house)) for path in left()]
-    if held(house / "runs" / ".reservations" / "lock"):
+    if is_held(house / "runs" / ".reservations" / "lock"):
         tally.locks.append("the lock of the reservations is held")
 
 

@@ -28,12 +28,12 @@ from toprope.records.run.status import RESUMABLE, Status
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.lock import held
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.lock import is_held
+from toprope.supervisor.runs.manager import RunManager
 
 ROOT = Path(toprope.__file__).resolve().parent.parent
 
-from tests.support.supervisor_house import House  # noqa: E402
+from tests.support.run_harness import RunHarness  # noqa: E402
 from tests.support.tiny_policy import make_tiny_policy  # noqa: E402
 
 __all__ = ["Leftovers", "Ports", "RealHouse", "Round", "deaths", "house_at", "play", "play_real", "stubborn"]
@@ -88,14 +88,14 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
     return found
 
 
-def house_at(path: Path) -> House:
+def house_at(path: Path) -> RunHarness:
     """A house whose runs put their temporary files where they can be counted."""
     (path / "tmp").mkdir(parents=True)
     os.environ["TMPDIR"] = str(path / "tmp")
-    return House(path)
+    return RunHarness(path)
 
 
-class RealHouse(House):
+class RealHouse(RunHarness):
     """Runs with the real programs, a policy with random weights, and an environment that ships with Toprope."""
 
     def __init__(self, path: Path) -> None:
@@ -104,8 +104,8 @@ class RealHouse(House):
         self._policy.mkdir()
         make_tiny_policy(self._policy)
 
-    def runs(self, behaviours: Any = None, *, plot: Any = False) -> Runs:
-        return Runs(self.path / "runs", LocalLauncher(), lambda: self.machine)
+    def runs(self, behaviours: Any = None, *, plot: Any = False) -> RunManager:
+        return RunManager(self.path / "runs", LocalLauncher(), lambda: self.machine)
 
     def specification(self, kind: str = "train", **launcher: Any) -> Specification:
         config = Config()
@@ -124,7 +124,7 @@ class RealHouse(House):
         return light.model_copy(update={"environment": environment, "config": config})
 
 
-def deaths(house: House, members: tuple[str, ...], times: int) -> list[float]:
+def deaths(house: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
     """Milliseconds from the SIGKILL of each member to the run's new state on disk."""
     took = []
     for _ in range(times):
@@ -139,7 +139,7 @@ def deaths(house: House, members: tuple[str, ...], times: int) -> list[float]:
     return took
 
 
-def stubborn(house: House, times: int) -> list[float]:
+def stubborn(house: RunHarness, times: int) -> list[float]:
     """Seconds from the order to stop to the end of a crew that ignores SIGTERM, with the grace that a run has unless
     its configuration says otherwise. Its trainer has steps to save and does not."""
     sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
@@ -161,7 +161,7 @@ def stubborn(house: House, times: int) -> list[float]:
     return took
 
 
-def play(house: House, dice: random.Random, leftovers: Leftovers) -> Round:
+def play(house: RunHarness, dice: random.Random, leftovers: Leftovers) -> Round:
     """One run with stand-ins: started, ended at a random moment in a random way, perhaps resumed and ended again."""
     began = time.monotonic()
     crew = dice.choice(list(BEHAVIOURS))
@@ -241,14 +241,14 @@ def _steps(folder: RunFolder) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith(b"}\n")]
 
 
-def _finish(house: House, runs: Runs, folder: RunFolder, dice: random.Random, crew: str) -> str:
+def _finish(house: RunHarness, runs: RunManager, folder: RunFolder, dice: random.Random, crew: str) -> str:
     ends = [end for end in ENDS if end != "wait" or crew in ("short", "fails", "dies while saving")]
     end = dice.choice(ends)
     _act(house, runs, folder, end, dice)
     return end
 
 
-def _act(house: House, runs: Runs, folder: RunFolder, end: str, dice: random.Random) -> None:
+def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice: random.Random) -> None:
     """Does it; a run that has ended meanwhile is left alone."""
     if end == "wait" or Status.read(folder).ended:
         return
@@ -303,7 +303,7 @@ class Ports:
         return left
 
 
-def _look(house: House, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
+def _look(house: RunHarness, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
     """Counts what is there of a run that has ended; 5 s are allowed for the last processes to go."""
     try:
         eventually(lambda: not house.processes(folder), "the end of all processes", 5.0)
@@ -319,16 +319,16 @@ def _look(house: House, folder: RunFolder, ports: Ports, leftovers: Leftovers) -
     leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]
 
 
-def _until(runs: Runs, folder: RunFolder, state: str) -> Status:
+def _until(runs: RunManager, folder: RunFolder, state: str) -> Status:
     return eventually(lambda: (now := runs.status(folder.run_id)).state == state and now, f"{folder.run_id} {state}")
 
 
-def _end_of(runs: Runs, folder: RunFolder) -> Status:
+def _end_of(runs: RunManager, folder: RunFolder) -> Status:
     """The last status, once nobody holds the run any more."""
 
     def over() -> Status | None:
         status = runs.status(folder.run_id)
-        return status if status.ended_at is not None and not held(folder.lock) else None
+        return status if status.ended_at is not None and not is_held(folder.lock) else None
 
     try:
         return eventually(over, f"the end of {folder.run_id}")

@@ -18,10 +18,10 @@ from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
-from toprope.supervisor.lock import held
+from toprope.supervisor.lock import is_held
 
 from tests.support import supervisor_stand_ins  # isort: skip  (found by benchmarks._lives)
-from tests.support.supervisor_house import House  # isort: skip
+from tests.support.run_harness import RunHarness  # isort: skip
 
 __all__ = ["Stage", "light", "play", "real"]
 
@@ -44,7 +44,7 @@ ENDS = frozenset({"short", "loads slowly"})
 class Stage:
     """Where a campaign plays: a house, its front ends, and what is counted."""
 
-    def __init__(self, house: House, tally: Tally) -> None:
+    def __init__(self, house: RunHarness, tally: Tally) -> None:
         self.house, self.path, self.tally = house, house.path, tally
         (self.path / "programs").mkdir(exist_ok=True)
         (self.path / "runs").mkdir(exist_ok=True)
@@ -207,7 +207,7 @@ def _over(folder: RunFolder) -> bool:
         status = Status.read(folder)
     except NotFound:
         return False
-    ended = status.ended and status.ended_at is not None and not held(folder.lock)
+    ended = status.ended and status.ended_at is not None and not is_held(folder.lock)
     return ended and not (status.state == "lost" and status.resume_at is not None)
 
 
@@ -254,7 +254,7 @@ def _who(stage: Stage, folder: RunFolder, kind: str, dice: random.Random) -> lis
         except (OSError, ValueError, KeyError):
             return []
         process = _ours(stage, folder, pid)
-        return [(process, "keeper")] if process and held(folder.lock) else []
+        return [(process, "keeper")] if process and is_held(folder.lock) else []
     if kind in ("guard", "guards"):
         guards = [(guard, f"the guard of {name}") for name, one in members.items() if (guard := _parent(one))]
         return guards if kind == "guards" else [dice.choice(guards)] if guards else []

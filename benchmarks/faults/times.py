@@ -15,16 +15,16 @@ from toprope.records.run.status import EventLog, Status
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
-from tests.support.supervisor_house import House  # isort: skip  (found by benchmarks._lives)
+from tests.support.run_harness import RunHarness  # isort: skip  (found by benchmarks._lives)
 
 __all__ = ["deaths", "readopt_ms", "stops", "stubborn_stops"]
 
 _SAVING_S = 0.5
 
 
-def stops(house: House, times: int) -> list[float]:
+def stops(house: RunHarness, times: int) -> list[float]:
     """Seconds from the order to stop to the run's end, less what the trainer takes to write its checkpoint."""
     crew = {**BEHAVIOURS["endless"], "trainer": {"endless": True, "patient": True, "saving": _SAVING_S}}
     took = []
@@ -38,7 +38,7 @@ def stops(house: House, times: int) -> list[float]:
     return took
 
 
-def stubborn_stops(house: House, times: int) -> list[float]:
+def stubborn_stops(house: RunHarness, times: int) -> list[float]:
     """Seconds from the order to the end of a crew that ignores SIGTERM and has nothing to save."""
     sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
     crew = {
@@ -58,7 +58,7 @@ def stubborn_stops(house: House, times: int) -> list[float]:
     return took
 
 
-def readopt_ms(house: House, stored: int = 200, lost: int = 5, times: int = 3) -> float:
+def readopt_ms(house: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> float:
     """Milliseconds of the first list of `stored` runs, of which `lost` lost their keepers just now, by a front end that
     has the owner's variables: all of them are told, marked, and on their way to go on. The median of `times`."""
     template = _stored(house)
@@ -72,7 +72,7 @@ def _readopt_ms(path: Path, template: RunFolder, stored: int, lost: int) -> floa
         folder = RunFolder(path / run_id)
         shutil.copytree(template.path, folder.path)
         _renamed(folder, number, live=number % (stored // lost) == 7)
-    runs = Runs(path, _NoKeepers(), lambda: Machine(threads=64), lambda _: {})
+    runs = RunManager(path, _NoKeepers(), lambda: Machine(threads=64), lambda _: {})
     began = time.monotonic()
     found = runs.list()
     took = 1000 * (time.monotonic() - began)
@@ -92,7 +92,7 @@ class _NoKeepers(LocalLauncher):
         return None
 
 
-def _stored(house: House) -> RunFolder:
+def _stored(house: RunHarness) -> RunFolder:
     """A run that has completed, with all that it leaves."""
     runs, folder = house.start({})
     _ended(folder)

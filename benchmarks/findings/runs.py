@@ -19,7 +19,7 @@ from toprope.settings.changes import apply
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 __all__ = ["Played", "play"]
 
@@ -66,7 +66,7 @@ def play(case: Case, home: Path) -> Played:
         case: What to run.
         home: Folder for runs and the embedded policy, which is made there once.
     """
-    runs = Runs(home / "runs", LocalLauncher(), lambda: Machine(threads=64))
+    runs = RunManager(home / "runs", LocalLauncher(), lambda: Machine(threads=64))
     began = time.monotonic()
     folder = runs.start(_specification(case, home))
     try:

@@ -31,7 +31,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.sweep_journal import Standing, members_in, read_standing
 from toprope.settings.owner import Home
-from toprope.sweeps.planning import local_strategy
+from toprope.sweeps.planning import create_strategy
 
 BAD_START = 1e-5
 DRAFT = {
@@ -85,7 +85,7 @@ def same(folder: RunFolder, standing: Standing) -> list[str]:
     """What of a journal is not what an undisturbed conductor would have decided of the same scores; empty: nothing."""
     plan = Specification.read(folder).sweep
     assert plan is not None
-    strategy, wrong = local_strategy(plan), []
+    strategy, wrong = create_strategy(plan), []
     lines = [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
     once = {"started": "candidate", "scored": "candidate", "survivors": "epoch", "generation": "epoch"}
     for what, key in once.items():

@@ -40,13 +40,13 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.http.token import TokenFile
 
-from benchmarks.faults.lives import House, RealHouse, eventually
+from benchmarks.faults.lives import RealHouse, RunHarness, eventually
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import EventLog, Status
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 THINK_S = (1.0, 4.0)
 CALLS_A_VISIT = (25, 55)
@@ -62,9 +62,9 @@ _SECTIONS = ("algorithm", "optimizer", "rollout", "budget")
 class _NicedHouse(RealHouse):
     """Real runs that leave the processor to others."""
 
-    def runs(self, behaviours: Any = None, *, plot: Any = False) -> Runs:
+    def runs(self, behaviours: Any = None, *, plot: Any = False) -> RunManager:
         nice = ["nice", "-n", "19", sys.executable, "-P", "-m", "toprope.supervisor.keeper"]
-        return Runs(self.path / "runs", LocalLauncher(nice), lambda: self.machine)
+        return RunManager(self.path / "runs", LocalLauncher(nice), lambda: self.machine)
 
 
 @dataclass
@@ -239,10 +239,10 @@ class Looks:
             await anyio.sleep(1.0)
 
 
-def store_ended(house: House, count: int) -> None:
+def store_ended(house: RunHarness, count: int) -> None:
     """Runs that ended, as a home has them after some weeks."""
     for number in range(count):
-        specification = House.specification(house).model_copy(update={"run_id": f"ended-{number:02d}"})
+        specification = RunHarness.specification(house).model_copy(update={"run_id": f"ended-{number:02d}"})
         folder = RunFolder.create(house.path / "runs", specification.run_id)
         specification.write(folder)
         at = time.time() - 86_400 - number
@@ -377,7 +377,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="toprope-load-") as place:
         home = Path(place)
         (home / "home").mkdir(mode=0o700)
-        house = (_NicedHouse if options.real else House)(home / "home")
+        house = (_NicedHouse if options.real else RunHarness)(home / "home")
         store_ended(house, STORED_RUNS)
         server = None
         try:

@@ -6,23 +6,23 @@ import os
 import subprocess
 import sys
 
-from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lock import RunLock, is_held
 
 
 def test_one_holder_at_a_time(tmp_path):
     path = tmp_path / "keeper.lock"
-    assert not held(path)
+    assert not is_held(path)
     lock = RunLock.acquire(path)
-    assert held(path) and RunLock.acquire(path, wait_s=0.01) is None
+    assert is_held(path) and RunLock.acquire(path, wait_s=0.01) is None
     lock.release()
-    assert not held(path)
+    assert not is_held(path)
     RunLock.acquire(path).release()
 
 
 def test_looking_does_not_take_it(tmp_path):
     path = tmp_path / "keeper.lock"
     RunLock.acquire(path).release()
-    assert not held(path) and RunLock.acquire(path, wait_s=0.0) is not None
+    assert not is_held(path) and RunLock.acquire(path, wait_s=0.0) is not None
 
 
 def test_a_lock_that_was_handed_over_outlives_the_giver(tmp_path):
@@ -40,9 +40,9 @@ sys.stdin.read()
     child = subprocess.Popen(command, pass_fds=(lock.fileno(),), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"True\n"
     lock.release()
-    assert held(path) and path.read_text() == '{"pid": 1}\n'
+    assert is_held(path) and path.read_text() == '{"pid": 1}\n'
     child.communicate()
-    assert not held(path)
+    assert not is_held(path)
 
 
 def test_a_descriptor_of_another_file_is_not_the_lock(tmp_path):

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.records import messages as crew
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.environment_variables import EVERYONE, decode_owners, for_component, for_keeper, for_worker
+from toprope.supervisor.environment_variables import (
+    ALL_COMPONENTS,
+    component_variables,
+    decode_owner_variables,
+    keeper_variables,
+    worker_variables,
+)
 
 SURROUNDINGS = {
     "PATH": "/bin",
@@ -29,11 +35,11 @@ SURROUNDINGS = {
 @pytest.fixture
 def made(tmp_path):
     def make(component: str, owners=None, surroundings=SURROUNDINGS, wandb="online") -> dict[str, str]:
-        specification = House(tmp_path).specification()
+        specification = RunHarness(tmp_path).specification()
         specification.config.logging.wandb = wandb
         specification.config.launcher.threads = 3
         specification.config.algorithm.seed = 11
-        return for_component(
+        return component_variables(
             component,
             folder=tmp_path,
             specification=specification,
@@ -56,7 +62,7 @@ def test_only_what_programs_need_is_passed_on(made, tmp_path):
     assert variables["PYTHONHASHSEED"] == "11" and variables["TOKENIZERS_PARALLELISM"] == "false"
 
 
-@pytest.mark.parametrize("owners", [{}, {EVERYONE: {"HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}}])
+@pytest.mark.parametrize("owners", [{}, {ALL_COMPONENTS: {"HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}}])
 def test_a_key_goes_to_the_one_that_uses_it(made, owners):
     surroundings = SURROUNDINGS if not owners else {}
     keys = {
@@ -74,29 +80,32 @@ def test_a_key_goes_to_the_one_that_uses_it(made, owners):
 
 
 def test_the_owner_may_name_more_for_everyone_and_for_one(made):
-    owners = {EVERYONE: {"CUDA_VISIBLE_DEVICES": "1"}, "environment": {"HF_TOKEN": "own", "JUDGE_KEY": "j"}}
+    owners = {ALL_COMPONENTS: {"CUDA_VISIBLE_DEVICES": "1"}, "environment": {"HF_TOKEN": "own", "JUDGE_KEY": "j"}}
     assert made("environment", owners)["HF_TOKEN"] == "own"
     assert made("environment", owners)["JUDGE_KEY"] == "j" and "JUDGE_KEY" not in made("trainer", owners)
     assert all(made(name, owners)["CUDA_VISIBLE_DEVICES"] == "1" for name in ("trainer", "environment"))
 
 
 def test_the_keeper_gets_the_owners_variables_and_no_member_their_packet(made):
-    keeper = for_keeper({"trainer": {"A": "1"}}, SURROUNDINGS)
-    assert decode_owners(keeper) == {"trainer": {"A": "1"}}
+    keeper = keeper_variables({"trainer": {"A": "1"}}, SURROUNDINGS)
+    assert decode_owner_variables(keeper) == {"trainer": {"A": "1"}}
     assert "AWS_SECRET_ACCESS_KEY" not in keeper and keeper["HF_TOKEN"] == "hf"
     assert not any("OWNERS" in name for name in made("trainer", surroundings=keeper))
 
 
 def test_user_code_gets_the_keys_that_are_named_for_it_and_no_others():
-    owners = {EVERYONE: {"PLAIN": "1", "HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}, "environment": {"JUDGE_KEY": "j"}}
-    assert for_worker(owners) == {"PLAIN": "1", "JUDGE_KEY": "j"}
-    assert for_worker({"environment": {"HF_TOKEN": "own"}}) == {"HF_TOKEN": "own"}
+    owners = {
+        ALL_COMPONENTS: {"PLAIN": "1", "HF_TOKEN": "hf", "WANDB_API_KEY": "wb"},
+        "environment": {"JUDGE_KEY": "j"},
+    }
+    assert worker_variables(owners) == {"PLAIN": "1", "JUDGE_KEY": "j"}
+    assert worker_variables({"environment": {"HF_TOKEN": "own"}}) == {"HF_TOKEN": "own"}
 
 
 def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp_path):
-    specification = House(tmp_path).specification()
+    specification = RunHarness(tmp_path).specification()
     made = {
-        name: for_component(
+        name: component_variables(
             "api",
             folder=Path("/r") / name,
             specification=specification,
@@ -125,13 +134,13 @@ def test_a_run_that_lies_deep_has_a_link_to_its_temporary_files_and_takes_it_alo
 
 def test_a_run_sees_the_gpus_it_has_and_learns_what_it_goes_on_from(tmp_path):
     def made(**given):
-        return for_component(
+        return component_variables(
             "trainer",
             folder=tmp_path,
-            specification=House(tmp_path).specification(),
+            specification=RunHarness(tmp_path).specification(),
             attempt=1,
             secret="s",
-            owners={EVERYONE: {"CUDA_VISIBLE_DEVICES": "0,1"}, **given.pop("owners", {})},
+            owners={ALL_COMPONENTS: {"CUDA_VISIBLE_DEVICES": "0,1"}, **given.pop("owners", {})},
             surroundings={},
             **given,
         )

@@ -267,11 +267,11 @@ def leave_daemon() -> None:
 
 def main() -> int:
     if sys.argv[1] == "keeper":
-        from toprope.supervisor.keeper import lifecycle as course
+        from toprope.supervisor.keeper import lifecycle
         from toprope.supervisor.keeper.program import main as keeper
 
-        others = course.watchers_for
-        course.watchers_for = lambda hands: [*others(hands), HoldsOnRequest(hands)]
+        others = lifecycle.create_watchers
+        lifecycle.create_watchers = lambda hands: [*others(hands), HoldsOnRequest(hands)]
         return keeper(sys.argv[3:], programs=json.loads(Path(sys.argv[2]).read_text()))
     StandIn(sys.argv[1], json.loads(sys.argv[2])).run()
     return 0

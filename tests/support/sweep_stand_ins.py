@@ -25,7 +25,7 @@ from toprope.settings.owner import Home
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.sweeps.planning import make_plan
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch import launch
@@ -89,10 +89,10 @@ def table_in(path: Path, behaviours: dict[str, dict[str, Any]], token: str) -> P
     return table
 
 
-def runs_in(home: Home, table: Path) -> Runs:
+def runs_in(home: Home, table: Path) -> RunManager:
     """The runs of a home, as a front end whose launcher starts stand-ins."""
     command = [sys.executable, "-P", str(PATH), "keeper", str(table)]
-    return Runs(
+    return RunManager(
         home.runs,
         LocalLauncher(command, contained=lambda: "guard"),
         lambda: Machine(threads=4),

@@ -14,7 +14,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.interpreters.registry import Registry
@@ -60,7 +60,7 @@ def make_workshop(path):
             registry=Registry(home.environments_file),
         ),
         drafts=Drafts(index),
-        runs=Runs(home.runs, launcher, lambda: machine_of(home.settings())),
+        runs=RunManager(home.runs, launcher, lambda: machine_of(home.settings())),
         index=index,
     )
     return shop, launcher

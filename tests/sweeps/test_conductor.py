@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support import sweep_stand_ins
-from tests.support.supervisor_house import eventually
+from tests.support.run_harness import eventually
 from toprope.errors import Corrupt
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder
@@ -32,9 +32,9 @@ from toprope.records.sweep_journal import (
     read_standing,
 )
 from toprope.settings.owner import Home
-from toprope.supervisor.lock import held
+from toprope.supervisor.lock import is_held
 from toprope.sweeps.conductor import Conductor
-from toprope.sweeps.planning import local_strategy
+from toprope.sweeps.planning import create_strategy
 from toprope.workbench.launch import launch
 
 LIMIT_S = 90.0
@@ -96,7 +96,7 @@ def house(tmp_path):
 
 def undisturbed(plan):
     """What a conductor that nobody disturbs decides, of the scores that the stand-ins come to."""
-    strategy, known, population, history = local_strategy(plan), {}, [], []
+    strategy, known, population, history = create_strategy(plan), {}, [], []
     scores, survivors, lines = {}, {}, {}
     for epoch in range(1, plan.epochs + 1):
         kept = [known[one] for one in survivors.get(epoch - 1, [])]
@@ -180,7 +180,7 @@ def test_killed_three_times_it_ends_the_same(house):
 def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(house):
     folder = house.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
     first = f"{folder.run_id}-m01"
-    eventually(lambda: held(house.home.runs / first / "keeper.lock"), LIMIT_S)
+    eventually(lambda: is_held(house.home.runs / first / "keeper.lock"), LIMIT_S)
     house.runs.stop(folder.run_id)
     assert house.ended(folder).state == "stopped"
     eventually(lambda: not house.processes(), LIMIT_S)
@@ -204,7 +204,7 @@ def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
     def over():
         nonlocal most
         live = [
-            one for one in members_in(house.home.runs, folder.run_id) if held(house.home.runs / one / "keeper.lock")
+            one for one in members_in(house.home.runs, folder.run_id) if is_held(house.home.runs / one / "keeper.lock")
         ]
         most = max(most, len(live))
         return house.runs.status(folder.run_id).ended_at is not None

@@ -11,7 +11,7 @@ from toprope.records.sweep_journal import Candidate, Measured
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config
 from toprope.sweeps.planning import make_plan
-from toprope.sweeps.strategist import Strategist
+from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.workbench.drafts import Draft
 
 RATE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
@@ -113,7 +113,7 @@ def test_an_owners_strategy_runs_in_a_worker_and_lacks_what_it_likes(tmp_path):
         for name in ("Sure", "Bare", "Astray"):
             plan = planned(tmp_path, strategy=f"mine:{name}", population=2)
             assert plan.file == str(tmp_path / "mine.py") and plan.total_steps == 2 * 3 * 20
-            strategist = await Strategist.open(plan)
+            strategist = await StrategyRunner.open(plan)
             try:
                 first = strategist.candidates(await strategist.start(), {}, 9) if name != "Astray" else None
                 found[name] = first, await strategist.evaluate(known["c001"], Measured(accuracy=0.5))

@@ -13,7 +13,7 @@ from toprope.records.index.index import Index
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.interpreters.background import Installations
@@ -35,7 +35,7 @@ class Workshop:
     home: Home
     catalog: Catalog
     drafts: Drafts
-    runs: Runs
+    runs: RunManager
     index: Index
     installations: Installations = field(default_factory=Installations, repr=False)
     """What is being installed for environments."""

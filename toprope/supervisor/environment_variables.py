@@ -16,15 +16,23 @@ from toprope.records import messages as crew
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = ["EVERYONE", "OwnersVariables", "decode_owners", "for_component", "for_keeper", "for_worker", "secret_values"]
+__all__ = [
+    "ALL_COMPONENTS",
+    "OwnerVariables",
+    "decode_owner_variables",
+    "component_variables",
+    "keeper_variables",
+    "worker_variables",
+    "secret_values",
+]
 
-EVERYONE = "*"
+ALL_COMPONENTS = "*"
 """In the owner's variables: for every component, but for keys that one component alone uses."""
 
 OWNERS = "TOPROPE_OWNERS_VARIABLES"
 """How the owner's variables travel to the keeper: never in argv, and no component gets this one."""
 
-OwnersVariables = Mapping[str, Mapping[str, str]]
+OwnerVariables = Mapping[str, Mapping[str, str]]
 """Component (or EVERYONE) -> name -> value, from the owner's settings."""
 
 _NAMES = frozenset(
@@ -56,7 +64,7 @@ def _is_for(name: str, component: str, specification: Specification) -> bool:
     return _USERS.get(name, component) == component
 
 
-def for_keeper(owners: OwnersVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
+def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
     """The keeper's whole environment.
 
     Args:
@@ -72,10 +80,10 @@ def for_keeper(owners: OwnersVariables, surroundings: Mapping[str, str] | None =
     )
 
 
-def for_worker(owners: OwnersVariables) -> dict[str, str]:
+def worker_variables(owners: OwnerVariables) -> dict[str, str]:
     """What the owner's settings give to user code: what is said for everyone, but for keys that another component alone
     uses, and what is said for `environment` by name."""
-    everyone = owners.get(EVERYONE, {})
+    everyone = owners.get(ALL_COMPONENTS, {})
     return {name: value for name, value in everyone.items() if name not in _USERS} | dict(owners.get("environment", {}))
 
 
@@ -92,19 +100,19 @@ def secret_values(*variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def decode_owners(surroundings: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def decode_owner_variables(surroundings: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """What `for_keeper` packed, in the keeper."""
     return json.loads(surroundings.get(OWNERS, "{}"))
 
 
-def for_component(
+def component_variables(
     component: str,
     *,
     folder: Path,
     specification: Specification,
     attempt: int,
     secret: str,
-    owners: OwnersVariables,
+    owners: OwnerVariables,
     surroundings: Mapping[str, str],
     gpus: Sequence[str] | None = None,
     checkpoint: Path | None = None,
@@ -124,7 +132,7 @@ def for_component(
     """
     variables = _allowed(surroundings)
     keys = {name: value for name, value in surroundings.items() if name in _USERS}
-    for name, value in (keys | dict(owners.get(EVERYONE, {}))).items():
+    for name, value in (keys | dict(owners.get(ALL_COMPONENTS, {}))).items():
         if _is_for(name, component, specification):
             variables[name] = value
     threads = str(specification.config.launcher.threads)

@@ -16,9 +16,9 @@ from toprope.records.messages import Report
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 
-__all__ = ["SILENT_S", "Heartbeat", "silence"]
+__all__ = ["SILENT_AFTER_S", "Heartbeat", "describe_silence"]
 
-SILENT_S = 30.0
+SILENT_AFTER_S = 30.0
 """After so long without a sign a keeper is called silent."""
 
 
@@ -37,7 +37,7 @@ class Heartbeat:
             os.utime(self._folder.lock)
 
 
-def silence(folder: RunFolder, status: Status) -> str:
+def describe_silence(folder: RunFolder, status: Status) -> str:
     """What is to be said of a keeper that holds its run and gives no sign of life; empty where it does.
 
     A keeper that is ending its run, or that is of a version without this, is not judged. A clock that was set shows for
@@ -47,7 +47,7 @@ def silence(folder: RunFolder, status: Status) -> str:
         return ""
     try:
         age = time.time() - os.stat(folder.lock).st_mtime
-        if age < SILENT_S or not read_json(folder.lock).get("beats"):
+        if age < SILENT_AFTER_S or not read_json(folder.lock).get("beats"):
             return ""
     except (OSError, TopropeError, AttributeError):
         return ""

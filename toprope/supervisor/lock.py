@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunLock", "boot_id", "held"]
+__all__ = ["RunLock", "boot_id", "is_held"]
 
 _RETRY_S = 0.002
 
@@ -73,7 +73,7 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Whether somebody holds the lock; no when there is no such file. Takes nothing from anybody."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

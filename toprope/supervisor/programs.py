@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from toprope.records.run.specification import Specification
 
-__all__ = ["LETS_GO", "PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "spare_of"]
+__all__ = ["STARTS_RUNS", "PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "optional_members_of"]
 
 PLOT = "plot"
 """Not a member of the crew: the program that draws at the end."""
@@ -25,7 +25,7 @@ PROGRAMS: Mapping[str, str] = {
     PLOT: "toprope.analysis.plots",
 }
 
-LETS_GO = frozenset({"conductor"})
+STARTS_RUNS = frozenset({"conductor"})
 """Members that start runs: the keepers of those are to outlive them, so nothing holds what they detach. They start no
 code of users except in a worker, which has a guard of its own."""
 
@@ -48,7 +48,7 @@ def members_of(specification: Specification) -> tuple[str, ...]:
     return specification.run_kind.members
 
 
-def spare_of(specification: Specification) -> frozenset[str]:
+def optional_members_of(specification: Specification) -> frozenset[str]:
     """Members that may fail without ending the run: those of the policy, where models at endpoints are tested too."""
     models = specification.test.models if specification.test else []
     if any(model.endpoint is not None for model in models):

@@ -33,8 +33,8 @@ from toprope.records.sweep_journal import (
     final_id,
 )
 from toprope.settings.owner import Home
-from toprope.sweeps.members import Members, hopeless
-from toprope.sweeps.strategist import Strategist
+from toprope.sweeps.members import SweepMembers, hopeless_reason
+from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.training.component.member import Member, beating
 from toprope.workbench.launch.reserve_budget import NoRoomWithin
 
@@ -64,7 +64,7 @@ class Conductor:
     def __init__(self, member: Member, home: Home) -> None:
         assert member.spec.sweep is not None
         self._member, self._plan = member, member.spec.sweep
-        self._members = Members(home, member.spec)
+        self._members = SweepMembers(home, member.spec)
         self._log = SweepLog(member.folder)
         self._phase, self._epoch = "init", 1
         self._doing: dict[str, int] = {}
@@ -80,7 +80,7 @@ class Conductor:
         """
         self._member.report(Ready())
         teller = asyncio.create_task(self._tell())
-        strategist = await self._unless_ending(Strategist.open(self._plan))
+        strategist = await self._unless_ending(StrategyRunner.open(self._plan))
         try:
             for epoch in range(1, self._plan.epochs + 1):
                 self._epoch = epoch
@@ -93,7 +93,7 @@ class Conductor:
             teller.cancel()
             await strategist.close()
 
-    async def _one_epoch(self, strategist: Strategist) -> None:
+    async def _one_epoch(self, strategist: StrategyRunner) -> None:
         standing, epoch = self._log.standing, self._epoch
         if len(standing.generations) < epoch:
             await self._new_generation(strategist)
@@ -120,7 +120,7 @@ class Conductor:
             "steps": self._log.standing.steps_until(epoch),
         }
 
-    async def _new_generation(self, strategist: Strategist) -> None:
+    async def _new_generation(self, strategist: StrategyRunner) -> None:
         standing, epoch = self._log.standing, self._epoch
         if epoch == 1:
             answer = await self._unless_ending(strategist.start())
@@ -165,7 +165,7 @@ class Conductor:
 
     # Measuring
 
-    async def _measure(self, generation: Generation, strategist: Strategist) -> None:
+    async def _measure(self, generation: Generation, strategist: StrategyRunner) -> None:
         """Has every candidate without a score measured, as many at a time as the machine has room for."""
         standing = self._log.standing
         waiting = [one for one in generation.candidates if one.id not in standing.scores]
@@ -185,7 +185,7 @@ class Conductor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _measure_one(self, candidate: Candidate, epoch: int, strategist: Strategist) -> None:
+    async def _measure_one(self, candidate: Candidate, epoch: int, strategist: StrategyRunner) -> None:
         self._check_ending()
         members, standing = self._members, self._log.standing
         run_id = members.run_id(candidate)
@@ -268,7 +268,7 @@ class Conductor:
                 self._doing[candidate] = int(status.progress.get("step") or 0)
             else:
                 self._doing.setdefault(candidate, 0)
-            if not why and (found := hopeless(status)):
+            if not why and (found := hopeless_reason(status)):
                 why = f"stopped early, {found}"
                 await asyncio.to_thread(members.runs.stop, run_id)
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -17,13 +17,13 @@ from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.changes import apply
 from toprope.settings.owner import Home
-from toprope.supervisor.capacity.budget_ledger import the_books
+from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch import launch
 from toprope.workbench.launch.lineage import RUN, base_of
 from toprope.workbench.launch.reserve_budget import may_go_on
 
-__all__ = ["Members", "hopeless"]
+__all__ = ["SweepMembers", "hopeless_reason"]
 
 _HOPELESS = frozenset(
     {
@@ -40,7 +40,7 @@ _HOPELESS = frozenset(
 """Findings that, once they are critical, no further step has healed."""
 
 
-def hopeless(status: Status) -> str:
+def hopeless_reason(status: Status) -> str:
     """Why a member that trains is not worth its time any more, by the diagnosis of its keeper; empty: it is."""
     if status.state != "training":
         return ""
@@ -50,7 +50,7 @@ def hopeless(status: Status) -> str:
     return ""
 
 
-class Members:
+class SweepMembers:
     """The runs of one sweep.
 
     Args:
@@ -147,7 +147,7 @@ class Members:
             TopropeError: It cannot go on.
         """
         specification = Specification.read(RunFolder(self.runs.path / run_id))
-        with the_books(self.runs.path):
+        with ledger_lock(self.runs.path):
             may_go_on(specification, self._home.limits(), self._home.runs)
             self.runs.resume(run_id, launch.variables_of(specification, self._home))
 

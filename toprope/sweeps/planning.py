@@ -23,8 +23,8 @@ __all__ = [
     "MOST_EPOCHS",
     "MOST_POPULATION",
     "OPTUNA",
-    "dimensions",
-    "local_strategy",
+    "parse_space",
+    "create_strategy",
     "make_plan",
     "strategy_arguments",
 ]
@@ -48,7 +48,7 @@ _EXAMPLE = (
 )
 
 
-def dimensions(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[str, Dimension]:
+def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[str, Dimension]:
     """The space of a sweep over a draft's fields.
 
     Args:
@@ -172,7 +172,7 @@ def make_plan(
             hint=f"There are {', '.join(known)}, and file:Class for one in {strategies}.",
         )
     plan = SweepPlan(
-        space=dimensions(space, draft, locks),
+        space=parse_space(space, draft, locks),
         strategy=name,
         file=file,
         evaluate=evaluate,
@@ -187,7 +187,7 @@ def make_plan(
         knobs=draft.knobs,
     )
     # A strategy of a user's own cannot be asked here, where no code of users runs: it may have a population an epoch.
-    stages = [(population, plan.steps)] * epochs if file else local_strategy(plan).plan()
+    stages = [(population, plan.steps)] * epochs if file else create_strategy(plan).plan()
     runs = sum(many for many, _ in stages)
     if runs > _MOST_RUNS:
         raise InvalidValue(
@@ -211,7 +211,7 @@ def strategy_arguments(plan: SweepPlan) -> dict[str, Any]:
     }
 
 
-def local_strategy(plan: SweepPlan) -> Evolution:
+def create_strategy(plan: SweepPlan) -> Evolution:
     """One of our own strategies; for a user's the one whose methods fill in what theirs lacks."""
     if plan.file is None and plan.strategy == OPTUNA:
         from toprope.sweeps.optuna_search import OptunaSearch
@@ -222,8 +222,8 @@ def local_strategy(plan: SweepPlan) -> Evolution:
     )
 
 
-def most_steps(plan: SweepPlan) -> int:
+def longest_run_steps(plan: SweepPlan) -> int:
     """Optimizer steps of the longest single run."""
     if plan.file or plan.evaluate == "test":
         return plan.steps
-    return max(each for _, each in local_strategy(plan).plan())
+    return max(each for _, each in create_strategy(plan).plan())

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.analysis.reports.test_report import evaluation, rows
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.analysis.plots.style import smoothed
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
@@ -18,7 +18,7 @@ from toprope.records.run.status import Status
 
 @pytest.fixture
 def folder(tmp_path):
-    specification = House(tmp_path).specification()
+    specification = RunHarness(tmp_path).specification()
     folder = RunFolder.create(tmp_path / "runs", specification.run_id)
     specification.write(folder)
     Status(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.narrative import RunRecords, compose_run_report
 from toprope.analysis.reports.page import Table
 from toprope.analysis.reports.report import build, gather
@@ -43,7 +43,7 @@ def evaluation(label: str, successes: int, greedy: int | None = None) -> dict:
 
 @pytest.fixture
 def specification(tmp_path):
-    return House(tmp_path).specification()
+    return RunHarness(tmp_path).specification()
 
 
 @pytest.fixture

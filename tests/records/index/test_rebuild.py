@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from toprope_server.cli.doctor import repair
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.index.index import Index, StartRow
 from toprope.records.index.migrations import MIGRATIONS
@@ -82,7 +82,7 @@ def home(tmp_path):
     """An index with one draft and its history; two runs came from it, and one from a draft that is not there."""
     home = Home(tmp_path / "home", tmp_path / "config")
     home.ensure()
-    house = House(home.path)
+    house = RunHarness(home.path)
     index = Index(home.index)
     specification = house.specification()
     draft = index.create_draft(

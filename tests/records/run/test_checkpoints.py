@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import MANIFEST, newest_sound, problem_of, seal, set_aside
@@ -28,7 +28,7 @@ def checkpoint(folder: RunFolder, step: int) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run that was stopped, with checkpoints of steps 1, 2 and 3."""
-    house = House(tmp_path)
+    house = RunHarness(tmp_path)
     specification = house.specification()
     folder = RunFolder.create(tmp_path / "runs", specification.run_id)
     specification.write(folder)

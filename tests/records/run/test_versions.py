@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from toprope_tools.results.results import _report
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.errors import TooNew
@@ -64,7 +64,7 @@ FILES = [
 def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run folder with every file in it."""
     path = tmp_path_factory.mktemp("versions")
-    house = House(path)
+    house = RunHarness(path)
     specification = house.specification()
     specification.config.logging.wandb = "offline"
     folder = RunFolder.create(path / "runs", specification.run_id)
@@ -174,7 +174,7 @@ def test_a_journal_of_a_newer_version_is_refused_and_left(tmp_path: Path) -> Non
 
 
 def test_a_reservation_of_a_newer_version_is_not_given_away(tmp_path: Path) -> None:
-    house = House(tmp_path)
+    house = RunHarness(tmp_path)
     other, mine = house.specification(), house.specification()
     folder = RunFolder.create(tmp_path / "runs", other.run_id)
     lock = RunLock.acquire(folder.lock)

@@ -203,12 +203,12 @@ def test_a_check_that_fails_itself_is_a_finding(home):
 
 
 def test_how_runs_are_held_is_told_with_what_could_escape(home, monkeypatch):
-    from toprope.supervisor.keeper import confinement as containment
+    from toprope.supervisor.keeper import containment
 
-    monkeypatch.setattr(containment, "probe", lambda: "")
+    monkeypatch.setattr(containment, "probe_bubblewrap", lambda: "")
     held = found(home, doctor.containment)[0]
     assert held.level == "ok" and held.text.startswith("bubblewrap") and "could escape" in held.text
-    monkeypatch.setattr(containment, "probe", lambda: "bwrap is not installed")
+    monkeypatch.setattr(containment, "probe_bubblewrap", lambda: "bwrap is not installed")
     held = found(home, doctor.containment)[0]
     assert held.level in ("note", "warning") and "bwrap is not installed" in held.text
     home.settings_file.write_text("containment: bubblewrap\n")

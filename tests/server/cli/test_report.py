@@ -21,7 +21,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
 from toprope.settings.schema import Config
-from toprope.supervisor.watchers.provenance import collect
+from toprope.supervisor.watchers.provenance import collect_manifest
 
 NASTY = '<script>alert("x")</script> [a](javascript:b) `c` | ![d](http://e) \u202eevil'
 
@@ -44,7 +44,7 @@ def run(shop, run_id="run-a", accuracy=0.8, steps=60):
         beside_preset={"budget.steps": [7, 9]}, policy_cache="/nowhere",
     )  # fmt: skip
     specification.write(folder)
-    collect(folder, specification).write(folder)
+    collect_manifest(folder, specification).write(folder)
     rows = [
         {"step": step, "reward": 1 - math.exp(-step / 20), "success": 0.5, "entropy": None, "grad_norm": 1.0}
         for step in range(1, steps + 1)

@@ -13,7 +13,7 @@ from toprope_tools.workshop import Workshop
 from tests.support.tools_house import make_workshop
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 
 async def looked_until(home, condition, limit_s=30.0):
@@ -49,7 +49,7 @@ def test_a_run_that_lost_its_keeper_goes_on_without_a_call(tmp_path, monkeypatch
     variables = []
 
     def revives(home):
-        runs = Runs(home.runs, launcher, variables=lambda one: variables.append(one.run_id) or {"*": {"A": "b"}})
+        runs = RunManager(home.runs, launcher, variables=lambda one: variables.append(one.run_id) or {"*": {"A": "b"}})
         return Workshop(home=home, catalog=shop.catalog, drafts=shop.drafts, runs=runs, index=shop.index)
 
     monkeypatch.setattr(toprope_tools.workshop.Workshop, "open", revives)

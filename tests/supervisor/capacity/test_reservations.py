@@ -12,19 +12,19 @@ import time
 import psutil
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.records.messages import ENV_COMPONENT, ENV_FOLDER
 from toprope.records.run.specification import ModelUnderTest
 from toprope.settings.endpoints import Endpoint
-from toprope.supervisor.capacity.reservations import Granted, Machine, Reservations, Waits
+from toprope.supervisor.capacity.reservations import Granted, Machine, Reservations, Waiting
 from toprope.supervisor.lock import RunLock
 
 ENDLESS = {"trainer": {"endless": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
@@ -32,13 +32,13 @@ def house(tmp_path):
 class Claims:
     """Runs that claim without a keeper: their locks are held here."""
 
-    def __init__(self, house, machine):
-        self.house, self.path, self.locks = house, house.path / "runs", {}
+    def __init__(self, harness, machine):
+        self.harness, self.path, self.locks = harness, harness.path / "runs", {}
         Reservations(self.path).announce(machine)
         self.of = {}
 
     def __call__(self, kind="train", **launcher):
-        specification = self.house.specification(kind, **launcher)
+        specification = self.harness.specification(kind, **launcher)
         folder = self.path / specification.run_id
         folder.mkdir(parents=True)
         self.locks[specification.run_id] = RunLock.acquire(folder / "keeper.lock")
@@ -54,11 +54,11 @@ class Claims:
 
 
 @pytest.fixture
-def claims(house):
+def claims(harness):
     made = []
 
     def make(**machine):
-        made.append(Claims(house, Machine(**machine)))
+        made.append(Claims(harness, Machine(**machine)))
         return made[-1]
 
     yield make
@@ -72,13 +72,13 @@ def test_training_takes_two_threads_a_run_and_waits_for_them_in_turn(claims):
     first, second = claim(), claim()
     assert first[1] == second[1] == Granted(2, None)
     third, fourth = claim(), claim()
-    assert isinstance(third[1], Waits) and isinstance(fourth[1], Waits)
+    assert isinstance(third[1], Waiting) and isinstance(fourth[1], Waiting)
     assert third[1].reason == (
         f"Waits for 2 CPU threads (this machine has 4 for training); in use by {first[0]}, {second[0]}."
     )
     assert fourth[1].reason.endswith(f"; {third[0]} waits before it.")
     Reservations(claim.path).leave(second[0])
-    assert isinstance(claim.again(fourth[0]), Waits)
+    assert isinstance(claim.again(fourth[0]), Waiting)
     assert claim.again(third[0]) == Granted(2, None)
     claim.dies(first[0])
     assert claim.again(fourth[0]) == Granted(2, None)
@@ -91,14 +91,14 @@ def test_nobody_is_passed_by_a_smaller_run(claims):
     claim()
     large = claim(threads=2)
     small = claim()
-    assert isinstance(large[1], Waits) and isinstance(small[1], Waits)
+    assert isinstance(large[1], Waiting) and isinstance(small[1], Waiting)
 
 
 def test_a_run_that_needs_more_than_the_machine_has_gets_all_of_it(claims):
     claim = claims(threads=1)
     first = claim(threads=8)
     assert first[1] == Granted(1, None)
-    assert isinstance(claim()[1], Waits)
+    assert isinstance(claim()[1], Waiting)
 
 
 def test_tests_run_beside_training_and_take_turns_among_themselves(claims):
@@ -109,10 +109,10 @@ def test_tests_run_beside_training_and_take_turns_among_themselves(claims):
     assert waiting.reason.startswith("Waits for 1 CPU thread (this machine has 1 for tests)")
 
 
-def test_a_test_of_models_elsewhere_needs_nothing_here(claims, house):
+def test_a_test_of_models_elsewhere_needs_nothing_here(claims, harness):
     claim = claims(threads=1, gpus=("0",))
     claim("test", device="cpu"), claim("test", device="cpu")
-    specification = house.specification("test")
+    specification = harness.specification("test")
     endpoint = Endpoint(base_url="http://127.0.0.1:1/v1", model="m")
     specification.test.models.append(ModelUnderTest(name="m", endpoint=endpoint))
     assert Reservations(claim.path).claim(specification, anew=True) == Granted(0, ())
@@ -143,7 +143,7 @@ def test_an_earlier_attempts_place_is_not_inherited(claims):
     first = claim()
     second = claim()
     specification, reservations = claim.of[first[0]]
-    assert isinstance(reservations.claim(specification, anew=True), Waits)
+    assert isinstance(reservations.claim(specification, anew=True), Waiting)
     assert claim.again(second[0]) == Granted(2, None)
 
 
@@ -192,15 +192,15 @@ sys.stdin.readline()
 """
 
 
-def test_processes_that_claim_at_once_never_get_more_than_there_is(house):
-    path = house.path / "runs"
+def test_processes_that_claim_at_once_never_get_more_than_there_is(harness):
+    path = harness.path / "runs"
     path.mkdir()
     Reservations(path).announce(Machine(threads=10))
     claimants = []
     for _ in range(4):
-        spec = house.specification()
-        (house.path / f"{spec.run_id}.spec").write_text(spec.model_dump_json())
-        command = [sys.executable, "-P", "-c", CLAIMS, str(path), str(house.path / f"{spec.run_id}.spec")]
+        spec = harness.specification()
+        (harness.path / f"{spec.run_id}.spec").write_text(spec.model_dump_json())
+        command = [sys.executable, "-P", "-c", CLAIMS, str(path), str(harness.path / f"{spec.run_id}.spec")]
         claimants.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     try:
         for claimant in claimants:
@@ -222,14 +222,14 @@ def test_processes_that_claim_at_once_never_get_more_than_there_is(house):
 # With keepers
 
 
-def test_the_next_run_waits_with_its_keeper_and_goes_on_as_soon_as_there_is_room(house):
-    house.machine = Machine(threads=2)
-    runs, first = house.start(ENDLESS)
+def test_the_next_run_waits_with_its_keeper_and_goes_on_as_soon_as_there_is_room(harness):
+    harness.machine = Machine(threads=2)
+    runs, first = harness.start(ENDLESS)
     until(runs, first, "training")
-    _, second = house.start()
+    _, second = harness.start()
     status = eventually(lambda: (now := runs.status(second.run_id)).reason and now)
     assert status.state == "queued" and first.run_id in status.reason and status.crew == {}
-    assert house.keeper(second).is_running()
+    assert harness.keeper(second).is_running()
     runs.stop(first.run_id, 0)
     ended(runs, first)
     began = time.monotonic()
@@ -239,23 +239,23 @@ def test_the_next_run_waits_with_its_keeper_and_goes_on_as_soon_as_there_is_room
     assert not list((runs.path / ".reservations").glob("run-*"))
 
 
-def test_a_killed_keeper_frees_what_it_had_when_its_crew_is_gone(house):
-    house.machine = Machine(threads=2)
-    runs, first = house.start(ENDLESS, stop_grace_s=0.2)
+def test_a_killed_keeper_frees_what_it_had_when_its_crew_is_gone(harness):
+    harness.machine = Machine(threads=2)
+    runs, first = harness.start(ENDLESS, stop_grace_s=0.2)
     until(runs, first, "training")
-    _, second = house.start()
+    _, second = harness.start()
     eventually(lambda: runs.status(second.run_id).reason)
-    house.keeper(first).kill()
+    harness.keeper(first).kill()
     assert ended(runs, second).state == "completed"
     assert runs.status(first.run_id).state == "lost"
 
 
-def test_a_stop_while_queued_works_at_once_and_lets_the_next_one_pass(house):
-    house.machine = Machine(threads=2)
-    runs, first = house.start(ENDLESS)
+def test_a_stop_while_queued_works_at_once_and_lets_the_next_one_pass(harness):
+    harness.machine = Machine(threads=2)
+    runs, first = harness.start(ENDLESS)
     until(runs, first, "training")
-    _, second = house.start()
-    _, third = house.start()
+    _, second = harness.start()
+    _, third = harness.start()
     eventually(lambda: second.run_id in runs.status(third.run_id).reason)
     began = time.monotonic()
     runs.stop(second.run_id)
@@ -268,13 +268,13 @@ def test_a_stop_while_queued_works_at_once_and_lets_the_next_one_pass(house):
     assert ended(runs, third).state == "completed"
 
 
-def test_a_keeper_that_is_killed_in_the_queue_is_lost_and_resumes_at_its_end(house):
-    house.machine = Machine(threads=2)
-    runs, first = house.start(ENDLESS)
+def test_a_keeper_that_is_killed_in_the_queue_is_lost_and_resumes_at_its_end(harness):
+    harness.machine = Machine(threads=2)
+    runs, first = harness.start(ENDLESS)
     until(runs, first, "training")
-    others, second = house.start()
+    others, second = harness.start()
     eventually(lambda: runs.status(second.run_id).reason)
-    house.keeper(second).kill()
+    harness.keeper(second).kill()
     assert ended(runs, second).state == "lost"
     others.resume(second.run_id)
     eventually(lambda: first.run_id in runs.status(second.run_id).reason)
@@ -283,16 +283,16 @@ def test_a_keeper_that_is_killed_in_the_queue_is_lost_and_resumes_at_its_end(hou
     assert status.state == "completed" and status.attempt == 2
 
 
-def test_members_see_the_gpu_that_their_run_has_and_no_other(house):
-    house.machine = Machine(threads=2, gpus=("0", "7"))
-    runs, first = house.start(ENDLESS)
-    _, second = house.start(ENDLESS)
-    _, third = house.start(ENDLESS, device="cpu")
+def test_members_see_the_gpu_that_their_run_has_and_no_other(harness):
+    harness.machine = Machine(threads=2, gpus=("0", "7"))
+    runs, first = harness.start(ENDLESS)
+    _, second = harness.start(ENDLESS)
+    _, third = harness.start(ENDLESS, device="cpu")
     seen = {}
     for folder in (first, second, third):
         until(runs, folder, "training")
         members = []
-        for process in house.processes(folder):
+        for process in harness.processes(folder):
             with contextlib.suppress(psutil.Error):  # the program that draws the plot comes and goes
                 members.append(process.environ())
         seen[folder.run_id] = {
@@ -306,13 +306,13 @@ def test_members_see_the_gpu_that_their_run_has_and_no_other(house):
         ended(runs, folder)
 
 
-def test_the_queue_is_not_polled_busily(house):
-    house.machine = Machine(threads=2)
-    runs, first = house.start(ENDLESS)
+def test_the_queue_is_not_polled_busily(harness):
+    harness.machine = Machine(threads=2)
+    runs, first = harness.start(ENDLESS)
     until(runs, first, "training")
-    _, second = house.start()
+    _, second = harness.start()
     eventually(lambda: runs.status(second.run_id).reason)
-    keeper = house.keeper(second)
+    keeper = harness.keeper(second)
     before = sum(keeper.cpu_times()[:2])
     written = second.status.stat().st_mtime_ns
     time.sleep(1.0)

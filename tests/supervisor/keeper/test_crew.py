@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.supervisor_house import House
+from tests.support.run_harness import RunHarness
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.lock import RunLock
@@ -24,8 +24,8 @@ LISTENS = (
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the guard's end is waited for by its pidfd")
 def test_who_calls_the_api_while_it_is_started_again_waits_for_it(tmp_path):
-    house = House(tmp_path)
-    spec = house.specification()
+    harness = RunHarness(tmp_path)
+    spec = harness.specification()
     folder = RunFolder.create(tmp_path / "runs", spec.run_id)
     spec.write(folder)
     lock = RunLock.acquire(folder.lock)
@@ -52,4 +52,4 @@ def test_who_calls_the_api_while_it_is_started_again_waits_for_it(tmp_path):
         assert asyncio.run(work()) == [b"0", b"1"]
     finally:
         lock.release()
-        house.close()
+        harness.close()

@@ -13,19 +13,19 @@ import time
 import psutil
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.status import Status
 from toprope.supervisor.keeper.component import LOG_BYTES, LOG_KEEP
-from toprope.supervisor.lock import held
-from toprope.supervisor.runs.cleanup import sweep_marked
+from toprope.supervisor.lock import is_held
+from toprope.supervisor.runs.cleanup import reap_crew
 
 ENDLESS = {"trainer": {"endless": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
@@ -42,9 +42,9 @@ def house(tmp_path):
         ("environment", "evaluate", "exit:4", "evaluating", 4, None),
     ],
 )
-def test_a_member_that_ends_ends_the_run_with_its_reason(house, component, at, do, state, code, signal_name):
+def test_a_member_that_ends_ends_the_run_with_its_reason(harness, component, at, do, state, code, signal_name):
     behaviours = {component: {"at": at, "do": do, "say": "the last words", "daemon": True}}
-    runs, folder = house.start(behaviours)
+    runs, folder = harness.start(behaviours)
     status = ended(runs, folder)
     assert status.state == "failed"
     failure = status.failure
@@ -55,63 +55,63 @@ def test_a_member_that_ends_ends_the_run_with_its_reason(house, component, at, d
     assert all(member.state in ("stopped", "finished") for name, member in status.crew.items() if name != component)
     assert runs.events(folder.run_id)[-1].kind == "end"
     assert not folder.results.exists()
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_trainer_that_fails_after_it_said_finished_did_not_complete(house):
-    runs, folder = house.start({"trainer": {"at": "finished", "do": "exit:9"}})
+def test_a_trainer_that_fails_after_it_said_finished_did_not_complete(harness):
+    runs, folder = harness.start({"trainer": {"at": "finished", "do": "exit:9"}})
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "trainer" and status.failure.exit_code == 9
 
 
-def test_a_trainer_that_finished_and_does_not_exit_is_ended_and_the_run_completes(house):
+def test_a_trainer_that_finished_and_does_not_exit_is_ended_and_the_run_completes(harness):
     """Meanwhile the driver may leave: it has evaluated what there is to evaluate."""
     behaviours = {"trainer": {"at": "finished", "do": "hang"}, "environment": {"at": "evaluated", "do": "exit:0"}}
-    runs, folder = house.start(behaviours, stop_grace_s=0.3)
+    runs, folder = harness.start(behaviours, stop_grace_s=0.3)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert status.crew["environment"].state == "finished"
     assert any("did not exit" in e.data["what"] for e in runs.events(folder.run_id) if e.kind == "warning")
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
 @pytest.mark.parametrize("do", ["fail", "linger"])
-def test_a_member_that_says_why_it_fails_is_quoted_even_if_it_does_not_exit(house, do):
-    runs, folder = house.start({"environment": {"at": "start", "do": do}})
+def test_a_member_that_says_why_it_fails_is_quoted_even_if_it_does_not_exit(harness, do):
+    runs, folder = harness.start({"environment": {"at": "start", "do": do}})
     status = ended(runs, folder)
     assert status.state == "failed"
     assert (status.failure.component, status.failure.reason) == ("environment", "the dice were loaded")
     assert status.failure.hint == "use other dice"
     assert status.failure.exit_code == (1 if do == "fail" else None)
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_test_run_whose_driver_finishes_without_its_test_failed(house):
-    runs, folder = house.start({"environment": {"at": "ready", "do": "exit:0"}}, kind="test")
+def test_a_test_run_whose_driver_finishes_without_its_test_failed(harness):
+    runs, folder = harness.start({"environment": {"at": "ready", "do": "exit:0"}}, kind="test")
     status = ended(runs, folder)
     assert status.state == "failed" and "without having done its part" in status.reason
 
 
-def test_members_that_do_not_get_ready_in_time_are_named(house):
-    runs, folder = house.start({"inference": {"mute": True, "say": "loading"}}, start_timeout_s=4.0)
+def test_members_that_do_not_get_ready_in_time_are_named(harness):
+    runs, folder = harness.start({"inference": {"mute": True, "say": "loading"}}, start_timeout_s=4.0)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "inference"
     assert status.reason == "Not ready after 4 s: inference." and "start_timeout_s" in status.failure.hint
     assert status.failure.excerpt == ["loading"]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_an_evaluation_that_is_nonsense_fails_the_run_in_the_keepers_name(house):
+def test_an_evaluation_that_is_nonsense_fails_the_run_in_the_keepers_name(harness):
     """Stands for everything that may be wrong in the keeper's own code: said, and the crew is gone."""
-    runs, folder = house.start({"environment": {"nonsense": "after"}})
+    runs, folder = harness.start({"environment": {"nonsense": "after"}})
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "keeper"
     assert "'after'" in status.reason and any("Corrupt" in line for line in status.failure.excerpt)
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_specification_that_cannot_be_read_fails_the_run(house):
-    runs = house.runs()
+def test_a_specification_that_cannot_be_read_fails_the_run(harness):
+    runs = harness.runs()
     real = runs._launcher.submit
 
     def damages(folder, variables, lock=None):
@@ -119,17 +119,17 @@ def test_a_specification_that_cannot_be_read_fails_the_run(house):
         real(folder, variables, lock)
 
     runs._launcher.submit = damages
-    folder = runs.start(house.specification())
-    house.started.append(folder)
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "keeper" and "specification" in status.reason
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_plot_that_cannot_be_drawn_costs_a_picture_and_not_the_run(house):
-    runs = house.runs(plot=[sys.executable, "-I", "-S", "-c", "raise SystemExit('no pencil')"])
-    folder = runs.start(house.specification())
-    house.started.append(folder)
+def test_a_plot_that_cannot_be_drawn_costs_a_picture_and_not_the_run(harness):
+    runs = harness.runs(plot=[sys.executable, "-I", "-S", "-c", "raise SystemExit('no pencil')"])
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
     status = ended(runs, folder)
     assert status.state == "completed"
     warning = next(e for e in runs.events(folder.run_id) if e.kind == "warning")
@@ -137,37 +137,37 @@ def test_a_plot_that_cannot_be_drawn_costs_a_picture_and_not_the_run(house):
 
 
 @pytest.mark.parametrize("moment", ["validating", "training"])
-def test_a_killed_keeper_leaves_nothing_and_its_run_is_lost(house, moment):
+def test_a_killed_keeper_leaves_nothing_and_its_run_is_lost(harness, moment):
     behaviours = {"api": {"daemon": True, "deaf": True}, **ENDLESS}
     if moment == "validating":
         behaviours["environment"] = {"mute": True}
-    runs, folder = house.start(behaviours, stop_grace_s=0.5)
+    runs, folder = harness.start(behaviours, stop_grace_s=0.5)
     until(runs, folder, moment)
-    house.keeper(folder).kill()
+    harness.keeper(folder).kill()
     # Nobody helps the guards: they end the crew by themselves, and the run is lost when that is done, not before.
     while True:
         state = runs.status(folder.run_id).state
-        if not held(folder.lock):  # asked after the state: the lock may have been let go in between
+        if not is_held(folder.lock):  # asked after the state: the lock may have been let go in between
             break
         assert state == moment
         time.sleep(0.01)
-    house_left = house.processes(folder)
+    house_left = harness.processes(folder)
     eventually(lambda: not any(process.is_running() for process in house_left), 1.0)
     status = runs.status(folder.run_id)
     assert status.state == "lost" and moment in status.reason and status.ended_at is not None
     assert {member.state for member in status.crew.values()} <= {"exited", "finished"}
     assert [event.kind for event in runs.events(folder.run_id)[-2:]] == ["state", "end"]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
     count = len(runs.events(folder.run_id))
     assert runs.status(folder.run_id) == status and len(runs.events(folder.run_id)) == count
 
 
-def test_keeper_and_guards_killed_at_once_leave_a_component_that_the_next_look_ends(house):
+def test_keeper_and_guards_killed_at_once_leave_a_component_that_the_next_look_ends(harness):
     """Those that read their orders see the end of file and leave; the one that does not is known by its environment."""
-    house.contained = "guard"  # in a pid namespace none survives
-    runs, folder = house.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS})
+    harness.contained = "guard"  # in a pid namespace none survives
+    runs, folder = harness.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS})
     until(runs, folder, "training")
-    keeper = house.keeper(folder)
+    keeper = harness.keeper(folder)
     guards = keeper.children()
     # Held still first, so that no guard sees the keeper's end.
     for process in guards:
@@ -178,22 +178,22 @@ def test_keeper_and_guards_killed_at_once_leave_a_component_that_the_next_look_e
     for process in guards:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    eventually(lambda: not held(folder.lock))
-    eventually(lambda: len(house.processes(folder)) == 1)
+    eventually(lambda: not is_held(folder.lock))
+    eventually(lambda: len(harness.processes(folder)) == 1)
     status = runs.status(folder.run_id)
     assert status.state == "lost" and "1 processes" in status.reason
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_settling_ends_what_carries_the_runs_mark_and_nothing_else(house):
-    runs, folder = house.start()
+def test_settling_ends_what_carries_the_runs_mark_and_nothing_else(harness):
+    runs, folder = harness.start()
     ended(runs, folder)
-    sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", house.token]
+    sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
     ours = subprocess.Popen(sleep, env={ENV_FOLDER: str(folder.path)})
     other = subprocess.Popen(sleep, env={ENV_FOLDER: str(folder.path) + "-2"})
     try:
         eventually(lambda: psutil.Process(ours.pid).environ())
-        assert sweep_marked(folder) == 1
+        assert reap_crew(folder) == 1
         ours.wait(5)
         assert other.poll() is None
     finally:
@@ -203,19 +203,19 @@ def test_settling_ends_what_carries_the_runs_mark_and_nothing_else(house):
 
 
 @pytest.mark.parametrize("component", ["api", "trainer"])
-def test_a_killed_guard_is_seen_at_once_and_what_it_kept_is_swept(house, component):
-    runs, folder = house.start({**ENDLESS, component: {"daemon": True, "deaf": True, "endless": True}})
+def test_a_killed_guard_is_seen_at_once_and_what_it_kept_is_swept(harness, component):
+    runs, folder = harness.start({**ENDLESS, component: {"daemon": True, "deaf": True, "endless": True}})
     status = until(runs, folder, "training")
     guard = psutil.Process(status.crew[component].pid).parent()
     guard.kill()
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == component
     assert "lost its guard" in status.reason
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_noisy_member_fills_its_log_and_nothing_more(house):
-    runs, folder = house.start({"api": {"noise": 40 << 20}, **ENDLESS})
+def test_a_noisy_member_fills_its_log_and_nothing_more(harness):
+    runs, folder = harness.start({"api": {"noise": 40 << 20}, **ENDLESS})
     until(runs, folder, "training")
     eventually(lambda: folder.log("api").with_name("api.log.2").exists())
     runs.stop(folder.run_id, 0)
@@ -224,11 +224,11 @@ def test_a_noisy_member_fills_its_log_and_nothing_more(house):
     assert len(parts) == LOG_KEEP + 1 and all(part.stat().st_size <= LOG_BYTES for part in parts)
 
 
-def test_the_runs_secret_and_the_owners_keys_are_in_no_file(house):
+def test_the_runs_secret_and_the_owners_keys_are_in_no_file(harness):
     say = "key is hf-canary-0123"
-    runs = house.runs({"policy": {"at": "start", "do": "exit:1", "say": say}})
-    folder = runs.start(house.specification(), {"*": {"HF_TOKEN": "hf-canary-0123"}})
-    house.started.append(folder)
+    runs = harness.runs({"policy": {"at": "start", "do": "exit:1", "say": say}})
+    folder = runs.start(harness.specification(), {"*": {"HF_TOKEN": "hf-canary-0123"}})
+    harness.started.append(folder)
     status = ended(runs, folder)
     assert status.failure.excerpt == ["key is [secret]"]
     for path in folder.path.rglob("*"):
@@ -237,11 +237,11 @@ def test_the_runs_secret_and_the_owners_keys_are_in_no_file(house):
             assert b"canary" not in path.read_bytes()
 
 
-def test_a_death_is_on_disk_at_once(house):
+def test_a_death_is_on_disk_at_once(harness):
     """From SIGKILL of a component to `failed` in status.json; the bound is generous because CI is busy."""
     took = []
     for _ in range(3):
-        runs, folder = house.start(ENDLESS)
+        runs, folder = harness.start(ENDLESS)
         status = until(runs, folder, "training")
         began = time.monotonic()
         os.kill(status.crew["api"].pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.supervisor_house import eventually
+from tests.support.run_harness import eventually
 from toprope.supervisor import guard
 
 GUARD = str(Path(guard.__file__))

@@ -8,22 +8,22 @@ import sys
 import pytest
 
 from tests.support import older_keeper
-from tests.support.supervisor_house import House, ended, eventually
+from tests.support.run_harness import RunHarness, ended, eventually
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.lock import held
+from toprope.supervisor.lock import is_held
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def kept(house):
+def kept(harness):
     """A folder of an older version, and its keeper."""
-    folder = RunFolder(older_keeper.freeze(house.path / "runs", "run-of-old"))
+    folder = RunFolder(older_keeper.freeze(harness.path / "runs", "run-of-old"))
     keeper = subprocess.Popen([sys.executable, "-I", older_keeper.__file__, str(folder.path)], stdout=subprocess.PIPE)
     assert keeper.stdout.readline() == b"locked\n"
     yield folder, keeper
@@ -32,9 +32,9 @@ def kept(house):
     keeper.stdout.close()
 
 
-def test_an_older_keeper_is_seen_listed_followed_and_stopped(house, kept):
+def test_an_older_keeper_is_seen_listed_followed_and_stopped(harness, kept):
     folder, keeper = kept
-    runs = house.runs()
+    runs = harness.runs()
     eventually(lambda: runs.status(folder.run_id).progress["step"] > 3)
     status = runs.status(folder.run_id)
     assert status.state == "training" and not status.reason and [one.run_id for one in runs.list()] == [folder.run_id]
@@ -45,15 +45,15 @@ def test_an_older_keeper_is_seen_listed_followed_and_stopped(house, kept):
     keeper.wait(20)
 
 
-def test_an_older_keeper_that_is_killed_leaves_a_run_that_goes_on_under_this_version(house, kept):
+def test_an_older_keeper_that_is_killed_leaves_a_run_that_goes_on_under_this_version(harness, kept):
     folder, keeper = kept
     keeper.kill()
     keeper.wait()
-    eventually(lambda: not held(folder.lock))
-    runs = house.runs()
+    eventually(lambda: not is_held(folder.lock))
+    runs = harness.runs()
     status = runs.status(folder.run_id)
     assert status.state == "lost" and status.resume_at is not None
-    house.started.append(folder)
+    harness.started.append(folder)
     assert runs.resume(folder.run_id).attempt == 2
     assert ended(runs, folder).state == "completed"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)

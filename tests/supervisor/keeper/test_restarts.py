@@ -9,24 +9,24 @@ import time
 
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
 from toprope.settings.allowance import Allowance
 from toprope.settings.schema import LauncherSection
-from toprope.supervisor.keeper.hang_detector import Pulse
-from toprope.supervisor.keeper.making import Account
-from toprope.supervisor.keeper.status_writer import Life
+from toprope.supervisor.keeper.hang_detector import HangDetector
+from toprope.supervisor.keeper.making import GroupCounts
+from toprope.supervisor.keeper.status_writer import StatusWriter
 
 ALL = {"trainer", "api", "environment"}
 ONCE = {"do": "kill", "times": 1}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
@@ -35,7 +35,7 @@ def restarts(runs, folder) -> list[dict]:
     return [event.data for event in runs.events(folder.run_id) if event.kind == "restart"]
 
 
-def test_every_member_may_die_once_and_the_run_completes(house):
+def test_every_member_may_die_once_and_the_run_completes(harness):
     """The order to evaluate at the end reaches the driver that takes the place of the one that got it."""
     behaviours = {
         "policy": {"at": "start", **ONCE},
@@ -44,7 +44,7 @@ def test_every_member_may_die_once_and_the_run_completes(house):
         "trainer": {"at": "step-2", **ONCE},
         "environment": {"at": "evaluate", **ONCE},
     }
-    runs, folder = house.start(behaviours, restarts=1)
+    runs, folder = harness.start(behaviours, restarts=1)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert {name: member.restarts for name, member in status.crew.items()} == dict.fromkeys(behaviours, 1)
@@ -58,11 +58,11 @@ def test_every_member_may_die_once_and_the_run_completes(house):
     assert labels == ["before", "after"]
     states = [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
     assert states == ["validating", "starting", "training", "evaluating", "completed"]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_trainer_goes_on_from_a_checkpoint_that_nobody_had_heard_of(house):
-    runs, folder = house.start({"trainer": {"at": "unsaid", **ONCE}}, restarts=1)
+def test_a_trainer_goes_on_from_a_checkpoint_that_nobody_had_heard_of(harness):
+    runs, folder = harness.start({"trainer": {"at": "unsaid", **ONCE}}, restarts=1)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
@@ -70,9 +70,9 @@ def test_a_trainer_goes_on_from_a_checkpoint_that_nobody_had_heard_of(house):
     assert status.crew["trainer"].restarts == 1
 
 
-def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(house):
+def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(harness):
     behaviours = {"inference": {"at": "ready", "do": "kill", "say": "out of luck"}, "trainer": {"endless": True}}
-    runs, folder = house.start(behaviours, restarts=2)
+    runs, folder = harness.start(behaviours, restarts=2)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "inference", status.failure
     assert "SIGKILL" in status.reason and "started again 2 times within 600 s" in status.reason
@@ -80,7 +80,7 @@ def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(house):
     told = restarts(runs, folder)
     assert [one["restart"] for one in told] == [1, 2]
     assert [one["wait_s"] for one in told] == [0.05, 0.1]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(house):
     ],
 )
 def test_a_member_that_fails_by_itself_before_it_served_is_tried_again_only_if_it_says_so(
-    house, component, behaviour, again
+    harness, component, behaviour, again
 ):
-    runs, folder = house.start({component: behaviour}, restarts=1)
+    runs, folder = harness.start({component: behaviour}, restarts=1)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == component
     assert len(restarts(runs, folder)) == again
 
 
-def test_members_that_hang_are_found_out_and_started_again(house):
+def test_members_that_hang_are_found_out_and_started_again(harness):
     frozen = {"beats": True, "do": "freeze", "times": 1}
     behaviours = {
         "inference": {"at": "ready", **frozen},
@@ -108,21 +108,21 @@ def test_members_that_hang_are_found_out_and_started_again(house):
         "api": {"beats": True},
         "environment": {"beats": True},
     }
-    runs, folder = house.start(behaviours, restarts=9, hang_timeout_s=2.0, trainer_hang_timeout_s=3.0)
+    runs, folder = harness.start(behaviours, restarts=9, hang_timeout_s=2.0, trainer_hang_timeout_s=3.0)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     told = {one["component"]: one["reason"] for one in restarts(runs, folder)}
     assert set(told) >= {"inference", "trainer"}  # on a machine that stands still others may have been silent too
     assert "no sign of life" in told["inference"] and "at most 2 are" in told["inference"]
     assert "at most 3 are" in told["trainer"]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
 @pytest.mark.parametrize("moment", ["waiting", "starting"])
-def test_a_stop_during_a_restart_starts_nothing_and_ends_at_once(house, moment):
+def test_a_stop_during_a_restart_starts_nothing_and_ends_at_once(harness, moment):
     behaviours = {"inference": {"at": "ready", "slow": 0 if moment == "waiting" else 600, **ONCE}}
     backoff = 600.0 if moment == "waiting" else 0.0
-    runs, folder = house.start({**behaviours, "trainer": {"endless": True}}, restarts=3, restart_backoff_s=backoff)
+    runs, folder = harness.start({**behaviours, "trainer": {"endless": True}}, restarts=3, restart_backoff_s=backoff)
     eventually(lambda: restarts(runs, folder))
     if moment == "starting":
         former = Status.read(folder).crew["inference"].pid
@@ -133,11 +133,11 @@ def test_a_stop_during_a_restart_starts_nothing_and_ends_at_once(house, moment):
     assert status.state == "stopped" and time.monotonic() - began < 15.0
     assert len(restarts(runs, folder)) == 1
     assert status.crew["inference"].state == ("exited" if moment == "waiting" else "stopped")
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile_holds_still_too(house):
-    runs, folder = house.start({"trainer": {"endless": True}}, restarts=1)
+def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile_holds_still_too(harness):
+    runs, folder = harness.start({"trainer": {"endless": True}}, restarts=1)
     until(runs, folder, "training")
     (folder.path / "hold").write_text("")
     status = until(runs, folder, "paused")
@@ -155,12 +155,12 @@ def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile
     runs.stop(folder.run_id)
     assert ended(runs, folder).state == "stopped"
     (folder.path / "hold").unlink()
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(house):
-    runs = house.runs({"environment": {"at": "before", "do": "sleep"}})
-    spec = house.specification()
+def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(harness):
+    runs = harness.runs({"environment": {"at": "before", "do": "sleep"}})
+    spec = harness.specification()
     real = runs._launcher.submit
 
     def holds_first(folder, variables, lock=None):
@@ -169,7 +169,7 @@ def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(h
 
     runs._launcher.submit = holds_first
     folder = runs.start(spec)
-    house.started.append(folder)
+    harness.started.append(folder)
     until(runs, folder, "paused")
     (folder.path / "hold").unlink()
     until(runs, folder, "evaluating")
@@ -180,7 +180,7 @@ def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(h
 
 
 def test_silence_is_a_hang_only_where_the_keeper_was_awake_and_the_member_had_a_pulse():
-    pulse = Pulse(lambda name: 100.0 if name == "trainer" else 10.0)
+    pulse = HangDetector(lambda name: 100.0 if name == "trainer" else 10.0)
     now = 0.0
     for name in ("trainer", "api"):
         pulse.heard(name, Beat(), now)
@@ -216,12 +216,12 @@ def test_groups_of_a_driver_that_ended_are_given_up_and_counted(tmp_path):
     now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
     status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
 
-    class Written(Life):
+    class Written(StatusWriter):
         def touch(self):
             pass
 
     life = Written(folder, status.model_copy(update={"making": {"begun": 5, "posted": 5, "given_up": {"old": 0}}}))
-    account = Account(life)
+    account = GroupCounts(life)
     account.take(Making(10, 1, 4, {"it raised": 2}))
     assert life.status.making["begun"] == 15 and life.status.making["given_up"] == {"old": 0, "it raised": 2}
     account.close()

@@ -12,25 +12,25 @@ import time
 import psutil
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
-from toprope.supervisor.heartbeat import SILENT_S
-from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.runs.auto_resume_policy import is_due, prospect
-from toprope.supervisor.runs.cleanup import prepare_attempt, settle
-from toprope.supervisor.runs.manager import Runs
-from toprope.supervisor.runs.orphan_reaper import sweep
+from toprope.supervisor.heartbeat import SILENT_AFTER_S
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due
+from toprope.supervisor.runs.cleanup import prepare_attempt, settle_run
+from toprope.supervisor.runs.manager import RunManager
+from toprope.supervisor.runs.orphan_reaper import reap_marked
 
 ENDLESS = {"trainer": {"endless": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     for thread in threading.enumerate():
         if thread.name == "revive":
@@ -38,26 +38,26 @@ def house(tmp_path):
     made.close()
 
 
-def owners(house, behaviours=None, variables=lambda _: {}) -> Runs:
+def owners(harness, behaviours=None, variables=lambda _: {}) -> RunManager:
     """A front end with the owner's variables."""
-    plain = house.runs(behaviours or ENDLESS)
-    return Runs(plain.path, plain._launcher, lambda: house.machine, variables)
+    plain = harness.runs(behaviours or ENDLESS)
+    return RunManager(plain.path, plain._launcher, lambda: harness.machine, variables)
 
 
-def lose(house, folder) -> None:
+def lose(harness, folder) -> None:
     """Kills the keeper and waits until its crew is gone."""
-    house.keeper(folder).kill()
-    eventually(lambda: not held(folder.lock))
+    harness.keeper(folder).kill()
+    eventually(lambda: not is_held(folder.lock))
 
 
 def pairs(folder) -> list[tuple[str, str]]:
     return [(event.data["from"], event.data["to"]) for event in read_events(folder.events) if event.kind == "state"]
 
 
-def left(house, specification=None, state="training", **fields) -> RunFolder:
+def left(harness, specification=None, state="training", **fields) -> RunFolder:
     """A run as a keeper that was killed leaves it, without any process."""
-    specification = specification or house.specification()
-    folder = RunFolder.create(house.path / "runs", specification.run_id)
+    specification = specification or harness.specification()
+    folder = RunFolder.create(harness.path / "runs", specification.run_id)
     specification.write(folder)
     now = time.time()
     known = {"created_at": now, "since": now, "updated_at": now, **fields}
@@ -67,15 +67,15 @@ def left(house, specification=None, state="training", **fields) -> RunFolder:
     return folder
 
 
-def test_a_lost_run_is_marked_by_whoever_looks_and_goes_on_when_the_owner_does(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_lost_run_is_marked_by_whoever_looks_and_goes_on_when_the_owner_does(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
-    lose(house, folder)
+    lose(harness, folder)
     status = runs.status(folder.run_id)
     assert status.state == "lost" and "goes on by itself" in status.reason and is_due(status)
     assert runs.status(folder.run_id) == status, "who has no owner's variables only marks it"
     told = []
-    owner = owners(house, variables=lambda specification: told.append(specification.run_id) or {})
+    owner = owners(harness, variables=lambda specification: told.append(specification.run_id) or {})
     status = owner.status(folder.run_id)
     assert status.attempt == 2 and status.state == "queued" and status.resume_at is None and status.resumed_lost == 1
     assert told == [folder.run_id]
@@ -85,12 +85,12 @@ def test_a_lost_run_is_marked_by_whoever_looks_and_goes_on_when_the_owner_does(h
     assert "by itself" in again.data["reason"]
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_list_marks_at_once_and_resumes_behind(house):
-    folders = [left(house) for _ in range(3)]
-    owner = owners(house)
+def test_a_list_marks_at_once_and_resumes_behind(harness):
+    folders = [left(harness) for _ in range(3)]
+    owner = owners(harness)
     assert {status.state for status in owner.list()} == {"lost"}
     for folder in folders:
         eventually(lambda folder=folder: owner.status(folder.run_id, revive=False).attempt == 2, 60.0)
@@ -98,27 +98,27 @@ def test_a_list_marks_at_once_and_resumes_behind(house):
         ended(owner, folder)
 
 
-def test_several_that_look_at_once_resume_it_once(house):
-    folder = left(house)
-    looks = [threading.Thread(target=owners(house).status, args=(folder.run_id,)) for _ in range(3)]
+def test_several_that_look_at_once_resume_it_once(harness):
+    folder = left(harness)
+    looks = [threading.Thread(target=owners(harness).status, args=(folder.run_id,)) for _ in range(3)]
     for look in looks:
         look.start()
     for look in looks:
         look.join()
-    runs = house.runs()
+    runs = harness.runs()
     assert runs.status(folder.run_id).attempt == 2
-    assert sum("keeper" in process.cmdline() for process in house.processes(folder)) == 1
+    assert sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).attempt == 2
 
 
-def test_what_the_policy_says_of_a_lost_run(house):
+def test_what_the_policy_says_of_a_lost_run(harness):
     now = 1000.0
 
     def of(folder, **fields):
-        return prospect(folder, Status.read(folder).model_copy(update=fields), now)
+        return decide_auto_resume(folder, Status.read(folder).model_copy(update=fields), now)
 
-    folder = left(house)
+    folder = left(harness)
     assert of(folder).resume_at == now
     assert of(folder, resumed_lost=1).resume_at == now + 10
     assert of(folder, resumed_lost=2).resume_at == now + 20
@@ -128,76 +128,76 @@ def test_what_the_policy_says_of_a_lost_run(house):
     assert of(folder, resumed_lost=3).resume_at == now, "it had got on"
     EventLog(folder).append("state", **{"from": "lost", "to": "queued", "reason": ""})
     assert of(folder, resumed_lost=3).resume_at is None, "that was an earlier attempt"
-    assert of(left(house, house.specification("test"))).resume_at is None
-    never = house.specification()
+    assert of(left(harness, harness.specification("test"))).resume_at is None
+    never = harness.specification()
     never.config.launcher.resume_lost = "never"
-    assert of(left(house, never)).resume_at is None
+    assert of(left(harness, never)).resume_at is None
 
 
-def test_a_wait_is_over_when_it_is_over_or_when_the_clock_was_set_back(house):
-    status = Status.read(left(house, state="lost", ended_at=1.0, resume_at=1000.0))
+def test_a_wait_is_over_when_it_is_over_or_when_the_clock_was_set_back(harness):
+    status = Status.read(left(harness, state="lost", ended_at=1.0, resume_at=1000.0))
     assert not is_due(status, 990.0) and is_due(status, 1000.0)
     assert is_due(status, 1000.0 - 86_400)
     assert not is_due(status.model_copy(update={"resume_at": None}), 2000.0)
     assert not is_due(status.model_copy(update={"state": "stopped"}), 2000.0)
 
 
-def test_runs_that_were_lost_before_there_was_a_policy_stay_lost(house):
-    folder = left(house, state="lost", ended_at=1.0)
+def test_runs_that_were_lost_before_there_was_a_policy_stay_lost(harness):
+    folder = left(harness, state="lost", ended_at=1.0)
     before = folder.status.read_text()
-    assert owners(house).status(folder.run_id).state == "lost"
+    assert owners(harness).status(folder.run_id).state == "lost"
     assert folder.status.read_text() == before
 
 
-def test_settings_that_cannot_be_read_leave_the_run_to_the_next_look(house):
+def test_settings_that_cannot_be_read_leave_the_run_to_the_next_look(harness):
     def broken(_):
         raise InvalidValue("settings.yaml is wrong")
 
-    folder = left(house)
-    assert owners(house, variables=broken).status(folder.run_id).state == "lost"
+    folder = left(harness)
+    assert owners(harness, variables=broken).status(folder.run_id).state == "lost"
     assert is_due(Status.read(folder))
 
 
-def test_a_run_that_cannot_go_on_stays_lost_and_says_why(house):
-    folder = left(house)
+def test_a_run_that_cannot_go_on_stays_lost_and_says_why(harness):
+    folder = left(harness)
     (folder.checkpoints / "step-000004").mkdir()
-    status = owners(house).status(folder.run_id)
+    status = owners(harness).status(folder.run_id)
     assert status.state == "lost" and status.resume_at is None and "could not go on by itself" in status.reason
 
 
 @pytest.mark.parametrize("how", ["stopping", "ordered"])
-def test_a_run_that_was_to_stop_when_its_keeper_went_has_stopped(house, how):
-    folder = left(house, state="stopping" if how == "stopping" else "training")
+def test_a_run_that_was_to_stop_when_its_keeper_went_has_stopped(harness, how):
+    folder = left(harness, state="stopping" if how == "stopping" else "training")
     if how == "ordered":
         write_json(folder.orders / "stop-1.json", {"order": "stop", "grace_s": None})
-    status = owners(house).status(folder.run_id)
+    status = owners(harness).status(folder.run_id)
     assert status.state == "stopped" and status.resume_at is None and "on request" in status.reason
     assert all(to in TRANSITIONS[before] for before, to in pairs(folder)[1:])
 
 
-def test_a_lost_run_that_is_stopped_does_not_go_on(house):
-    folder = left(house)
-    plain = house.runs()
+def test_a_lost_run_that_is_stopped_does_not_go_on(harness):
+    folder = left(harness)
+    plain = harness.runs()
     assert is_due(plain.status(folder.run_id))
     plain.stop(folder.run_id)
-    status = owners(house).status(folder.run_id)
+    status = owners(harness).status(folder.run_id)
     assert status.state == "stopped" and status.attempt == 1 and "stopped on request" in status.reason
     assert pairs(folder)[-1] == ("lost", "stopped") and plain.resume(folder.run_id).attempt == 2
     plain.stop(folder.run_id, 0)
-    house.started.append(folder)
+    harness.started.append(folder)
     ended(plain, folder)
 
 
-def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(house):
+def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(harness):
     """The order may come after the run was marked and before it goes on, or while somebody is at it."""
-    folder = left(house)
-    plain = house.runs()
+    folder = left(harness)
+    plain = harness.runs()
     assert is_due(plain.status(folder.run_id))
     plain._launcher.stop(folder, None)
-    status = owners(house).status(folder.run_id)
+    status = owners(harness).status(folder.run_id)
     assert status.state == "stopped" and status.attempt == 1 and "stopped on request" in status.reason
     assert not list(folder.orders.iterdir())
-    folder = left(house)
+    folder = left(harness)
     assert is_due(plain.status(folder.run_id))
     lock = RunLock.acquire(folder.lock)
     plain.stop(folder.run_id)
@@ -205,55 +205,57 @@ def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(house):
     begun = prepare_attempt(folder, Status.read(folder), by_itself=True)
     plain._launcher.submit(folder, {}, lock)
     lock.release()
-    house.started.append(folder)
+    harness.started.append(folder)
     assert begun.attempt == 2 and ended(plain, folder).state == "stopped"
 
 
-def test_a_restart_of_the_machine_is_told(house):
-    folder = left(house)
+def test_a_restart_of_the_machine_is_told(harness):
+    folder = left(harness)
     folder.lock.write_text(json.dumps({"pid": 1, "boot": "another"}))
-    assert house.runs().status(folder.run_id).reason.startswith("The machine was restarted while the run was training.")
+    assert (
+        harness.runs().status(folder.run_id).reason.startswith("The machine was restarted while the run was training.")
+    )
 
 
-def test_the_end_that_somebody_was_killed_while_writing_is_finished_without_a_repetition(house):
-    folder = left(house)
+def test_the_end_that_somebody_was_killed_while_writing_is_finished_without_a_repetition(harness):
+    folder = left(harness)
     log = EventLog(folder)
     log.append("state", **{"from": "training", "to": "lost", "reason": ""})
     lock = RunLock.acquire(folder.lock)
-    assert settle(folder).state == "lost"
+    assert settle_run(folder).state == "lost"
     lock.release()
     kinds = [(event.kind, event.data.get("to")) for event in read_events(folder.events)]
     assert kinds == [("state", "training"), ("state", "lost"), ("end", None)]
-    house.runs().status(folder.run_id)
+    harness.runs().status(folder.run_id)
     assert len(list(read_events(folder.events))) == 3
 
 
-def test_a_sweep_never_reaches_the_next_attempt(house, tmp_path):
+def test_a_sweep_never_reaches_the_next_attempt(harness, tmp_path):
     marker = str(tmp_path / "run")
-    sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", house.token]
+    sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
     made = {n: subprocess.Popen(sleep, env={ENV_FOLDER: marker, ENV_ATTEMPT: str(n)}) for n in (1, 2, 3)}
     try:
         for process in made.values():
             eventually(lambda process=process: psutil.Process(process.pid).environ())
-        assert sweep({marker: 2}) == {marker: 2}
+        assert reap_marked({marker: 2}) == {marker: 2}
         assert made[1].poll() is not None and made[2].poll() is not None
-        assert made[3].poll() is None and sweep({}) == {} and sweep({marker + "x": None}) == {}
+        assert made[3].poll() is None and reap_marked({}) == {} and reap_marked({marker + "x": None}) == {}
     finally:
         for process in made.values():
             process.kill()
             process.wait()
 
 
-def test_a_suspended_keeper_is_named_and_keeps_its_run(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_suspended_keeper_is_named_and_keeps_its_run(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     eventually(lambda: read_json(folder.lock).get("attempt") == 1)
-    keeper = house.keeper(folder)
+    keeper = harness.keeper(folder)
     keeper.suspend()
     eventually(lambda: keeper.status() == psutil.STATUS_STOPPED)
-    long_ago = time.time() - SILENT_S - 5
+    long_ago = time.time() - SILENT_AFTER_S - 5
     os.utime(folder.lock, (long_ago, long_ago))
-    status = owners(house).status(folder.run_id)
+    status = owners(harness).status(folder.run_id)
     assert status.state == "training" and "no sign of life for 35 s" in status.reason
     assert Status.read(folder).reason == ""
     keeper.resume()
@@ -262,8 +264,8 @@ def test_a_suspended_keeper_is_named_and_keeps_its_run(house):
     assert ended(runs, folder).state == "stopped"
 
 
-def test_what_a_killed_starter_was_making_is_never_a_run_and_is_cleared_away(house):
-    runs = house.runs()
+def test_what_a_killed_starter_was_making_is_never_a_run_and_is_cleared_away(harness):
+    runs = harness.runs()
     making = runs.path / ".making-1a2b3c4d" / "run-1"
     making.mkdir(parents=True)
     assert runs.list() == [] and making.exists(), "somebody may be making it"

@@ -11,29 +11,29 @@ import threading
 
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
-from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.runs.cleanup import settle
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.cleanup import settle_run
 
 ENDLESS = {"trainer": {"endless": True}}
 SAVES = {"trainer": {"endless": True, "patient": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
 
-def stopped_in_training(house, behaviours=SAVES):
+def stopped_in_training(harness, behaviours=SAVES):
     """A run that was stopped after a few steps, and its last status."""
-    runs, folder = house.start(behaviours, stop_grace_s=3.0)
+    runs, folder = harness.start(behaviours, stop_grace_s=3.0)
     until(runs, folder, "training")
     eventually(lambda: len(read_rows(folder.metrics)) >= 3)
     runs.stop(folder.run_id)
@@ -46,12 +46,12 @@ def states(runs, folder) -> list[str]:
     return [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
 
 
-def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(house):
-    _, folder, before = stopped_in_training(house)
+def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(harness):
+    _, folder, before = stopped_in_training(harness)
     step, first_rows = before.checkpoint["step"], len(read_rows(folder.metrics))
     marked = json.loads(folder.evaluation("before").read_text()) | {"first attempt": True}
     write_json(folder.evaluation("before"), marked)
-    runs = house.runs({"trainer": {"steps": step + 4}})
+    runs = harness.runs({"trainer": {"steps": step + 4}})
     begun = runs.resume(folder.run_id)
     assert (begun.state, begun.attempt, begun.checkpoint["step"]) == ("queued", 2, step)
     assert begun.failure is None and begun.ended_at is None and begun.crew == {} and begun.progress == {}
@@ -69,13 +69,13 @@ def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(ho
     assert json.loads(folder.evaluation("before").read_text())["first attempt"]
     report = json.loads(folder.results.read_text())
     assert report["rose"] is True and report["steps"] == step + 4
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpoint(house):
+def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpoint(harness):
     """Else rollouts would begin with the starting policy. The driver evaluates as soon as it hears of inference."""
-    _, folder, _ = stopped_in_training(house)
-    runs = house.runs({"trainer": {"loading": 0.6, "endless": True}, "environment": {"at": "before", "do": "fail"}})
+    _, folder, _ = stopped_in_training(harness)
+    runs = harness.runs({"trainer": {"loading": 0.6, "endless": True}, "environment": {"at": "before", "do": "fail"}})
     runs.resume(folder.run_id)
     status = ended(runs, folder)
     assert status.failure.component == "environment"
@@ -83,10 +83,10 @@ def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpo
     assert status.ended_at - status.started_at > 0.6
 
 
-def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_before(house):
-    runs, folder = house.start({"trainer": {"endless": True, "at": "step-3", "do": "kill"}})
+def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_before(harness):
+    runs, folder = harness.start({"trainer": {"endless": True, "at": "step-3", "do": "kill"}})
     assert ended(runs, folder).state == "failed"
-    runs = house.runs()
+    runs = harness.runs()
     assert runs.resume(folder.run_id).checkpoint is None
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
@@ -97,13 +97,13 @@ def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_bef
     assert labels == ["before", "after"]
 
 
-def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(house):
-    runs, folder = house.start({"trainer": {"at": "unsaid", "do": "hang"}}, stop_grace_s=0.3)
+def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(harness):
+    runs, folder = harness.start({"trainer": {"at": "unsaid", "do": "hang"}}, stop_grace_s=0.3)
     eventually(lambda: folder.newest_checkpoint())
     assert runs.status(folder.run_id).checkpoint is None
-    house.keeper(folder).kill()
-    eventually(lambda: not held(folder.lock))
-    runs = house.runs({"trainer": {"steps": 5}})
+    harness.keeper(folder).kill()
+    eventually(lambda: not is_held(folder.lock))
+    runs = harness.runs({"trainer": {"steps": 5}})
     begun = runs.resume(folder.run_id)
     assert begun.checkpoint == {
         "step": 3,
@@ -114,25 +114,25 @@ def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(hou
     assert "lost" in states(runs, folder)
     status = ended(runs, folder)
     assert status.state == "completed" and status.checkpoint["step"] == 5
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_checkpoint_that_was_half_written_is_passed_over_and_cleared_away(house):
-    runs, folder = house.start({"trainer": {"at": "saving", "do": "kill"}})
+def test_a_checkpoint_that_was_half_written_is_passed_over_and_cleared_away(harness):
+    runs, folder = harness.start({"trainer": {"at": "saving", "do": "kill"}})
     assert ended(runs, folder).state == "failed"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
     assert list(folder.checkpoints.iterdir()) == []
-    assert house.runs().resume(folder.run_id).checkpoint is None
+    assert harness.runs().resume(folder.run_id).checkpoint is None
     assert ended(runs, folder).state == "completed"
 
 
-def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(house):
+def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(harness):
     behaviours = {"environment": {"at": "evaluated", "do": "kill"}, "trainer": {"at": "finished", "do": "hang"}}
-    runs, folder = house.start(behaviours, stop_grace_s=1.5)
+    runs, folder = harness.start(behaviours, stop_grace_s=1.5)
     assert ended(runs, folder).state == "failed"
     assert folder.evaluation("after").exists()
     rows = folder.metrics.read_text()
-    runs = house.runs()
+    runs = harness.runs()
     begun = runs.resume(folder.run_id)
     # What came at an end that did not hold is measured anew.
     assert set(begun.evaluations) == {"before"} and begun.checkpoint["step"] == 3
@@ -142,17 +142,17 @@ def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(h
     assert set(status.evaluations) == {"before", "after"}
 
 
-def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     with pytest.raises(NotPossibleNow, match="is training under its keeper.*check_status"):
         runs.resume(folder.run_id)
     assert runs.status(folder.run_id).state == "training" and runs.status(folder.run_id).attempt == 1
     runs.stop(folder.run_id, 0)
     ended(runs, folder)
-    runs, folder = house.start()
+    runs, folder = harness.start()
     before = ended(runs, folder)
-    eventually(lambda: not held(folder.lock))
+    eventually(lambda: not is_held(folder.lock))
     with pytest.raises(NotPossibleNow, match="has completed.*start_training"):
         runs.resume(folder.run_id)
     assert Status.read(folder) == before
@@ -160,8 +160,8 @@ def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(house):
         runs.resume("nothing")
 
 
-def test_a_run_that_is_still_ending_is_refused(house):
-    runs, folder = house.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS}, stop_grace_s=1.5)
+def test_a_run_that_is_still_ending_is_refused(harness):
+    runs, folder = harness.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS}, stop_grace_s=1.5)
     status = until(runs, folder, "training")
     os.kill(status.crew["environment"].pid, signal.SIGKILL)
     until(runs, folder, "failed")
@@ -170,13 +170,13 @@ def test_a_run_that_is_still_ending_is_refused(house):
     ended(runs, folder)
 
 
-def test_of_two_that_resume_at_once_one_wins(house):
-    runs, folder, _ = stopped_in_training(house)
+def test_of_two_that_resume_at_once_one_wins(harness):
+    runs, folder, _ = stopped_in_training(harness)
     outcomes = []
 
     def resume():
         try:
-            outcomes.append(house.runs(ENDLESS).resume(folder.run_id).attempt)
+            outcomes.append(harness.runs(ENDLESS).resume(folder.run_id).attempt)
         except NotPossibleNow:
             outcomes.append("refused")
 
@@ -186,22 +186,22 @@ def test_of_two_that_resume_at_once_one_wins(house):
     for thread in threads:
         thread.join()
     assert sorted(outcomes, key=str) == [2, "refused"]
-    assert sum("keeper" in process.cmdline() for process in house.processes(folder)) == 1
+    assert sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).attempt == 2
 
 
-def test_an_order_that_came_too_late_does_not_stop_the_next_attempt(house):
-    runs, folder, _ = stopped_in_training(house)
+def test_an_order_that_came_too_late_does_not_stop_the_next_attempt(harness):
+    runs, folder, _ = stopped_in_training(harness)
     runs._launcher.stop(folder, 0)
     assert list(folder.orders.iterdir())
-    runs = house.runs()
+    runs = harness.runs()
     runs.resume(folder.run_id)
     assert ended(runs, folder).state == "completed"
 
 
-def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(house):
-    runs, folder, status = stopped_in_training(house)
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(harness):
+    runs, folder, status = stopped_in_training(harness)
     state = folder.path / status.checkpoint["path"] / "state.json"
     state.write_text('{"step": "many"}')
     with pytest.raises(Corrupt, match="Move the folder away"):
@@ -210,8 +210,8 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(hous
     assert state.read_text() == '{"step": "many"}'
 
 
-def test_a_resume_whose_starter_dies_leaves_a_lost_run_that_can_be_resumed(house):
-    runs, folder, _ = stopped_in_training(house)
+def test_a_resume_whose_starter_dies_leaves_a_lost_run_that_can_be_resumed(harness):
+    runs, folder, _ = stopped_in_training(harness)
     real = runs._launcher.submit
 
     def dies(*arguments):
@@ -227,12 +227,12 @@ def test_a_resume_whose_starter_dies_leaves_a_lost_run_that_can_be_resumed(house
     assert ended(runs, folder).attempt == 3
 
 
-def test_a_test_run_that_was_stopped_runs_again(house):
-    runs, folder = house.start({"environment": {"mute": True}}, kind="test")
+def test_a_test_run_that_was_stopped_runs_again(harness):
+    runs, folder = harness.start({"environment": {"mute": True}}, kind="test")
     until(runs, folder, "validating")
     runs.stop(folder.run_id, 0)
     ended(runs, folder)
-    runs = house.runs()
+    runs = harness.runs()
     assert runs.resume(folder.run_id).checkpoint is None
     assert ended(runs, folder).state == "completed"
     assert folder.results.exists()
@@ -248,20 +248,20 @@ def test_settling_clears_half_written_files_and_leaves_the_rest(tmp_path):
     (folder.evaluations / ".before.json.abc").write_text("{")
     (folder.path / ".status.json.xyz").write_text("{")
     lock = RunLock.acquire(folder.lock)
-    assert settle(folder).state == "lost"
+    assert settle_run(folder).state == "lost"
     lock.release()
     assert [path.name for path in folder.path.rglob(".*")] == []
     assert folder.newest_checkpoint() == folder.checkpoints / "step-000003"
 
 
-def test_a_resumed_run_outlives_whoever_resumed_it(house):
-    runs, folder, _ = stopped_in_training(house)
-    runs = house.runs(ENDLESS)
+def test_a_resumed_run_outlives_whoever_resumed_it(harness):
+    runs, folder, _ = stopped_in_training(harness)
+    runs = harness.runs(ENDLESS)
     code = f"""
 import os, pathlib, signal
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.launchers.local import LocalLauncher
-Runs(pathlib.Path({str(runs.path)!r}), LocalLauncher({runs._launcher._command!r})).resume({folder.run_id!r})
+RunManager(pathlib.Path({str(runs.path)!r}), LocalLauncher({runs._launcher._command!r})).resume({folder.run_id!r})
 os.killpg(os.getpgrp(), signal.SIGKILL)
 """
     starter = subprocess.run(
@@ -271,7 +271,7 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
     assert until(runs, folder, "training").attempt == 2
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
 def test_an_event_after_one_that_was_cut_short_is_whole(tmp_path):

@@ -15,22 +15,22 @@ import time
 import anyio
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.analysis.reports.results import Results
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import TRANSITIONS, Status
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.manager import RunManager
 
 ENDLESS = {"trainer": {"endless": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    made = House(tmp_path)
+def harness(tmp_path):
+    made = RunHarness(tmp_path)
     yield made
     made.close()
 
@@ -39,8 +39,8 @@ def states(runs, folder) -> list[str]:
     return [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
 
 
-def test_a_training_run_goes_from_queued_to_completed(house):
-    runs, folder = house.start(plot=True)
+def test_a_training_run_goes_from_queued_to_completed(harness):
+    runs, folder = harness.start(plot=True)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert states(runs, folder) == ["validating", "starting", "training", "evaluating", "completed"]
@@ -65,15 +65,15 @@ def test_a_training_run_goes_from_queued_to_completed(house):
     assert results.state == "completed" and results.rose is True and results.steps == 3
     assert results.plot == str(folder.plot) and folder.plot.read_bytes().startswith(b"\x89PNG")
     assert results.seconds.total > 0
-    house.nothing_left(folder)
-    assert not held(folder.lock)
+    harness.nothing_left(folder)
+    assert not is_held(folder.lock)
     for path in folder.path.rglob("*"):
         if "checkpoints" not in path.parts:
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_test_run_needs_no_trainer(house):
-    runs, folder = house.start(kind="test")
+def test_a_test_run_needs_no_trainer(harness):
+    runs, folder = harness.start(kind="test")
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert states(runs, folder) == ["validating", "starting", "evaluating", "completed"]
@@ -85,21 +85,21 @@ def test_a_test_run_needs_no_trainer(house):
     results = Results.model_validate(json.loads(folder.results.read_text()))
     assert results.evaluations["test"].sampled.accuracy == 0.4
     assert results.rose is None and results.plot is None
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_start_answers_at_once_and_the_run_outlives_its_starter(house):
-    runs = house.runs({"trainer": {"endless": True}})
-    spec = house.specification()
-    (house.path / "spec.json").write_text(spec.model_dump_json())
+def test_a_start_answers_at_once_and_the_run_outlives_its_starter(harness):
+    runs = harness.runs({"trainer": {"endless": True}})
+    spec = harness.specification()
+    (harness.path / "spec.json").write_text(spec.model_dump_json())
     command = list(runs._launcher._command)
     code = f"""
 import json, os, pathlib, signal, time
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.records.run.specification import Specification
-spec = Specification.model_validate_json(pathlib.Path({str(house.path / "spec.json")!r}).read_text())
-runs = Runs(pathlib.Path({str(runs.path)!r}), LocalLauncher({command!r}))
+spec = Specification.model_validate_json(pathlib.Path({str(harness.path / "spec.json")!r}).read_text())
+runs = RunManager(pathlib.Path({str(runs.path)!r}), LocalLauncher({command!r}))
 began = time.monotonic()
 runs.start(spec)
 print(time.monotonic() - began, flush=True)
@@ -111,16 +111,16 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
     assert starter.returncode == -signal.SIGKILL, starter.stderr
     assert float(starter.stdout) < 1.0
     folder = runs.folder(spec.run_id)
-    house.started.append(folder)
+    harness.started.append(folder)
     until(runs, folder, "training")
     assert runs.stop(folder.run_id).state == "training"
     assert ended(runs, folder).state == "stopped"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_the_keeper_keeps_nothing_of_its_starter(house):
-    runs, folder = house.start(ENDLESS)
-    keeper = house.keeper(folder)
+def test_the_keeper_keeps_nothing_of_its_starter(harness):
+    runs, folder = harness.start(ENDLESS)
+    keeper = harness.keeper(folder)
     assert keeper.ppid() != os.getpid()
     assert os.getsid(keeper.pid) not in (os.getsid(0), keeper.pid)
     targets = {os.readlink(f"/proc/{keeper.pid}/fd/{number}") for number in (0, 1, 2)}
@@ -129,20 +129,20 @@ def test_the_keeper_keeps_nothing_of_its_starter(house):
     ended(runs, folder)
 
 
-def test_the_same_start_twice_is_one_run_and_another_is_refused(house):
-    runs, folder = house.start(ENDLESS)
+def test_the_same_start_twice_is_one_run_and_another_is_refused(harness):
+    runs, folder = harness.start(ENDLESS)
     spec = json.loads(folder.spec.read_text())
-    same = house.specification().model_validate(spec)
+    same = harness.specification().model_validate(spec)
     assert runs.start(same) == folder
-    assert sum("keeper" in process.cmdline() for process in house.processes(folder)) == 1
+    assert sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1
     with pytest.raises(NotPossibleNow, match="another run"):
         runs.start(same.model_copy(update={"draft_id": "other"}))
     runs.stop(folder.run_id, 0)
     ended(runs, folder)
 
 
-def test_a_second_keeper_of_a_run_leaves_at_once(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_second_keeper_of_a_run_leaves_at_once(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     command = [*runs._launcher._command, str(folder.path), "--foreground"]
     second = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -151,13 +151,13 @@ def test_a_second_keeper_of_a_run_leaves_at_once(house):
     assert runs.status(folder.run_id).state == "training"
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_keeper_of_a_run_that_has_ended_starts_nothing(house):
-    runs, folder = house.start()
+def test_a_keeper_of_a_run_that_has_ended_starts_nothing(harness):
+    runs, folder = harness.start()
     before = ended(runs, folder)
-    eventually(lambda: not held(folder.lock))
+    eventually(lambda: not is_held(folder.lock))
     again = subprocess.run(
         [*runs._launcher._command, str(folder.path), "--foreground"], capture_output=True, text=True, timeout=20
     )
@@ -166,21 +166,21 @@ def test_a_keeper_of_a_run_that_has_ended_starts_nothing(house):
 
 
 @pytest.mark.parametrize("when", ["queued", "validating", "training", "evaluating"])
-def test_a_stop_at_any_moment_ends_the_run_and_starts_nothing(house, when):
+def test_a_stop_at_any_moment_ends_the_run_and_starts_nothing(harness, when):
     behaviours = {
         "queued": {},
         "validating": {"environment": {"mute": True}},
         "training": ENDLESS,
         "evaluating": {"environment": {"at": "evaluate", "do": "hang"}},
     }[when]
-    runs, folder = house.start(behaviours)
+    runs, folder = harness.start(behaviours)
     if when != "queued":
         until(runs, folder, when)
     runs.stop(folder.run_id)
     status = ended(runs, folder)
     assert status.state == "stopped" and status.reason == "stopped on request"
     assert states(runs, folder)[-2:] == ["stopping", "stopped"]
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
     assert not list(folder.orders.iterdir())
     before = len(list(folder.logs.iterdir()))
     runs.stop(folder.run_id)
@@ -188,8 +188,8 @@ def test_a_stop_at_any_moment_ends_the_run_and_starts_nothing(house, when):
     assert len(list(folder.logs.iterdir())) == before
 
 
-def test_a_stop_that_lies_there_before_the_keeper_looks_launches_no_member(house):
-    runs = house.runs()
+def test_a_stop_that_lies_there_before_the_keeper_looks_launches_no_member(harness):
+    runs = harness.runs()
     real = runs._launcher
 
     class StopsFirst(LocalLauncher):
@@ -197,25 +197,25 @@ def test_a_stop_that_lies_there_before_the_keeper_looks_launches_no_member(house
             self.stop(folder, 1.0)
             real.submit(folder, variables, lock)
 
-    runs = Runs(runs.path, StopsFirst())
-    folder = runs.start(house.specification())
-    house.started.append(folder)
+    runs = RunManager(runs.path, StopsFirst())
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
     assert ended(runs, folder).state == "stopped"
     assert states(runs, folder) == ["stopping", "stopped"]
     assert [path.name for path in folder.logs.iterdir()] == ["keeper.log"]
 
 
-def test_sigterm_to_the_keeper_is_a_stop(house):
-    runs, folder = house.start(ENDLESS)
+def test_sigterm_to_the_keeper_is_a_stop(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
-    house.keeper(folder).terminate()
+    harness.keeper(folder).terminate()
     status = ended(runs, folder)
     assert status.state == "stopped" and "SIGTERM" in status.reason
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_stop_lets_the_trainer_save_what_no_checkpoint_holds(house):
-    runs, folder = house.start({"trainer": {"endless": True, "patient": True, "saving": 0.4}}, stop_grace_s=10.0)
+def test_a_stop_lets_the_trainer_save_what_no_checkpoint_holds(harness):
+    runs, folder = harness.start({"trainer": {"endless": True, "patient": True, "saving": 0.4}}, stop_grace_s=10.0)
     until(runs, folder, "training")
     runs.stop(folder.run_id)
     status = ended(runs, folder)
@@ -224,20 +224,20 @@ def test_a_stop_lets_the_trainer_save_what_no_checkpoint_holds(house):
     assert (folder.path / status.checkpoint["path"]).is_dir()
 
 
-def test_members_that_ignore_sigterm_are_stopped_within_the_grace(house):
+def test_members_that_ignore_sigterm_are_stopped_within_the_grace(harness):
     deaf = {name: {"deaf": True, "daemon": True} for name in ("api", "inference", "environment", "policy")}
-    runs, folder = house.start({**deaf, "trainer": {"endless": True, "deaf": True, "saving": 600}})
+    runs, folder = harness.start({**deaf, "trainer": {"endless": True, "deaf": True, "saving": 600}})
     until(runs, folder, "training")
     began = time.monotonic()
     runs.stop(folder.run_id, 1.0)
     status = ended(runs, folder)
     assert status.state == "stopped"
     assert 1.0 <= time.monotonic() - began < 3.0
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_a_second_stop_shortens_the_first(house):
-    runs, folder = house.start({"trainer": {"endless": True, "deaf": True, "saving": 600}})
+def test_a_second_stop_shortens_the_first(harness):
+    runs, folder = harness.start({"trainer": {"endless": True, "deaf": True, "saving": 600}})
     until(runs, folder, "training")
     runs.stop(folder.run_id, 600.0)
     until(runs, folder, "stopping")
@@ -245,11 +245,11 @@ def test_a_second_stop_shortens_the_first(house):
     runs.stop(folder.run_id, 0.0)
     assert ended(runs, folder).state == "stopped"
     assert time.monotonic() - began < 3.0
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
-def test_an_order_that_is_none_is_told_and_changes_nothing(house):
-    runs, folder = house.start(ENDLESS)
+def test_an_order_that_is_none_is_told_and_changes_nothing(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     write_json(folder.orders / "a.json", {"order": "fly"})
     (folder.orders / "b.json").write_text("{")
@@ -259,19 +259,21 @@ def test_an_order_that_is_none_is_told_and_changes_nothing(house):
     assert ended(runs, folder).state == "stopped"
 
 
-def test_a_run_folder_that_is_deleted_ends_its_crew(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_run_folder_that_is_deleted_ends_its_crew(harness):
+    runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     while folder.path.exists():
         shutil.rmtree(folder.path, ignore_errors=True)
-    eventually(lambda: not house.processes(folder))
+    eventually(lambda: not harness.processes(folder))
     with pytest.raises(NotFound):
         runs.status(folder.run_id)
 
 
-def test_a_run_whose_keeper_cannot_start_says_why(house, tmp_path):
-    runs = Runs(tmp_path / "runs", LocalLauncher([sys.executable, "-P", "-c", "raise ImportError('no torch here')"]))
-    spec = house.specification()
+def test_a_run_whose_keeper_cannot_start_says_why(harness, tmp_path):
+    runs = RunManager(
+        tmp_path / "runs", LocalLauncher([sys.executable, "-P", "-c", "raise ImportError('no torch here')"])
+    )
+    spec = harness.specification()
     with pytest.raises(ComponentFailed, match="no torch here"):
         runs.start(spec)
     status = runs.status(spec.run_id)
@@ -279,24 +281,24 @@ def test_a_run_whose_keeper_cannot_start_says_why(house, tmp_path):
     assert status.ended_at is not None
 
 
-def test_a_start_that_dies_before_the_keeper_is_there_is_lost(house):
+def test_a_start_that_dies_before_the_keeper_is_there_is_lost(harness):
     """The starter holds the lock from before the first status; with it gone, so is the run."""
-    runs = house.runs()
+    runs = harness.runs()
 
     class Dies(LocalLauncher):
         def submit(self, folder, variables, lock=None):
             assert runs.status(folder.run_id).state == "queued"
             raise KeyboardInterrupt
 
-    spec = house.specification()
+    spec = harness.specification()
     with pytest.raises(KeyboardInterrupt):
-        Runs(runs.path, Dies()).start(spec)
+        RunManager(runs.path, Dies()).start(spec)
     assert runs.status(spec.run_id).state == "lost"
 
 
-def test_the_list_has_every_run_newest_first_whatever_is_broken(house):
-    runs, first = house.start(kind="test")
-    _, second = house.start(kind="test")
+def test_the_list_has_every_run_newest_first_whatever_is_broken(harness):
+    runs, first = harness.start(kind="test")
+    _, second = harness.start(kind="test")
     ended(runs, first)
     ended(runs, second)
     bad = runs.path / "bad"
@@ -316,8 +318,8 @@ def test_the_list_has_every_run_newest_first_whatever_is_broken(house):
         runs.status("bad")
 
 
-def test_no_folder_is_no_run_and_a_run_that_is_being_made_is_not_listed(house):
-    runs = house.runs()
+def test_no_folder_is_no_run_and_a_run_that_is_being_made_is_not_listed(harness):
+    runs = harness.runs()
     assert runs.list() == []
     with pytest.raises(NotFound):
         runs.status("none")
@@ -329,8 +331,8 @@ def test_no_folder_is_no_run_and_a_run_that_is_being_made_is_not_listed(house):
     assert [status.run_id for status in runs.list()] == ["young"]
 
 
-def test_a_wait_ends_with_the_event_or_the_time_and_tells_of_changes(house):
-    runs, folder = house.start(ENDLESS)
+def test_a_wait_ends_with_the_event_or_the_time_and_tells_of_changes(harness):
+    runs, folder = harness.start(ENDLESS)
     seen = []
 
     async def changed(status):
@@ -352,11 +354,11 @@ def test_a_wait_ends_with_the_event_or_the_time_and_tells_of_changes(house):
     ended(runs, folder)
 
 
-def test_looking_at_a_run_takes_its_lock_from_nobody(house):
+def test_looking_at_a_run_takes_its_lock_from_nobody(harness):
     """Onlookers and a keeper that starts at the same moment: the keeper wins."""
-    runs = house.runs(ENDLESS)
-    folder = runs.start(house.specification())
-    house.started.append(folder)
+    runs = harness.runs(ENDLESS)
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
     for _ in range(200):
         assert runs.status(folder.run_id).state != "lost"
         assert runs.list()[0].state != "lost"
@@ -364,12 +366,12 @@ def test_looking_at_a_run_takes_its_lock_from_nobody(house):
     ended(runs, folder)
 
 
-def test_a_run_whose_first_files_cannot_be_written_leaves_nothing_and_says_why(house, monkeypatch):
+def test_a_run_whose_first_files_cannot_be_written_leaves_nothing_and_says_why(harness, monkeypatch):
     def full(self, folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Specification, "write", full)
-    runs = house.runs()
+    runs = harness.runs()
     with pytest.raises(NotPossibleNow, match="No space left on device.*prune"):
-        runs.start(house.specification())
-    assert [path.name for path in (house.path / "runs").iterdir() if not path.name.startswith(".")] == []
+        runs.start(harness.specification())
+    assert [path.name for path in (harness.path / "runs").iterdir() if not path.name.startswith(".")] == []

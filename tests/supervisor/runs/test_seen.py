@@ -10,7 +10,7 @@ from toprope.errors import NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import EventLog, Status
 from toprope.supervisor.runs import status_cache as module
-from toprope.supervisor.runs.status_cache import SeenEvents, SeenStatuses
+from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
 RUN = "run-1"
 
@@ -31,7 +31,7 @@ def age(folder):
 
 
 def test_a_status_is_read_once_until_its_file_is_another(tmp_path):
-    folder, seen = made(tmp_path), SeenStatuses()
+    folder, seen = made(tmp_path), StatusCache()
     age(folder)
     first = seen.read(folder)
     assert seen.read(folder) is first
@@ -40,12 +40,12 @@ def test_a_status_is_read_once_until_its_file_is_another(tmp_path):
 
 
 def test_what_was_just_written_is_not_trusted_to_stay(tmp_path):
-    folder, seen = made(tmp_path), SeenStatuses()
+    folder, seen = made(tmp_path), StatusCache()
     assert seen.read(folder) is not seen.read(folder)
 
 
 def test_what_is_gone_is_forgotten_and_said_to_be(tmp_path):
-    folder, seen = made(tmp_path), SeenStatuses()
+    folder, seen = made(tmp_path), StatusCache()
     age(folder)
     seen.read(folder)
     folder.status.unlink()
@@ -75,7 +75,7 @@ def test_runs_that_ended_are_listed_without_reading_them_again_and_resumed_ones_
 
 
 def test_events_are_read_on_from_those_that_are_known(tmp_path, monkeypatch):
-    folder, seen = made(tmp_path), SeenEvents()
+    folder, seen = made(tmp_path), EventCache()
     log = EventLog(folder)
     for number in range(4):
         log.append("evaluation", label=str(number))
@@ -92,7 +92,7 @@ def test_events_are_read_on_from_those_that_are_known(tmp_path, monkeypatch):
 
 
 def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path):
-    folder, seen = made(tmp_path), SeenEvents()
+    folder, seen = made(tmp_path), EventCache()
     log = EventLog(folder)
     log.append("evaluation")
     line = log.append("finding", what="x").model_dump_json() + "\n"
@@ -105,7 +105,7 @@ def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path):
 
 
 def test_no_more_events_are_kept_than_there_is_room_for(tmp_path):
-    seen = SeenEvents(most=10)
+    seen = EventCache(most=10)
     folders = [made(tmp_path, f"run-{n}") for n in range(6)]
     for folder in folders:
         log = EventLog(folder)

@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually
+from tests.support.run_harness import RunHarness, ended, eventually
 from toprope.records.run.status import read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
-from toprope.supervisor.capacity.budget_ledger import accounts, gpu_names, pencilled_in, the_books
-from toprope.supervisor.watchers.budget import Budget
-from toprope.supervisor.watchers.hands import Watchers
+from toprope.supervisor.capacity.budget_ledger import gpu_names, ledger_lock, read_accounts, reserved
+from toprope.supervisor.watchers.budget import BudgetWatcher
+from toprope.supervisor.watchers.watcher import WatcherGroup
 
 
 @pytest.fixture
-def house(tmp_path: Path):
-    found = House(tmp_path)
+def harness(tmp_path: Path):
+    found = RunHarness(tmp_path)
     yield found
     found.close()
 
 
-def started(house, caps=None, reserved=None, behaviours=None, **prices):
-    runs = house.runs(behaviours or {})
-    specification = house.specification()
+def started(harness, caps=None, reserved=None, behaviours=None, **prices):
+    runs = harness.runs(behaviours or {})
+    specification = harness.specification()
     limits = FrozenLimits(source="the owner, in limits.yaml", caps=caps or {}, reserved=reserved or {}, **prices)
     folder = runs.start(specification.model_copy(update={"limits": limits}))
-    house.started.append(folder)
+    harness.started.append(folder)
     return runs, folder
 
 
-def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_set_it(house):
+def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_set_it(harness):
     caps = {"wall_hours": Cap(value=1.5 / 3600, limit="per_run.wall_hours", reason="A test.")}
-    runs, folder = started(house, caps, behaviours={"trainer": {"endless": True, "patient": True}})
+    runs, folder = started(harness, caps, behaviours={"trainer": {"endless": True, "patient": True}})
     status = ended(runs, folder)
     assert status.state == "stopped"
     assert "per_run.wall_hours" in status.reason and "the owner, in limits.yaml" in status.reason
@@ -52,36 +52,36 @@ def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_se
     assert 1.5 <= usage.wall_s < 30
     assert usage.cpu_s > 0 and usage.disk_bytes > 0 and usage.usd is None
     assert sum(day.wall_s for day in usage.days.values()) == pytest.approx(usage.wall_s)
-    house.nothing_left(folder)
+    harness.nothing_left(folder)
 
 
 BUSY = "import time\nend = time.process_time() + 1.0\nwhile time.process_time() < end: pass\n"
 
 
-def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(house, tmp_path):
-    runs = house.runs({}, plot=[sys.executable, "-I", "-S", "-c", BUSY])
+def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(harness, tmp_path):
+    runs = harness.runs({}, plot=[sys.executable, "-I", "-S", "-c", BUSY])
     limits = FrozenLimits(source="x", cpu_hour_usd=3600.0)
-    folder = runs.start(house.specification().model_copy(update={"limits": limits}))
-    house.started.append(folder)
+    folder = runs.start(harness.specification().model_copy(update={"limits": limits}))
+    harness.started.append(folder)
     assert ended(runs, folder).state == "completed"
     usage = Usage.read(folder)
     assert usage is not None and usage.cpu_s >= 1.0
     assert usage.usd == pytest.approx(usage.cpu_s)
 
 
-def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_used(house):
-    runs, folder = started(house, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
-    [account] = accounts(runs.path, folder.spec.stat().st_mtime)
+def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_used(harness):
+    runs, folder = started(harness, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
+    [account] = read_accounts(runs.path, folder.spec.stat().st_mtime)
     assert account.live and account.started_today
     assert account.held("cpu_hours") == pytest.approx(5.0, abs=0.1)
     runs.stop(folder.run_id)
     ended(runs, folder)
     usage = Usage.read(folder)
     assert usage is not None
-    account = eventually(lambda: next((one for one in accounts(runs.path, usage.at) if not one.live), None))
+    account = eventually(lambda: next((one for one in read_accounts(runs.path, usage.at) if not one.live), None))
     assert account.held("cpu_hours") == pytest.approx(usage.days[day_of(usage.at)].cpu_s / 3600)
     assert account.held("cpu_hours") < 0.1
-    assert accounts(runs.path, leave_out=[folder.run_id]) == []
+    assert read_accounts(runs.path, leave_out=[folder.run_id]) == []
 
 
 def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
@@ -92,27 +92,27 @@ def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
     assert gpu_names(tmp_path / "none") == []
 
 
-def test_a_run_that_is_about_to_start_counts_once(house):
-    specification = house.specification()
+def test_a_run_that_is_about_to_start_counts_once(harness):
+    specification = harness.specification()
     limits = FrozenLimits(source="x", reserved={"cpu_hours": 2.0})
     specification = specification.model_copy(update={"limits": limits})
-    runs = house.runs({"trainer": {"endless": True}})
-    with the_books(runs.path):
-        pencil = pencilled_in(runs.path, [specification])
+    runs = harness.runs({"trainer": {"endless": True}})
+    with ledger_lock(runs.path):
+        pencil = reserved(runs.path, [specification])
         pencil.__enter__()
-    [account] = accounts(runs.path)
+    [account] = read_accounts(runs.path)
     assert account.live and account.held("cpu_hours") == 2.0 and account.started_today
-    house.started.append(runs.start(specification))
-    [account] = accounts(runs.path)
+    harness.started.append(runs.start(specification))
+    [account] = read_accounts(runs.path)
     assert account.live and account.held("cpu_hours") == pytest.approx(2.0, abs=0.1)
     pencil.__exit__(None, None, None)
-    assert len(accounts(runs.path)) == 1
+    assert len(read_accounts(runs.path)) == 1
     runs.stop(specification.run_id)
-    ended(runs, house.started[-1])
+    ended(runs, harness.started[-1])
     left = runs.path / ".budget" / "killed.pencilled"
     left.write_text('{"cpu_hours": 9.0}')
     os.utime(left, (1.0, 1.0))
-    assert [one.run_id for one in accounts(runs.path)] == [specification.run_id] and not left.exists()
+    assert [one.run_id for one in read_accounts(runs.path)] == [specification.run_id] and not left.exists()
 
 
 class Failing:
@@ -130,10 +130,10 @@ class Failing:
 
 
 def test_what_holds_the_limits_goes_on_whatever_fails_and_others_are_given_up_in_the_end():
-    assert Budget.holds_limits
+    assert BudgetWatcher.holds_limits
     told = []
     once, always, budget = Failing(False, 1), Failing(False, 99), Failing(True, 30)
-    watchers = Watchers([once, always, budget], lambda kind, what: told.append(what))
+    watchers = WatcherGroup([once, always, budget], lambda kind, what: told.append(what))
     for second in range(40):
         watchers.looked(float(second))
     assert (once.looks, always.looks, budget.looks) == (40, 10, 40)

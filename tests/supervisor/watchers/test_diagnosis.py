@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.supervisor_house import House, ended
+from tests.support.run_harness import RunHarness, ended
 from toprope.records.messages import CountsReport, Evaluated, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
-from toprope.supervisor.watchers.hands import Hands
+from toprope.supervisor.watchers.watcher import RunControl
 
 SICK = {"reward": 0.0, "success": 0.0, "errors/share": 1.0, "frac_reward_zero_std": 1.0}
 SLOW = {"reward": 0.5, "time/step": 1.0, "time/wait": 0.8}
@@ -24,8 +24,8 @@ class Told:
     """A run's folder with the hands of its keeper, which remember what they were asked."""
 
     def __init__(self, path: Path) -> None:
-        house = House(path)
-        specification: Specification = house.specification()
+        harness = RunHarness(path)
+        specification: Specification = harness.specification()
         specification.config.budget.steps = 100
         specification.config.rollout.groups_per_step = 2
         self.folder = RunFolder.create(path / "runs", specification.run_id)
@@ -44,7 +44,7 @@ class Told:
     def watcher(self) -> DiagnosisWatcher:
         refuse = self._refuse
         return DiagnosisWatcher(
-            Hands(
+            RunControl(
                 self.folder,
                 self.specification,
                 lambda: self.status,
@@ -136,15 +136,15 @@ def test_an_attempt_that_goes_on_tells_nothing_twice(told: Told) -> None:
 
 
 def test_a_real_keeper_diagnoses_its_run_and_names_its_failure(tmp_path: Path) -> None:
-    house = House(tmp_path)
+    harness = RunHarness(tmp_path)
     try:
         crew = {
             "trainer": {"say": "RuntimeError: CUDA out of memory. Tried to allocate", "at": "step-2", "do": "exit:3"}
         }
-        runs, folder = house.start({**crew})
+        runs, folder = harness.start({**crew})
         status = ended(runs, folder, 60.0)
     finally:
-        house.close()
+        harness.close()
     assert status.failure is not None and status.failure.kind == "gpu_out_of_memory"
     assert "out of memory" in status.failure.evidence and "micro_batch_size" in status.failure.hint
     [state] = [event.data for event in runs.events(folder.run_id) if event.data.get("to") == "failed"]

@@ -21,10 +21,10 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.lines import Ballast, PatientLines
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.capacity.reservations import Machine, Reservations
-from toprope.supervisor.keeper.status_writer import Life
-from toprope.supervisor.runs.orders import order_stop, take_orders
+from toprope.supervisor.keeper.status_writer import StatusWriter
+from toprope.supervisor.runs.orders import take_orders, write_stop_order
 from toprope.supervisor.watchers import disk
-from toprope.supervisor.watchers.disk import DiskWatch, default_floor
+from toprope.supervisor.watchers.disk import DiskWatcher, default_floor
 
 Usage = namedtuple("Usage", "total used free")
 MB = 1_000_000
@@ -64,7 +64,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_run_pauses_below_the_floor_and_goes_on_well_above_it(folder: RunFolder, free: SimpleNamespace) -> None:
     hands = Hands(folder)
-    watch = DiskWatch(hands)
+    watch = DiskWatcher(hands)
     watch.looked(0.0)
     assert hands.said == []
     free.bytes = 199 * MB
@@ -83,7 +83,7 @@ def test_a_run_pauses_below_the_floor_and_goes_on_well_above_it(folder: RunFolde
 def test_the_owner_sets_the_floor_and_a_checkpoint_needs_room_too(folder: RunFolder, free: SimpleNamespace) -> None:
     Reservations(folder.path.parent).announce(Machine(threads=1, disk_floor=50 * MB))
     hands = Hands(folder)
-    watch = DiskWatch(hands)
+    watch = DiskWatcher(hands)
     free.bytes = 60 * MB
     watch.looked(0.0)
     assert hands.said == []
@@ -101,7 +101,7 @@ def test_a_member_that_finds_no_room_pauses_the_run_and_is_let_try_again(
     folder: RunFolder, free: SimpleNamespace
 ) -> None:
     hands = Hands(folder)
-    watch = DiskWatch(hands)
+    watch = DiskWatcher(hands)
     watch.heard("trainer", NoRoom("the checkpoint of step 3 waits"))
     watch.looked(0.0)
     assert hands.said[0][0] == "pause" and "the checkpoint of step 3 waits" in hands.said[0][1]
@@ -113,7 +113,7 @@ def test_a_member_that_finds_no_room_pauses_the_run_and_is_let_try_again(
 
 def test_what_members_warn_of_is_an_event(folder: RunFolder, free: SimpleNamespace) -> None:
     hands = Hands(folder)
-    DiskWatch(hands).heard("trainer", Warned("a checkpoint is damaged"))
+    DiskWatcher(hands).heard("trainer", Warned("a checkpoint is damaged"))
     assert hands.said == [("warning", "trainer: a checkpoint is damaged")]
 
 
@@ -186,7 +186,7 @@ def test_a_keeper_lives_on_without_room_and_catches_up(folder: RunFolder, full: 
     status.write(folder)
 
     async def live() -> None:
-        life = Life(folder, status)
+        life = StatusWriter(folder, status)
         full.full = True
         life.to("paused", "the disk is full")
         life.event("finding", rule="disk_full")
@@ -212,7 +212,7 @@ def test_room_set_aside_lets_a_keeper_say_that_the_disk_is_full(folder: RunFolde
     status.write(folder)
 
     async def live() -> None:
-        life = Life(folder, status)
+        life = StatusWriter(folder, status)
         full.full = True
         ballast = folder.crew / "ballast"
         drop = life._ballast.drop
@@ -231,9 +231,9 @@ def test_room_set_aside_lets_a_keeper_say_that_the_disk_is_full(folder: RunFolde
 
 def test_a_stop_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
     full.full = True
-    order_stop(folder, 3.0)
+    write_stop_order(folder, 3.0)
     full.full = False
-    order_stop(folder, 3.0)
+    write_stop_order(folder, 3.0)
     orders = take_orders(folder)
     assert sorted(str(stop.grace_s) for stop in orders.stops) == ["3.0", "None"] and not orders.complaints
     assert list(folder.orders.iterdir()) == []

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually
+from tests.support.run_harness import RunHarness, ended, eventually
 from toprope.records.messages import Checked, Ready
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 from toprope.supervisor.watchers import provenance
-from toprope.supervisor.watchers.provenance import Provenance, collect, hash_of_policy
+from toprope.supervisor.watchers.provenance import ProvenanceWatcher, collect_manifest, hash_policy
 
 
 def specification(tmp_path, **knobs):
@@ -57,29 +57,29 @@ def hands(folder, run, attempt=1):
 
 def test_a_clean_checkout_is_named_by_its_commit_and_a_changed_one_by_the_difference(folder, tmp_path, checkout):
     run = specification(tmp_path)
-    clean = collect(folder, run).code
+    clean = collect_manifest(folder, run).code
     assert len(clean.commit) == 40 and clean.changes_sha256 is None
     assert not (folder.path / "toprope.diff").exists()
     (checkout / "code.py").write_text("a = 2\n")
-    changed = collect(folder, run).code
+    changed = collect_manifest(folder, run).code
     assert changed.commit == clean.commit and changed.changes_sha256
     assert "+a = 2" in (folder.path / "toprope.diff").read_text()
     (checkout / "new.py").write_text("b = 1\n")
-    assert collect(folder, run).code.changes_sha256 != changed.changes_sha256
+    assert collect_manifest(folder, run).code.changes_sha256 != changed.changes_sha256
 
 
 def test_the_inputs_are_equal_for_the_same_run_and_differ_by_name(folder, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     run = specification(tmp_path, path=str(data), other="/nowhere")
-    first = collect(folder, run)
+    first = collect_manifest(folder, run)
     assert (first.configuration.seed, first.configuration.beside_preset) == (7, {"algorithm.seed": [0, 7]})
     assert list(first.environment.files) == [str(data)]
     assert first.hardware.cores >= 1 and first.libraries["torch"] and first.python.startswith("CPython")
-    assert collect(folder, run).inputs == first.inputs
+    assert collect_manifest(folder, run).inputs == first.inputs
     data.write_text("{}\n{}\n")
     (tmp_path / "words.py").write_text("class Words: pass\n")
-    found = provenance.differing_inputs(first.inputs, collect(folder, run).inputs)
+    found = provenance.differing_inputs(first.inputs, collect_manifest(folder, run).inputs)
     assert set(found) == {"environment.sha256", f"environment.files.{data}"}
 
 
@@ -91,28 +91,28 @@ def test_an_interpreter_of_its_own_is_recorded_package_by_package(folder, tmp_pa
     )
     (tmp_path / "venv" / "pyvenv.cfg").touch()
     run = specification(tmp_path)
-    assert collect(folder, run).environment.packages == {}
+    assert collect_manifest(folder, run).environment.packages == {}
     there = run.environment.model_copy(update={"interpreter": str(tmp_path / "venv" / "bin" / "python")})
-    recorded = collect(folder, run.model_copy(update={"environment": there}))
+    recorded = collect_manifest(folder, run.model_copy(update={"environment": there}))
     assert recorded.environment.packages == {"tiny-rules": "1.5"}
     assert recorded.inputs["environment"]["packages"] == {"tiny-rules": "1.5"}
 
 
 def test_a_policy_is_known_by_its_contents_and_a_huge_one_by_names_and_sizes(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"abc")
-    first = hash_of_policy("m", tmp_path)
+    first = hash_policy("m", tmp_path)
     assert (first.hashed, first.bytes) == ("contents", 3)
     (tmp_path / "model.safetensors").write_bytes(b"abd")
-    assert hash_of_policy("m", tmp_path).sha256 != first.sha256
+    assert hash_policy("m", tmp_path).sha256 != first.sha256
     monkeypatch.setattr(provenance, "_MOST_POLICY", 2)
-    assert hash_of_policy("m", tmp_path).hashed == "names and sizes"
+    assert hash_policy("m", tmp_path).hashed == "names and sizes"
 
 
 def test_it_is_completed_by_what_loads(folder, tmp_path):
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "model.safetensors").write_bytes(b"abc")
-    watcher = Provenance(hands(folder, specification(tmp_path)))
+    watcher = ProvenanceWatcher(hands(folder, specification(tmp_path)))
     eventually(lambda: Manifest.read(folder))
     assert not Manifest.read(folder).complete
     watcher.heard("policy", Ready(str(policy)))
@@ -126,13 +126,13 @@ def test_it_is_completed_by_what_loads(folder, tmp_path):
 
 def test_a_later_attempt_leaves_the_first_manifest_and_says_what_changed(folder, tmp_path):
     run = specification(tmp_path)
-    first = collect(folder, run)
+    first = collect_manifest(folder, run)
     first.libraries["torch"] = "0.0.1"
     first.complete = True
     first.write(folder)
     policy = tmp_path / "policy"
     policy.mkdir()
-    watcher = Provenance(hands(folder, run, attempt=2))
+    watcher = ProvenanceWatcher(hands(folder, run, attempt=2))
     watcher.heard("policy", Ready(str(policy)))
     watcher.heard("environment", Checked({}))
     found = eventually(lambda: Manifest.read(folder).later_attempts)
@@ -141,9 +141,9 @@ def test_a_later_attempt_leaves_the_first_manifest_and_says_what_changed(folder,
 
 
 def test_a_manifest_that_cannot_be_made_costs_a_warning(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "collect", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    monkeypatch.setattr(provenance, "collect_manifest", lambda *_: (_ for _ in ()).throw(OSError("no room")))
     given = hands(folder, specification(tmp_path))
-    watcher = Provenance(given)
+    watcher = ProvenanceWatcher(given)
 
     def said():
         watcher.looked(0.0)
@@ -155,12 +155,12 @@ def test_a_manifest_that_cannot_be_made_costs_a_warning(folder, tmp_path, monkey
 
 
 def test_a_keeper_leaves_a_manifest(tmp_path):
-    house = House(tmp_path)
+    harness = RunHarness(tmp_path)
     try:
-        runs, folder = house.start({"trainer": {"steps": 2, "at": "finished", "do": "sleep:0"}})
+        runs, folder = harness.start({"trainer": {"steps": 2, "at": "finished", "do": "sleep:0"}})
         eventually(lambda: Manifest.path(folder).exists())
         runs.stop(folder.run_id, 0.0)
         ended(runs, folder)
         assert json.loads(Manifest.path(folder).read_text())["run_id"] == folder.run_id
     finally:
-        house.close()
+        harness.close()

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.supervisor_house import House, ended, eventually, until
+from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.records.messages import CountsReport, Evaluated, Progress, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import CrewMember, Status, read_events
 from toprope.settings.schema import Config
-from toprope.supervisor.watchers.stall import StallWatch
+from toprope.supervisor.watchers.stall import StallWatcher
 
 
 class Run:
@@ -31,7 +31,7 @@ class Run:
             status=lambda: self.status,
             event=lambda kind, **data: self.events.append((kind, data)),
         )
-        self.watch = StallWatch(hands, lambda: self.now)
+        self.watch = StallWatcher(hands, lambda: self.now)
         self.watch.looked(self.now)
 
     def update(self, **fields):
@@ -154,18 +154,18 @@ def test_what_still_starts_has_a_limit_of_its_own(tmp_path):
 
 
 @pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.close()
+def harness(tmp_path):
+    harness = RunHarness(tmp_path)
+    yield harness
+    harness.close()
 
 
-def test_a_keeper_tells_of_a_trainer_that_hangs_while_it_lives(house):
-    runs = house.runs({"trainer": {"at": "step-2", "do": "sleep", "steps": 9}})
-    specification = house.specification()
+def test_a_keeper_tells_of_a_trainer_that_hangs_while_it_lives(harness):
+    runs = harness.runs({"trainer": {"at": "step-2", "do": "sleep", "steps": 9}})
+    specification = harness.specification()
     specification.config.launcher.stall_after_s = 1.5
     folder = runs.start(specification)
-    house.started.append(folder)
+    harness.started.append(folder)
     until(runs, folder, "training")
     stall = eventually(lambda: list(read_events(folder.events, kinds=["stall"])), 30.0)[0]
     assert (stall.data["over"], stall.data["step"]) == (False, 2)

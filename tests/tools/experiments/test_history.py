@@ -19,8 +19,8 @@ from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
-from toprope.supervisor.capacity.budget_ledger import accounts, the_books
-from toprope.supervisor.watchers.provenance import collect
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts
+from toprope.supervisor.watchers.provenance import collect_manifest
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def ended(shop, launcher, run_id, rows=(), state="completed"):
     """The run as its keeper would leave it."""
     folder = shop.runs.folder(run_id)
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    collect(folder, Specification.read(folder)).write(folder)
+    collect_manifest(folder, Specification.read(folder)).write(folder)
     become(folder, state, ended_at=time.time())
     launcher.leave(run_id)
     return folder
@@ -170,7 +170,7 @@ def test_a_test_that_is_repeated_is_held_against_the_first_by_its_tasks(house):
     assert result.data.results["reproduction"]["same"] is False
 
 
-def test_a_repetition_is_pencilled_in_and_holds_the_books_for_no_longer(house, monkeypatch):
+def test_reproduce_reserves_budget_and_releases_ledger_lock(house, monkeypatch):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(start_training, shop, draft_id=draft).data.run_id
@@ -178,12 +178,12 @@ def test_a_repetition_is_pencilled_in_and_holds_the_books_for_no_longer(house, m
     start, seen = Workshop.start, []
 
     def starting(workshop, specification):
-        with the_books(workshop.home.runs):
-            seen.extend(account.run_id for account in accounts(workshop.home.runs) if account.live)
+        with ledger_lock(workshop.home.runs):
+            seen.extend(account.run_id for account in read_accounts(workshop.home.runs) if account.live)
         return start(workshop, specification)
 
     monkeypatch.setattr(Workshop, "start", starting)
-    monkeypatch.setattr("toprope.supervisor.capacity.budget_ledger._WITHIN_S", 0.2)
+    monkeypatch.setattr("toprope.supervisor.capacity.budget_ledger.LOCK_WITHIN_S", 0.2)
     assert seen == [] and do(reproduce_run, shop, run_id=run).data.run_id in seen
 
 

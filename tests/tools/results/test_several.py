@@ -14,7 +14,7 @@ from toprope.records.messages import Leveled, Stepped
 from toprope.records.run.curriculum import Climbed, Curricula, Measure
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status, read_events
-from toprope.supervisor.keeper.status_writer import Life
+from toprope.supervisor.keeper.status_writer import StatusWriter
 
 
 def test_a_step_and_a_level_stand_in_the_status_and_a_level_is_an_event(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_step_and_a_level_stand_in_the_status_and_a_level_is_an_event(tmp_path
               "environments/words/reward": 2.0, "environments/words/errors": 3.0}  # fmt: skip
 
     async def run() -> Status:
-        life = Life(folder, status)
+        life = StatusWriter(folder, status)
         life.levelled(Leveled("gym/sums", "digits", 1, 3, 4, 30, 32, 120))
         life.stepped(Stepped(121, 200, values))
         life.write()

@@ -15,7 +15,7 @@ from tests.support.tools_house import StandInLauncher, age_stamp, make_workshop,
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.index import idempotency_keys as start_keys
 from toprope.records.index.index import StartRow
-from toprope.supervisor.lock import held
+from toprope.supervisor.lock import is_held
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def test_a_start_that_is_cancelled_has_started_or_has_not(house):
         anyio.run(cancelled, after)
         taken = start_keys.taken(shop.index, f"k-{after}")
         if taken is not None:
-            assert held(shop.runs.folder(taken.run_id).lock)
-    assert all(held(shop.runs.folder(run_id).lock) for run_id in runs_of(shop))
+            assert is_held(shop.runs.folder(taken.run_id).lock)
+    assert all(is_held(shop.runs.folder(run_id).lock) for run_id in runs_of(shop))
     assert not [path for path in shop.home.runs.iterdir() if path.name.startswith(".making")]
 
 

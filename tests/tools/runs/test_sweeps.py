@@ -29,7 +29,7 @@ from toprope.records.sweep_journal import (
     SweepLog,
 )
 from toprope.settings.presets import load_preset
-from toprope.sweeps.members import Members
+from toprope.sweeps.members import SweepMembers
 from toprope.workbench.launch import launch
 from toprope.workbench.launch.reproduce import freeze_again
 
@@ -158,7 +158,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     )
     folder = shop.runs.folder(started(shop).data.run_id)
     monkeypatch.setattr("toprope.workbench.launch.launch.runs_of", lambda home: shop.runs)
-    members, log = Members(shop.home, Specification.read(folder)), SweepLog(folder)
+    members, log = SweepMembers(shop.home, Specification.read(folder)), SweepLog(folder)
     one = Candidate(id="c002", values={"optimizer.learning_rate": 0.002}, steps=3)
     log.append(Generation(epoch=1, candidates=[one]))
     for _ in range(2):  # somebody who came back starts it once
@@ -217,7 +217,7 @@ def test_a_stop_stops_the_members_that_a_lost_keeper_left(house, monkeypatch):
     log = SweepLog(folder)
     one = Candidate(id="c001", values={"optimizer.learning_rate": 0.002}, steps=3)
     log.append(Generation(epoch=1, candidates=[one]))
-    Members(shop.home, Specification.read(folder)).start(one, 1, log.standing)
+    SweepMembers(shop.home, Specification.read(folder)).start(one, 1, log.standing)
     answer = do(stop_training, shop, run_id=folder.run_id)
     assert answer.data.state == "stopped" and "none of its runs is live" in answer.text
     assert shop.runs.status(f"{folder.run_id}-m01").state == "stopped" and not launcher.held

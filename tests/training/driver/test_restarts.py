@@ -20,7 +20,7 @@ from toprope.records.run.status import Status, read_events
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 COUNTS = '''
 """Say a letter. Slow until a file lies beside this one."""
@@ -116,7 +116,7 @@ def pid_of(folder: RunFolder, name: str) -> int:
 def test_each_of_the_crew_is_killed_once_and_the_run_completes_with_exact_books(
     tmp_path: Path, specification: Specification
 ) -> None:
-    runs = Runs(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
+    runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
     folder = runs.start(specification)
     try:
         restarted: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.supervisor_house import eventually
+from tests.support.run_harness import eventually
 from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, rows, small
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, TopropeError
@@ -25,9 +25,9 @@ from toprope.records.run.status import CrewMember, Failure, Status, read_events
 from toprope.sdk.training import Batch, CheckFailed, Data, Metrics, Session, State, TrainConfig, Trainer
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.environment_variables import for_component
+from toprope.supervisor.environment_variables import component_variables
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.weight_sync import WeightReader
 from toprope.training.trainer.custom import CustomRun, settings_of
@@ -265,7 +265,7 @@ class Letters(Environment):
 
 @pytest.mark.slow
 def test_it_learns_through_a_real_crew_and_its_life_is_seen(tmp_path, tiny_policy):
-    runs = Runs(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
+    runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
     folder = runs.start(specification(tmp_path, tiny_policy, source(tmp_path / "trainers")))
     seen: list[str] = []
 
@@ -349,7 +349,7 @@ def test_keys_that_lie_about_do_not_reach_a_trainer_of_ones_own(tmp_path):
     given: dict[str, Any] = {"folder": tmp_path, "attempt": 1, "secret": "s", "surroundings": {"WANDB_API_KEY": "k1"}}
 
     def variables(one: Specification, owners: dict[str, dict[str, str]]) -> dict[str, str]:
-        return for_component("trainer", specification=one, owners=owners, **given)
+        return component_variables("trainer", specification=one, owners=owners, **given)
 
     assert "WANDB_API_KEY" in variables(spec.model_copy(update={"trainer": None}), {})
     assert "WANDB_API_KEY" not in variables(spec, {"*": {"WANDB_API_KEY": "k2"}})

@@ -21,8 +21,8 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
-from toprope.supervisor.capacity.budget_ledger import pencilled_in, the_books
-from toprope.supervisor.environment_variables import for_worker
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
+from toprope.supervisor.environment_variables import worker_variables
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.preview import needs_confirmation, preview
 from toprope.workbench.launch.reproduce import freeze_again
@@ -67,7 +67,7 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
                     {},
                     examples=0,
                     load_timeout_s=_LOAD_S,
-                    variables=for_worker(workshop.settings().variables),
+                    variables=worker_variables(workshop.settings().variables),
                     network=not locks.refusal("environment.network", "allow"),
                 )
         except TimeoutError:
@@ -205,7 +205,7 @@ def _started(workshop: Workshop, again: Specification) -> Specification:
     """Hands it to a keeper, within the owner's limits."""
     limits, machine = workshop.home.limits(), machine_of(workshop.settings())
     with ExitStack() as pencil:
-        with the_books(workshop.home.ensure().runs):
+        with ledger_lock(workshop.home.ensure().runs):
             [again] = reserve([again], limits, machine, workshop.home.runs)
             if limits.confirm != "never":
                 shown = preview([again], limits, demand(again, machine), workshop.home.runs)
@@ -215,7 +215,7 @@ def _started(workshop: Workshop, again: Specification) -> Specification:
                         f"{why} Nothing was started.",
                         hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
                     )
-            pencil.enter_context(pencilled_in(workshop.home.runs, [again]))
+            pencil.enter_context(reserved(workshop.home.runs, [again]))
         try:
             workshop.start(again)
         except ComponentFailed as error:

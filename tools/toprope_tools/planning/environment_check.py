@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from toprope.errors import EnvironmentFailed
 from toprope.settings.mixing import members_of
-from toprope.supervisor.environment_variables import for_worker
+from toprope.supervisor.environment_variables import worker_variables
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.entries import Entry
 from toprope.workbench.launch.mixture_sources import own_source
@@ -89,7 +89,7 @@ async def _checked(
                 seconds=seconds,
                 load_timeout_s=min(30.0, seconds),
                 call_timeout_s=min(10.0, seconds / 2),
-                variables=for_worker(workshop.settings().variables),
+                variables=worker_variables(workshop.settings().variables),
                 network=settings.get("network") != "deny"
                 and not workshop.home.locks().refusal("environment.network", "allow"),
             )

@@ -17,7 +17,7 @@ from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.worker_messages import Card
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
-from toprope.supervisor.environment_variables import for_worker
+from toprope.supervisor.environment_variables import worker_variables
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.launch.baseline import baseline_of
 from toprope_tools.answers import base as answers
@@ -202,7 +202,7 @@ async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, 
                 knobs,
                 examples=examples,
                 load_timeout_s=_LOAD_S,
-                variables=for_worker(workshop.settings().variables),
+                variables=worker_variables(workshop.settings().variables),
                 network=not workshop.home.locks().refusal("environment.network", "allow"),
             )
     except TimeoutError:

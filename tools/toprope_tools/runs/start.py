@@ -20,7 +20,7 @@ from toprope.records.index.idempotency_keys import StartKey
 from toprope.records.index.index import StartRow
 from toprope.records.run.specification import AskPlan, Specification, SweepPlan, TestPlan
 from toprope.records.run.status import LIVE
-from toprope.supervisor.capacity.budget_ledger import pencilled_in, the_books
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.launch import Kind, frozen
 from toprope.workbench.launch.preview import Preview, needs_confirmation, preview
@@ -118,7 +118,7 @@ def preview_of(
     """
     order = _Order(draft_id, "train", name, check_seeds(seeds))
     workshop.drafts.get(order.draft_id)  # before anything is made on disk
-    with the_books(workshop.home.ensure().runs):
+    with ledger_lock(workshop.home.ensure().runs):
         _, specifications = _frozen(workshop, order)
         shown = _preview(workshop, specifications)
     return shown, needs_confirmation(workshop.home.limits(), shown), specifications
@@ -159,11 +159,11 @@ def _launch(
     workshop.drafts.get(order.draft_id)  # before anything is made on disk
     runs = workshop.home.ensure().runs
     with ExitStack() as pencil:
-        with the_books(runs):
+        with ledger_lock(runs):
             draft, specifications = _frozen(workshop, order)
             if order.kind == "train":
                 _require_confirmation(workshop, order, specifications, confirm)
-            pencil.enter_context(pencilled_in(runs, specifications))
+            pencil.enter_context(reserved(runs, specifications))
         start_frozen(workshop, draft, specifications, again=again, key=key)
         return specifications
 

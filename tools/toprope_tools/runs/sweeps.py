@@ -19,8 +19,8 @@ from toprope.records.run.specification import Specification, SweepMember, SweepP
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply
-from toprope.supervisor.capacity.budget_ledger import accounts, pencilled_in, the_books
-from toprope.sweeps.planning import make_plan, most_steps
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
+from toprope.sweeps.planning import longest_run_steps, make_plan
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.launch import frozen
 from toprope.workbench.launch.preview import Preview, needs_confirmation, preview
@@ -162,9 +162,9 @@ def _frozen(
     limits, machine, runs = home.limits(), machine_of(home.settings()), home.ensure().runs
     [made] = frozen(home, [draft], "sweep", name=name, sweep=plan)
     [sweep] = reserve([made], limits, machine, runs)
-    stack.enter_context(pencilled_in(runs, [sweep]))
+    stack.enter_context(reserved(runs, [sweep]))
     per_day = limits.get("per_day.runs")
-    today = sum(account.started_today for account in accounts(runs, leave_out=[sweep.run_id]))
+    today = sum(account.started_today for account in read_accounts(runs, leave_out=[sweep.run_id]))
     if per_day is not None and today + 1 + plan.runs > per_day.max:
         raise NoRoomWithin(
             f"Nothing was started: per_day.runs is {per_day.max:g}, set by {limits.source}; {today} were started "
@@ -172,7 +172,7 @@ def _frozen(
             hint="A smaller population or fewer epochs fit; tomorrow counts anew.",
         )
     # The longest member must be allowed beside the sweep; each reserves what it may use when it starts.
-    longest = _member(workshop, draft, plan, most_steps(plan))
+    longest = _member(workshop, draft, plan, longest_run_steps(plan))
     reserve([longest], limits, machine, runs)
     count = plan.runs - 1
     usual = _member(workshop, draft, plan, max(1, math.ceil(plan.total_steps / count)))
@@ -211,7 +211,7 @@ def _said(found: Preview, plan: SweepPlan) -> str:
 
 def _previewed(workshop: Workshop, draft: Draft, plan: SweepPlan, name: str | None) -> Answer:
     with ExitStack() as stack:
-        with the_books(workshop.home.ensure().runs):
+        with ledger_lock(workshop.home.ensure().runs):
             sweep, found = _frozen(workshop, draft, plan, name, stack)
     why = needs_confirmation(workshop.home.limits(), found)
     lines = ["Nothing was started.", _said(found, plan)]
@@ -229,7 +229,7 @@ def _started(
     chosen: Options,
 ) -> Answer:
     with ExitStack() as stack:
-        with the_books(workshop.home.ensure().runs):
+        with ledger_lock(workshop.home.ensure().runs):
             sweep, found = _frozen(workshop, draft, plan, chosen.name, stack)
             limits, confirm = workshop.home.limits(), chosen.confirm
             why = needs_confirmation(limits, found)

@@ -15,7 +15,7 @@ from toprope.records.index.idempotency_keys import StartKey
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.capacity.budget_ledger import the_books
+from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.watchers.sweep_members import stop_members
 from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand, group_of, members
@@ -150,7 +150,7 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
 def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
     """Goes on with a run if the owner's limits leave it anything."""
     runs = workshop.home.runs
-    with the_books(runs) if runs.is_dir() else nullcontext():
+    with ledger_lock(runs) if runs.is_dir() else nullcontext():
         status = workshop.runs.status(run_id, revive=False)
         if status.ended and status.state in RESUMABLE:
             specification = Specification.read(workshop.runs.folder(run_id))

@@ -23,19 +23,19 @@ from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import FrozenLimits
-from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lock import RunLock, is_held
 
-__all__ = ["accounts", "folder_bytes", "gpu_names", "pencilled_in", "processors", "the_books"]
+__all__ = ["read_accounts", "folder_bytes", "gpu_names", "reserved", "processor_count", "ledger_lock"]
 
 _FOLDER = ".budget"
 _PENCIL = ".pencilled"
 _PENCILLED_S = 120.0
 """So long a run may take to appear; what is older was left by somebody who was killed."""
-_WITHIN_S = 20.0
+LOCK_WITHIN_S = 20.0
 
 
 @contextmanager
-def the_books(runs: Path) -> Iterator[None]:
+def ledger_lock(runs: Path) -> Iterator[None]:
     """Holds the books of a folder of runs: whoever starts a run looks and reserves within it.
 
     Raises:
@@ -43,10 +43,11 @@ def the_books(runs: Path) -> Iterator[None]:
     """
     path = runs / _FOLDER
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = RunLock.acquire(path / "lock", _WITHIN_S)
+    lock = RunLock.acquire(path / "lock", LOCK_WITHIN_S)
     if lock is None:
         raise NotPossibleNow(
-            f"Another front end has been starting a run for {_WITHIN_S:.0f} s; nothing was started.", hint="Try again."
+            f"Another front end has been starting a run for {LOCK_WITHIN_S:.0f} s; nothing was started.",
+            hint="Try again.",
         )
     try:
         yield
@@ -55,7 +56,7 @@ def the_books(runs: Path) -> Iterator[None]:
 
 
 @contextmanager
-def pencilled_in(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
+def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
     """Counts runs as live until their keepers do: from now, while the caller holds the books, to the end of the block,
     which they need not be held for."""
     paths = [runs / _FOLDER / f"{one.run_id}{_PENCIL}" for one in specifications]
@@ -68,7 +69,7 @@ def pencilled_in(runs: Path, specifications: Sequence[Specification]) -> Iterato
             path.unlink(missing_ok=True)
 
 
-def accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
+def read_accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
     """Every run's account.
 
     Args:
@@ -109,7 +110,7 @@ def _pencilled(runs: Path, today: str) -> list[Account]:
 
 
 def _account(folder: RunFolder, today: str) -> Account:
-    live = held(folder.lock)
+    live = is_held(folder.lock)
     try:
         usage = Usage.read(folder)
     except Corrupt:
@@ -152,7 +153,7 @@ def folder_bytes(path: Path) -> int:
     return total
 
 
-def processors() -> int:
+def processor_count() -> int:
     """How many this process may use."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1

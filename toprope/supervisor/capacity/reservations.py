@@ -31,10 +31,10 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, TooNew
 from toprope.records.run.folder import RUN_ID, read_json
 from toprope.records.run.specification import Specification
-from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.programs import members_of
 
-__all__ = ["Granted", "Machine", "Reservations", "Waits"]
+__all__ = ["Granted", "Machine", "Reservations", "Waiting"]
 
 RESERVATION_VERSION = 1
 _FOLDER = ".reservations"
@@ -113,7 +113,7 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class Waits:
+class Waiting:
     """Why a run has to wait, for people, and the runs that have to end or go on before it can."""
 
     reason: str
@@ -144,7 +144,7 @@ class Reservations:
         """What was announced last; None: nothing that can be read."""
         return self._machine()
 
-    def claim(self, specification: Specification, *, anew: bool = False) -> Granted | Waits | None:
+    def claim(self, specification: Specification, *, anew: bool = False) -> Granted | Waiting | None:
         """Asks for what a run needs; the caller holds the run's lock.
 
         Args:
@@ -166,7 +166,7 @@ class Reservations:
             return None
         try:
             answer = self._decide(specification, anew)
-            if isinstance(answer, Waits):
+            if isinstance(answer, Waiting):
                 self._seen = self._path.stat().st_mtime_ns, answer.behind
             return answer
         finally:
@@ -185,9 +185,9 @@ class Reservations:
             now = self._path.stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        return now == stamp and all(held(self._runs / run_id / "keeper.lock") for run_id in behind)
+        return now == stamp and all(is_held(self._runs / run_id / "keeper.lock") for run_id in behind)
 
-    def _decide(self, specification: Specification, anew: bool) -> Granted | Waits:
+    def _decide(self, specification: Specification, anew: bool) -> Granted | Waiting:
         run_id, machine, entries = specification.run_id, self._machine() or Machine.detect(), self._live()
         former = entries.pop(run_id, None)
         if former is None or anew:
@@ -212,7 +212,7 @@ class Reservations:
             if path.name in (_MACHINE, "lock"):
                 continue
             try:
-                if RUN_ID.fullmatch(run_id) and held(self._runs / run_id / "keeper.lock"):
+                if RUN_ID.fullmatch(run_id) and is_held(self._runs / run_id / "keeper.lock"):
                     found[run_id] = _Entry.model_validate(read_json(path, RESERVATION_VERSION))
                     continue
             except NotFound:
@@ -258,7 +258,7 @@ def _given(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
     return mine.model_copy(update={"granted": True, "threads": wanted}) if wanted <= room else mine
 
 
-def _waits(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waits:
+def _waits(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waiting:
     holders = sorted((run_id for run_id, entry in beside.items() if entry.granted), key=lambda one: beside[one].turn)
     before = [run_id for run_id, entry in beside.items() if not entry.granted and entry.turn < mine.turn]
     if mine.pool == "gpu":
@@ -272,4 +272,4 @@ def _waits(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waits:
         reason += f"; in use by {names}"
     if before:
         reason += f"; {len(before)} waiting before it" if len(before) > 1 else f"; {before[0]} waits before it"
-    return Waits(f"{reason}.", tuple(sorted([*holders, *before])))
+    return Waiting(f"{reason}.", tuple(sorted([*holders, *before])))

@@ -20,11 +20,11 @@ import msgspec
 
 from toprope.records.messages import ENV_REPORT_FD, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
-from toprope.supervisor.keeper.confinement import GUARD, enter, level_of
-from toprope.supervisor.keeper.logs import tail
+from toprope.supervisor.keeper.containment import GUARD, level_from, wrap_command
+from toprope.supervisor.keeper.logs import read_tail
 from toprope.supervisor.lock import RunLock
 
-__all__ = ["Component", "Exit", "sweep_orphans"]
+__all__ = ["Component", "Exit", "reap_orphans"]
 
 LOG_BYTES = 4 << 20
 LOG_KEEP = 2
@@ -125,7 +125,7 @@ class Component:
         command += ["--log", str(log), "--log-bytes", str(LOG_BYTES), "--log-keep", str(LOG_KEEP)]
         command += ["--detached", "free"] if self._lets_go else []
         command += ["--grace", str(grace_s), "--", *argv]
-        entry = enter(command, GUARD if self._lets_go else level_of(os.environ))
+        entry = wrap_command(command, GUARD if self._lets_go else level_from(os.environ))
         self._namespace = bool(entry.descriptors)
         try:
             self._guard = subprocess.Popen(
@@ -197,7 +197,7 @@ class Component:
 
     def excerpt(self, lines: int = 20, secrets: Sequence[str] = ()) -> list[str]:
         """The last lines it printed."""
-        return tail(self._log, lines, secrets)
+        return read_tail(self._log, lines, secrets)
 
     def _write(self) -> None:
         try:
@@ -288,7 +288,7 @@ class Component:
         self.gone.set()
 
 
-async def sweep_orphans(components: Sequence[Component], limit_s: float = guard.SWEEP_LIMIT_S) -> int:
+async def reap_orphans(components: Sequence[Component], limit_s: float = guard.SWEEP_LIMIT_S) -> int:
     """Ends what came to this process because its guard was killed; needs `guard.become_subreaper`.
 
     Everything below the guards in `components` that still run is spared.

@@ -17,11 +17,11 @@ from toprope.records.messages import ENV_LIFE, ENV_LISTENER_FD, Evaluate, Order,
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.supervisor import guard
-from toprope.supervisor.environment_variables import decode_owners, for_component, secret_values
-from toprope.supervisor.keeper.component import Component, Exit, sweep_orphans
+from toprope.supervisor.environment_variables import component_variables, decode_owner_variables, secret_values
+from toprope.supervisor.keeper.component import Component, Exit, reap_orphans
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.programs import LETS_GO, Programs, command_of
-from toprope.supervisor.runs.orphan_reaper import sweep
+from toprope.supervisor.programs import STARTS_RUNS, Programs, command_of
+from toprope.supervisor.runs.orphan_reaper import reap_marked
 
 __all__ = ["Crew"]
 
@@ -63,7 +63,7 @@ class Crew:
         """What members that are started from now on go on from."""
         self.gpus: tuple[str, ...] | None = None
         """Ids of the GPUs that members started from now on see; None: as the keeper does."""
-        self._owners = decode_owners(surroundings)
+        self._owners = decode_owner_variables(surroundings)
         self._secret = secrets.token_urlsafe(32)
         self._components: dict[str, Component] = {}
         self._addresses: dict[str, str] = {}
@@ -88,7 +88,7 @@ class Crew:
             [*command_of(name, self._programs), *arguments],
             variables={ENV_LIFE: str(self._lives[name])}
             | ({} if kept is None else {ENV_LISTENER_FD: str(kept.fileno())})
-            | for_component(
+            | component_variables(
                 name,
                 folder=self._folder.path,
                 specification=self._spec,
@@ -96,7 +96,7 @@ class Crew:
                 secret=self._secret,
                 owners=self._owners,
                 surroundings=self._surroundings,
-                gpus=None if name in LETS_GO else self.gpus,  # what it starts sees what it reserves itself
+                gpus=None if name in STARTS_RUNS else self.gpus,  # what it starts sees what it reserves itself
                 checkpoint=self.checkpoint,
             ),
             log=self._folder.log(name),
@@ -104,7 +104,7 @@ class Crew:
             lock=self._lock,
             folder=self._folder.path,
             inherits=[] if kept is None else [kept.fileno()],
-            lets_go=name in LETS_GO,
+            lets_go=name in STARTS_RUNS,
         )
         self._components[name] = component
         self._lives[name] += 1
@@ -203,22 +203,22 @@ class Crew:
 
     async def sweep_after(self, component: Component) -> None:
         """Ends what a component left whose guard was killed, or that nothing held."""
-        if component.name in LETS_GO:
+        if component.name in STARTS_RUNS:
             await self._sweep_marked()
         elif component.exit == Exit():
-            await sweep_orphans(list(self._components.values()))
+            await reap_orphans(list(self._components.values()))
 
     async def _sweep_marked(self) -> None:
         """Ends what carries the mark of this run. Keepers that a member started do not: they outlive it."""
-        await asyncio.to_thread(sweep, {str(self._folder.path.resolve()): self._attempt})
+        await asyncio.to_thread(reap_marked, {str(self._folder.path.resolve()): self._attempt})
 
     async def _sweep_unguarded(self) -> None:
-        if LETS_GO & self._components.keys():
+        if STARTS_RUNS & self._components.keys():
             if all(component.gone.is_set() for component in self._components.values()):
                 await self._sweep_marked()
             return
         if any(component.exit == Exit() for component in self._components.values()):
-            await sweep_orphans(list(self._components.values()))
+            await reap_orphans(list(self._components.values()))
 
     async def _all_gone(self, components: Sequence[Component]) -> None:
         """Waits for their ends; at the deadline, which `hurry` may bring nearer, they are killed."""
@@ -240,7 +240,7 @@ class Crew:
             for component in components:
                 component.kill_guard()
             await gone
-            await sweep_orphans(list(self._components.values()))
+            await reap_orphans(list(self._components.values()))
 
 
 def _key(order: Order) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Set
 
 from toprope.records.messages import Beat, Report
 
-__all__ = ["Pulse"]
+__all__ = ["HangDetector"]
 
 _SLEPT_S = 5.0
 """A keeper that looks once a second and finds so many gone by has slept, and so may have everybody else."""
 
 
-class Pulse:
+class HangDetector:
     """When each member was heard last.
 
     Args:

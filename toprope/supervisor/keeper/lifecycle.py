@@ -25,21 +25,21 @@ from toprope.records.run.lines import NO_ROOM
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure, State, Status
 from toprope.supervisor import guard
-from toprope.supervisor.capacity.reservations import Granted, Reservations, Waits
+from toprope.supervisor.capacity.reservations import Granted, Reservations, Waiting
 from toprope.supervisor.keeper.component import Component, Exit
 from toprope.supervisor.keeper.crew import Crew
-from toprope.supervisor.keeper.hang_detector import Pulse
-from toprope.supervisor.keeper.pause import Pausing
-from toprope.supervisor.keeper.report_handler import Hearing
-from toprope.supervisor.keeper.restart_policy import Restarts
-from toprope.supervisor.keeper.status_writer import Life
+from toprope.supervisor.keeper.hang_detector import HangDetector
+from toprope.supervisor.keeper.pause import PauseControl
+from toprope.supervisor.keeper.report_handler import ReportHandler
+from toprope.supervisor.keeper.restart_policy import RestartPolicy
+from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.programs import LETS_GO, PLOT, Programs, members_of
+from toprope.supervisor.programs import PLOT, STARTS_RUNS, Programs, members_of
 from toprope.supervisor.runs.orders import StopOrder, take_orders
-from toprope.supervisor.watchers.everyone import watchers_for
-from toprope.supervisor.watchers.hands import Hands, Watchers
+from toprope.supervisor.watchers.group import create_watchers
+from toprope.supervisor.watchers.watcher import RunControl, WatcherGroup
 
-__all__ = ["Course", "keepers_failure"]
+__all__ = ["RunLifecycle", "failure_of_keeper"]
 
 _LOOK_FOR_ORDERS_S = 0.04
 _LOOK_FOR_ROOM_S = 0.25
@@ -65,7 +65,7 @@ class _FolderGone:
 _Ending = _Completed | _FolderGone | StopOrder | Failure
 
 
-class Course:
+class RunLifecycle:
     """One run under its keeper.
 
     Args:
@@ -85,7 +85,7 @@ class Course:
     ) -> None:
         self._folder = folder
         self._spec = Specification.read(folder)
-        self._life = Life(folder, Status.read(folder))
+        self._life = StatusWriter(folder, Status.read(folder))
         self._reservations = Reservations(folder.path.parent)
         status = self._life.status
         resumes = folder.path / status.checkpoint["path"] if status.checkpoint and status.attempt > 1 else None
@@ -98,14 +98,14 @@ class Course:
             surroundings=os.environ if surroundings is None else surroundings,
             checkpoint=resumes,
         )
-        self._pausing = Pausing(self._life, self._crew)
-        self._hearing = Hearing(self._spec, self._life, self._crew, resumes=resumes is not None)
+        self._pausing = PauseControl(self._life, self._crew)
+        self._hearing = ReportHandler(self._spec, self._life, self._crew, resumes=resumes is not None)
         self._hastened: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._decision: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
         self._start_limit: asyncio.TimerHandle | None = None
-        self._pulse = Pulse(self._silence_allowed)
-        self._restarts = Restarts(
+        self._pulse = HangDetector(self._silence_allowed)
+        self._restarts = RestartPolicy(
             folder,
             self._spec,
             self._life,
@@ -118,10 +118,10 @@ class Course:
         )
         self._watchers = self._watch_with()
 
-    def _watch_with(self) -> Watchers:
+    def _watch_with(self) -> WatcherGroup:
         life = self._life
         pausing, stop = self._pausing, self._stop
-        hands = Hands(
+        hands = RunControl(
             self._folder,
             self._spec,
             lambda: life.status,
@@ -131,7 +131,7 @@ class Course:
             pausing.pause,
             pausing.proceed,
         )
-        return Watchers(watchers_for(hands), life.event)
+        return WatcherGroup(create_watchers(hands), life.event)
 
     async def run(self) -> None:
         """Lives the run from `queued` to its end.
@@ -141,7 +141,7 @@ class Course:
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._callback_failed)
-        if not LETS_GO & set(members_of(self._spec)):  # else keepers of runs that a member starts would come here
+        if not STARTS_RUNS & set(members_of(self._spec)):  # else keepers of runs that a member starts would come here
             guard.become_subreaper()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, StopOrder(reason=f"the keeper got {number.name}"))
@@ -196,7 +196,7 @@ class Course:
             if isinstance(answer, Granted):
                 self._crew.gpus = answer.gpus
                 return
-            if isinstance(answer, Waits) and answer.reason != self._life.status.reason:
+            if isinstance(answer, Waiting) and answer.reason != self._life.status.reason:
                 self._life.update(reason=answer.reason)
             await asyncio.wait({self._decision}, timeout=_LOOK_FOR_ROOM_S)
             answer = self._reservations.claim(self._spec)
@@ -238,12 +238,12 @@ class Course:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             traceback.print_exception(error)
-            self._decide(keepers_failure(error))
+            self._decide(failure_of_keeper(error))
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
         if (error := context.get("exception")) is not None:
-            self._decide(keepers_failure(error))
+            self._decide(failure_of_keeper(error))
 
     def _decide(self, ending: _Ending) -> bool:
         """The first decision counts. Whether it was this one."""
@@ -325,7 +325,7 @@ class Course:
 
     async def _crash(self, error: Exception, grace_s: float) -> None:
         """The keeper's own code failed: say so, end the crew, and let nothing of that stop the other."""
-        failure = keepers_failure(error)
+        failure = failure_of_keeper(error)
         self._decide(failure)
         try:
             if self._folder.path.is_dir() and not self._life.status.ended:
@@ -388,7 +388,7 @@ class Course:
             self._crew.hurry(order.grace_s)
 
 
-def keepers_failure(error: BaseException) -> Failure:
+def failure_of_keeper(error: BaseException) -> Failure:
     """What a status says when the keeper's own code raised `error`."""
     lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
     return Failure(

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from toprope.supervisor import guard
 
-__all__ = ["LogPage", "OwnLog", "clean", "page", "tail"]
+__all__ = ["LogPage", "KeeperLog", "clean_line", "read_page", "read_tail"]
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _LINE_CHARACTERS = 500
 _READ_BYTES = 1 << 18
 
 
-def clean(line: str, secrets: Iterable[str] = ()) -> str:
+def clean_line(line: str, secrets: Iterable[str] = ()) -> str:
     """One line without escape sequences, control and format characters, cut to 500 characters, secrets masked."""
     line = _ESCAPES.sub("", line.rstrip("\r\n"))
     # A progress bar rewrites its line; what a terminal would show at the end is what comes after the last return.
@@ -34,7 +34,7 @@ def clean(line: str, secrets: Iterable[str] = ()) -> str:
     return line if len(line) <= _LINE_CHARACTERS else line[: _LINE_CHARACTERS - 1] + "…"
 
 
-class OwnLog(io.TextIOBase):
+class KeeperLog(io.TextIOBase):
     """Where a keeper prints: a file that never grows past its cap, with one older part beside it. What cannot be
     written, because the disk is full, is lost: words must not end a run."""
 
@@ -61,7 +61,7 @@ class LogPage:
     size: int
 
 
-def page(path: Path, *, lines: int = 100, before: int | None = None, secrets: Iterable[str] = ()) -> LogPage:
+def read_page(path: Path, *, lines: int = 100, before: int | None = None, secrets: Iterable[str] = ()) -> LogPage:
     """The last `lines` lines that end at or before byte `before` (the end of the file when None).
 
     Reads at most 256 KiB: a page can be shorter than asked for. An absent file is an empty one.
@@ -83,16 +83,16 @@ def page(path: Path, *, lines: int = 100, before: int | None = None, secrets: It
         kept = kept[1:]
     dropped = parts[: len(parts) - len(kept)]
     return LogPage(
-        [clean(part.decode(errors="replace"), secrets) for part in kept],
+        [clean_line(part.decode(errors="replace"), secrets) for part in kept],
         start + sum(len(part) + 1 for part in dropped),
         size,
     )
 
 
-def tail(path: Path, lines: int = 20, secrets: Iterable[str] = ()) -> list[str]:
+def read_tail(path: Path, lines: int = 20, secrets: Iterable[str] = ()) -> list[str]:
     """The last non-empty lines of a log; of its previous part where the newest was begun just now."""
-    found = [line for line in page(path, lines=lines * 2, secrets=secrets).lines if line.strip()]
+    found = [line for line in read_page(path, lines=lines * 2, secrets=secrets).lines if line.strip()]
     if len(found) < lines:
-        older = page(path.with_name(path.name + ".1"), lines=lines * 2, secrets=secrets).lines
+        older = read_page(path.with_name(path.name + ".1"), lines=lines * 2, secrets=secrets).lines
         found = [line for line in older if line.strip()] + found
     return found[-lines:]

@@ -10,17 +10,17 @@ from collections import Counter
 from typing import Any
 
 from toprope.records.messages import Making
-from toprope.supervisor.keeper.status_writer import Life
+from toprope.supervisor.keeper.status_writer import StatusWriter
 
-__all__ = ["Account"]
+__all__ = ["GroupCounts"]
 
 _WITH_DRIVER = "the environment's driver ended"
 
 
-class Account:
+class GroupCounts:
     """Keeps `making` of a run's status."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: StatusWriter) -> None:
         self._life = life
         self._before: dict[str, Any] = dict(life.status.making)
         self._now: Making | None = None

@@ -11,18 +11,18 @@ from typing import cast
 from toprope.records.messages import Pause, Proceed
 from toprope.records.run.status import TRANSITIONS, State
 from toprope.supervisor.keeper.crew import Crew
-from toprope.supervisor.keeper.status_writer import Life
+from toprope.supervisor.keeper.status_writer import StatusWriter
 
-__all__ = ["Pausing"]
+__all__ = ["PauseControl"]
 
 _ASKED = ("trainer", "environment")
 """Who begins work; the others only answer."""
 
 
-class Pausing:
+class PauseControl:
     """Whether a run is held, and by whom."""
 
-    def __init__(self, life: Life, crew: Crew) -> None:
+    def __init__(self, life: StatusWriter, crew: Crew) -> None:
         self._life, self._crew = life, crew
         self._reasons: dict[str, str] = {}
         self._before: State | None = None

@@ -59,9 +59,9 @@ def _redirect(log: Path) -> None:
         for target in targets:
             os.dup2(source, target)
         os.close(source)
-    from toprope.supervisor.keeper.logs import OwnLog
+    from toprope.supervisor.keeper.logs import KeeperLog
 
-    sys.stdout = sys.stderr = OwnLog(log, _KEEPER_LOG_BYTES)
+    sys.stdout = sys.stderr = KeeperLog(log, _KEEPER_LOG_BYTES)
 
 
 def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:

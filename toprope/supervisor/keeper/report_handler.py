@@ -27,16 +27,16 @@ from toprope.records.messages import (
 from toprope.records.run.specification import Specification
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
-from toprope.supervisor.keeper.making import Account
-from toprope.supervisor.keeper.status_writer import Life
-from toprope.supervisor.programs import members_of, spare_of
+from toprope.supervisor.keeper.making import GroupCounts
+from toprope.supervisor.keeper.status_writer import StatusWriter
+from toprope.supervisor.programs import members_of, optional_members_of
 
-__all__ = ["Hearing"]
+__all__ = ["ReportHandler"]
 
 _AFTER = Evaluate("after")
 
 
-class Hearing:
+class ReportHandler:
     """What has been said so far.
 
     Args:
@@ -46,7 +46,7 @@ class Hearing:
         resumes: Whether the attempt goes on from a checkpoint.
     """
 
-    def __init__(self, specification: Specification, life: Life, crew: Crew, *, resumes: bool) -> None:
+    def __init__(self, specification: Specification, life: StatusWriter, crew: Crew, *, resumes: bool) -> None:
         self._spec, self._life, self._crew, self._resumes = specification, life, crew, resumes
         self.ready: set[str] = set()
         """Members that serve now."""
@@ -56,10 +56,10 @@ class Hearing:
         """Why members fail, in their own words."""
         self.unsaved = False
         """Whether the trainer has done a step that no checkpoint holds."""
-        self.needed = frozenset(members_of(specification)) - spare_of(specification)
+        self.needed = frozenset(members_of(specification)) - optional_members_of(specification)
         self._once_ready: set[str] = set()
         self._held_back = ""
-        self._account = Account(life)
+        self._account = GroupCounts(life)
 
     def was_ready(self, name: str) -> bool:
         """Whether this member served at any time of this attempt."""

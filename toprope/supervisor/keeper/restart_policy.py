@@ -24,11 +24,11 @@ from toprope.records.run.status import Failure
 from toprope.settings.allowance import Allowance
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
-from toprope.supervisor.keeper.report_handler import Hearing
-from toprope.supervisor.keeper.status_writer import Life
-from toprope.supervisor.programs import spare_of
+from toprope.supervisor.keeper.report_handler import ReportHandler
+from toprope.supervisor.keeper.status_writer import StatusWriter
+from toprope.supervisor.programs import optional_members_of
 
-__all__ = ["Restarts"]
+__all__ = ["RestartPolicy"]
 
 _STUBBORN_S = 5.0
 """After so long a guard that was to end a hung member is killed itself."""
@@ -36,7 +36,7 @@ _HASH_BYTES = 256 << 20
 """Of a checkpoint that is to be gone on from so much is compared here; the trainer compares the rest."""
 
 
-class Restarts:
+class RestartPolicy:
     """Decides and carries out.
 
     Args:
@@ -55,9 +55,9 @@ class Restarts:
         self,
         folder: RunFolder,
         specification: Specification,
-        life: Life,
+        life: StatusWriter,
         crew: Crew,
-        hearing: Hearing,
+        hearing: ReportHandler,
         *,
         decided: asyncio.Future[Any],
         fail: Callable[[Failure], object],
@@ -177,7 +177,7 @@ class Restarts:
 
     def _give_up(self, component: Component, failure: Failure) -> None:
         name = component.name
-        if name in spare_of(self._spec):
+        if name in optional_members_of(self._spec):
             what = f"{name} failed, the run goes on without: {failure.reason}"
             self._life.event("warning", what=what)
             self._crew.order("environment", Without(name, f"{failure.reason} {failure.hint}".strip()))

@@ -20,7 +20,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.lines import NO_ROOM, Ballast
 from toprope.records.run.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
 
-__all__ = ["Life"]
+__all__ = ["StatusWriter"]
 
 _WRITE_EVERY_S = 0.25
 _RETRY_S = 1.0
@@ -30,7 +30,7 @@ _EACH, _SHOWN_EACH = "environments/", ("reward", "success", "share")
 _SHOWN = ("reward", "success", "loss", "rollouts_per_second", "rollouts", "entropy", "version")
 
 
-class Life:
+class StatusWriter:
     """The status and the events of one run. Only the holder of the run's lock may have one."""
 
     def __init__(self, folder: RunFolder, status: Status) -> None:

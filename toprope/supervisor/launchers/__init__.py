@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.environment_variables import OwnersVariables
+from toprope.supervisor.environment_variables import OwnerVariables
 from toprope.supervisor.lock import RunLock
 
 __all__ = ["Launcher"]
@@ -18,7 +18,7 @@ __all__ = ["Launcher"]
 class Launcher(Protocol):
     """Brings keepers to life and says whether they live. Everything else goes through the run folder."""
 
-    def submit(self, folder: RunFolder, variables: OwnersVariables, lock: RunLock | None = None) -> None:
+    def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """Starts the run's keeper and returns when it holds the run's lock. Idempotent: a run that has its keeper
         keeps it.
 

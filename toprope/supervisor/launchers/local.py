@@ -12,11 +12,11 @@ from typing import Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.environment_variables import OwnersVariables, for_keeper
-from toprope.supervisor.keeper import confinement as containment
-from toprope.supervisor.keeper.logs import tail
-from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.runs.orders import order_stop
+from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables
+from toprope.supervisor.keeper import containment
+from toprope.supervisor.keeper.logs import read_tail
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.orders import write_stop_order
 
 __all__ = ["LocalLauncher"]
 
@@ -39,11 +39,11 @@ class LocalLauncher:
         self,
         command: Sequence[str] = KEEPER,
         timeout_s: float = 20.0,
-        contained: Callable[[], containment.Wanted] = lambda: "auto",
+        contained: Callable[[], containment.ContainmentSetting] = lambda: "auto",
     ) -> None:
         self._command, self._timeout_s, self._contained = list(command), timeout_s, contained
 
-    def submit(self, folder: RunFolder, variables: OwnersVariables, lock: RunLock | None = None) -> None:
+    def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
         mine = lock or RunLock.acquire(folder.lock)
         if mine is None:
@@ -54,8 +54,8 @@ class LocalLauncher:
             if lock is None:
                 mine.release()
 
-    def _start(self, folder: RunFolder, variables: OwnersVariables, lock: RunLock) -> None:
-        level = containment.find(self._contained(), folder.path.parent / _TRIED).level
+    def _start(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock) -> None:
+        level = containment.choose_containment(self._contained(), folder.path.parent / _TRIED).level
         ready, said = os.pipe()
         log = os.open(folder.log("keeper"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -65,7 +65,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**for_keeper(variables), containment.ENV_CONTAINMENT: level},
+                env={**keeper_variables(variables), containment.ENV_CONTAINMENT: level},
                 cwd=folder.path,
                 pass_fds=(lock.fileno(), said),
                 start_new_session=True,
@@ -84,7 +84,7 @@ class LocalLauncher:
             if process.poll() is None:
                 process.kill()
             process.wait()
-            last = "; ".join(tail(folder.log("keeper"), 3))
+            last = "; ".join(read_tail(folder.log("keeper"), 3))
             raise ComponentFailed(
                 f"The keeper of {folder.run_id} did not come up: {last or 'it said nothing'}.",
                 hint=f"{folder.log('keeper')} has more.",
@@ -105,8 +105,8 @@ class LocalLauncher:
 
     def status(self, folder: RunFolder) -> Literal["alive", "gone"]:
         """See `Launcher.status`."""
-        return "alive" if held(folder.lock) else "gone"
+        return "alive" if is_held(folder.lock) else "gone"
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""
-        order_stop(folder, grace_s)
+        write_stop_order(folder, grace_s)

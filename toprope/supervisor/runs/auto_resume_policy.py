@@ -19,14 +19,14 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.lock import boot_id
 
-__all__ = ["Prospect", "is_due", "prospect", "stop_is_asked", "why_gone"]
+__all__ = ["ResumeDecision", "is_due", "decide_auto_resume", "stop_requested", "describe_keeper_loss"]
 
 _LONGEST_WAIT_S = 3600.0
 """Waits double, and end here. A note that lies further ahead was written before the clock was set back."""
 
 
 @dataclass(frozen=True)
-class Prospect:
+class ResumeDecision:
     """Whether a lost run goes on. `resume_at`: from when, in seconds since the epoch; None: it stays lost. `times`: how
     often in a row it was resumed by itself before. `words`: the same for people."""
 
@@ -35,7 +35,7 @@ class Prospect:
     words: str
 
 
-def prospect(folder: RunFolder, status: Status, now: float | None = None) -> Prospect:
+def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = None) -> ResumeDecision:
     """What the run's own policy says of it.
 
     Args:
@@ -50,20 +50,20 @@ def prospect(folder: RunFolder, status: Status, now: float | None = None) -> Pro
     now = time.time() if now is None else now
     progress_event = status.run_kind.progress_event
     if progress_event is None:
-        return Prospect(None, 0, "")
+        return ResumeDecision(None, 0, "")
     try:
         launcher = Specification.read(folder).config.launcher
     except (Corrupt, NotFound):
-        return Prospect(None, 0, "")
+        return ResumeDecision(None, 0, "")
     times = 0 if _got_on(folder, progress_event) else status.resumed_lost
     if launcher.resume_lost == "never":
-        return Prospect(None, times, "")
+        return ResumeDecision(None, times, "")
     if times >= launcher.resume_lost_limit:
         words = f"It went on by itself {times} times without a new checkpoint and does not again; resume_training does."
-        return Prospect(None, times, words if times else "")
+        return ResumeDecision(None, times, words if times else "")
     wait = min(launcher.resume_lost_backoff_s * 2 ** (times - 1), _LONGEST_WAIT_S) if times else 0.0
     words = f"It goes on by itself{f' in {wait:.0f} s' if wait else ''}, when somebody looks."
-    return Prospect(now + wait, times, words)
+    return ResumeDecision(now + wait, times, words)
 
 
 def is_due(status: Status, now: float | None = None) -> bool:
@@ -74,12 +74,12 @@ def is_due(status: Status, now: float | None = None) -> bool:
     return ahead <= 0 or ahead > 2 * _LONGEST_WAIT_S
 
 
-def stop_is_asked(folder: RunFolder, status: Status) -> bool:
+def stop_requested(folder: RunFolder, status: Status) -> bool:
     """Whether somebody wanted the run to stop: its keeper was doing so, or the order still lies there."""
     return status.state == "stopping" or any(folder.orders.glob("stop-*.json"))
 
 
-def why_gone(folder: RunFolder, status: Status) -> str:
+def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
     """How a run lost its keeper, for people: the machine was restarted, or the keeper ended. The caller holds the lock,
     whose file still says when the last keeper took it."""
     try:

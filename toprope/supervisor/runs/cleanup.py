@@ -18,17 +18,22 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
 from toprope.supervisor.capacity.reservations import Reservations
-from toprope.supervisor.runs.auto_resume_policy import Prospect, prospect, stop_is_asked, why_gone
-from toprope.supervisor.runs.orphan_reaper import sweep
+from toprope.supervisor.runs.auto_resume_policy import (
+    ResumeDecision,
+    decide_auto_resume,
+    describe_keeper_loss,
+    stop_requested,
+)
+from toprope.supervisor.runs.orphan_reaper import reap_marked
 
-__all__ = ["end_unkept", "keep_back", "prepare_attempt", "settle", "sweep_marked"]
+__all__ = ["write_end", "cancel_auto_resume", "prepare_attempt", "settle_run", "reap_crew"]
 
 _BEFORE = "before"
 _HASH_BYTES = 2 << 30
 """A few seconds' worth: whoever asks for the next attempt waits for it."""
 
 
-def settle(folder: RunFolder, swept: int | None = None) -> Status:
+def settle_run(folder: RunFolder, swept: int | None = None) -> Status:
     """Ends a run whose keeper is gone; a run that has its end already is left as it is. The caller holds the lock.
 
     A run that somebody wanted to stop has stopped; any other is lost, with a note of whether it goes on by itself.
@@ -47,22 +52,22 @@ def settle(folder: RunFolder, swept: int | None = None) -> Status:
     if status.ended and status.ended_at is not None:
         return status
     if swept is None:
-        swept = sweep_marked(folder, status.attempt)
-    reason = why_gone(folder, status)
+        swept = reap_crew(folder, status.attempt)
+    reason = describe_keeper_loss(folder, status)
     if swept:
         reason += f" {swept} processes of its crew were still there and were ended."
-    if status.ended or stop_is_asked(folder, status):
-        return end_unkept(folder, "stopped", f"stopped on request. {reason}")
-    ahead = prospect(folder, status)
-    return end_unkept(folder, "lost", f"{reason} {ahead.words}".rstrip(), ahead=ahead)
+    if status.ended or stop_requested(folder, status):
+        return write_end(folder, "stopped", f"stopped on request. {reason}")
+    ahead = decide_auto_resume(folder, status)
+    return write_end(folder, "lost", f"{reason} {ahead.words}".rstrip(), ahead=ahead)
 
 
-def end_unkept(
+def write_end(
     folder: RunFolder,
     state: Literal["lost", "failed", "stopped"],
     reason: str = "",
     failure: Failure | None = None,
-    ahead: Prospect | None = None,
+    ahead: ResumeDecision | None = None,
 ) -> Status:
     """Writes the end of a run that no keeper will write. The caller holds the lock, and the crew is gone.
 
@@ -127,7 +132,7 @@ def _tell_end(folder: RunFolder, status: Status) -> None:
         events.append("end", state=status.state, seconds=round(max(0.0, status.ended_at - status.created_at), 3))
 
 
-def keep_back(folder: RunFolder, status: Status, why: str = "") -> Status:
+def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Status:
     """Takes back that a lost run goes on by itself. The caller holds the lock.
 
     Args:
@@ -225,7 +230,7 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     return None if found is None else found.told(folder), damaged
 
 
-def sweep_marked(folder: RunFolder, generation: int | None = None) -> int:
+def reap_crew(folder: RunFolder, generation: int | None = None) -> int:
     """Kills what carries the run's mark, up to that attempt; how many there were. The caller holds the lock."""
     marker = str(folder.path.resolve())
-    return sweep({marker: generation})[marker]
+    return reap_marked({marker: generation})[marker]

@@ -6,10 +6,10 @@ from toprope.errors import NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
 
-__all__ = ["lives", "not_written", "unreadable"]
+__all__ = ["still_running", "cannot_write", "unreadable_status"]
 
 
-def not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
+def cannot_write(folder: RunFolder, error: OSError) -> NotPossibleNow:
     """There is no room, or no right to write."""
     return NotPossibleNow(
         f"The run {folder.run_id!r} could not be written below {folder.path.parent}: {error.strerror or error}.",
@@ -17,7 +17,7 @@ def not_written(folder: RunFolder, error: OSError) -> NotPossibleNow:
     )
 
 
-def lives(status: Status) -> NotPossibleNow:
+def still_running(status: Status) -> NotPossibleNow:
     """It has its keeper, or its processes are still ending."""
     if status.ended:
         return NotPossibleNow(
@@ -30,7 +30,7 @@ def lives(status: Status) -> NotPossibleNow:
     )
 
 
-def unreadable(folder: RunFolder, error: Exception) -> Status:
+def unreadable_status(folder: RunFolder, error: Exception) -> Status:
     """What a list shows of a run whose status cannot be read."""
     at = folder.path.stat().st_mtime
     return Status(

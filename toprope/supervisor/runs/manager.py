@@ -22,17 +22,17 @@ from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Failure, Status
 from toprope.supervisor.capacity.reservations import Machine, Reservations
-from toprope.supervisor.environment_variables import OwnersVariables
-from toprope.supervisor.heartbeat import silence
+from toprope.supervisor.environment_variables import OwnerVariables
+from toprope.supervisor.heartbeat import describe_silence
 from toprope.supervisor.launchers import Launcher
-from toprope.supervisor.lock import RunLock, held
-from toprope.supervisor.runs.auto_resume_policy import is_due, stop_is_asked
-from toprope.supervisor.runs.cleanup import end_unkept, keep_back, prepare_attempt, settle
-from toprope.supervisor.runs.errors import lives, not_written, unreadable
-from toprope.supervisor.runs.orphan_reaper import sweep
-from toprope.supervisor.runs.status_cache import SeenEvents, SeenStatuses
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.auto_resume_policy import is_due, stop_requested
+from toprope.supervisor.runs.cleanup import cancel_auto_resume, prepare_attempt, settle_run, write_end
+from toprope.supervisor.runs.errors import cannot_write, still_running, unreadable_status
+from toprope.supervisor.runs.orphan_reaper import reap_marked
+from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
-__all__ = ["Runs", "Until"]
+__all__ = ["RunManager", "Until"]
 
 Until = Callable[[Status, Sequence[Event]], bool]
 """Whether a wait is over, given the status and the events since the number that the wait began at."""
@@ -43,7 +43,7 @@ _MAKING = ".making-"
 _MADE_WITHIN_S = 10.0
 
 
-class Runs:
+class RunManager:
     """The runs of one folder.
 
     Args:
@@ -59,11 +59,11 @@ class Runs:
         path: Path,
         launcher: Launcher,
         machine: Callable[[], Machine] = Machine.detect,
-        variables: Callable[[Specification], OwnersVariables] | None = None,
+        variables: Callable[[Specification], OwnerVariables] | None = None,
     ) -> None:
         self.path = path
         self._launcher, self._machine, self._variables = launcher, machine, variables
-        self._seen, self._seen_events = SeenStatuses(), SeenEvents()
+        self._seen, self._seen_events = StatusCache(), EventCache()
         self._reviving = threading.Lock()
 
     def folder(self, run_id: str) -> RunFolder:
@@ -100,14 +100,14 @@ class Runs:
             self._launcher.submit(folder, variables or {}, lock)
         except TopropeError as error:
             if ours:
-                end_unkept(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
+                write_end(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
             raise
         except OSError as error:  # no room for the first files, no process for the keeper
             if ours:
                 shutil.rmtree(folder.path, ignore_errors=True)
             elif folder.path.is_dir():
                 return self._same(specification)
-            raise not_written(folder, error) from None
+            raise cannot_write(folder, error) from None
         finally:
             if lock is not None:
                 lock.release()
@@ -182,13 +182,13 @@ class Runs:
         """See `resume`. By itself: only where that is still due once the lock is held."""
         run_id, lock = folder.run_id, RunLock.acquire(folder.lock)
         if lock is None:
-            raise lives(Status.read(folder))
+            raise still_running(Status.read(folder))
         try:
-            former = settle(folder)
+            former = settle_run(folder)
             if by_itself and not is_due(former):
                 return former
-            if by_itself and stop_is_asked(folder, former):
-                return keep_back(folder, former)
+            if by_itself and stop_requested(folder, former):
+                return cancel_auto_resume(folder, former)
             if former.state not in RESUMABLE:
                 raise NotPossibleNow(
                     f"{run_id} has {former.state}: nothing is left to do, and nothing was changed.",
@@ -200,11 +200,11 @@ class Runs:
             try:
                 self._launcher.submit(folder, variables or {}, lock)
             except TopropeError as error:
-                end_unkept(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
+                write_end(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
                 raise
             return status
         except OSError as error:
-            raise not_written(folder, error) from None
+            raise cannot_write(folder, error) from None
         finally:
             lock.release()
 
@@ -256,8 +256,8 @@ class Runs:
     def _told(self, folder: RunFolder, status: Status) -> Status:
         if _over(status):
             return status
-        if held(folder.lock):
-            said = silence(folder, status)
+        if is_held(folder.lock):
+            said = describe_silence(folder, status)
             return status.model_copy(update={"reason": said}) if said else status
         return self._settled([folder]).get(folder.run_id) or Status.read(folder)
 
@@ -267,8 +267,8 @@ class Runs:
         try:
             last = {folder: Status.read(folder) for folder in locks}
             marks = {str(folder.path.resolve()): one.attempt for folder, one in last.items() if not _over(one)}
-            swept = sweep(marks)
-            return {folder.run_id: settle(folder, swept[str(folder.path.resolve())]) for folder in locks}
+            swept = reap_marked(marks)
+            return {folder.run_id: settle_run(folder, swept[str(folder.path.resolve())]) for folder in locks}
         finally:
             for lock in locks.values():
                 lock.release()
@@ -293,7 +293,7 @@ class Runs:
         if lock is None:
             return Status.read(folder)
         try:
-            return keep_back(folder, Status.read(folder), why)
+            return cancel_auto_resume(folder, Status.read(folder), why)
         finally:
             lock.release()
 
@@ -319,13 +319,13 @@ class Runs:
             folder = RunFolder(self.path / name)
             try:
                 status = self._seen.read(folder)
-                if _over(status) or held(folder.lock):
+                if _over(status) or is_held(folder.lock):
                     found.append(self._told(folder, status))
                 else:
                     unkept.append(folder)
             except (Corrupt, NotFound, OSError) as error:
-                if folder.path.is_dir() and not held(folder.lock):
-                    found.append(unreadable(folder, error))
+                if folder.path.is_dir() and not is_held(folder.lock):
+                    found.append(unreadable_status(folder, error))
         found += self._settled_or_read(unkept)
         due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
         if due and self._variables is not None and self._reviving.acquire(blocking=False):
@@ -343,8 +343,8 @@ class Runs:
             try:
                 found.append(settled.get(folder.run_id) or self._looked(folder))
             except (Corrupt, NotFound, OSError) as error:
-                if folder.path.is_dir() and not held(folder.lock):
-                    found.append(unreadable(folder, error))
+                if folder.path.is_dir() and not is_held(folder.lock):
+                    found.append(unreadable_status(folder, error))
         return found
 
     def _revive(self, folders: Sequence[RunFolder]) -> None:
@@ -365,7 +365,7 @@ class Runs:
                     continue
                 if not path.is_dir():
                     path.unlink()
-                elif not any(held(below / "keeper.lock") for below in path.iterdir()):
+                elif not any(is_held(below / "keeper.lock") for below in path.iterdir()):
                     shutil.rmtree(path, ignore_errors=True)
 
     def events(self, run_id: str, after: int = 0) -> Sequence[Event]:

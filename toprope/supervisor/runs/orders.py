@@ -16,7 +16,7 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.lines import NO_ROOM
 
-__all__ = ["Orders", "StopOrder", "order_stop", "take_orders"]
+__all__ = ["Orders", "StopOrder", "write_stop_order", "take_orders"]
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -29,7 +29,7 @@ class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
 _STOP = "stop-"
 
 
-def order_stop(folder: RunFolder, grace_s: float | None) -> None:
+def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
     """Leaves a stop for the run's keeper. On a disk without room it is an empty file, which needs none.
 
     Raises:

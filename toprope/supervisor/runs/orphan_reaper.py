@@ -14,13 +14,13 @@ from pathlib import Path
 
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
 
-__all__ = ["sweep"]
+__all__ = ["reap_marked"]
 
 _ROUNDS = 5
 _WAIT_S = 2.0
 
 
-def sweep(generations: Mapping[str, int | None]) -> Counter[str]:
+def reap_marked(generations: Mapping[str, int | None]) -> Counter[str]:
     """Kills the processes of this user that carry one of these marks.
 
     This process and those above it are spared: a front end may have been started from within a run.

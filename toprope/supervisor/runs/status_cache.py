@@ -16,7 +16,7 @@ from pathlib import Path
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Event, Status, read_events
 
-__all__ = ["SeenEvents", "SeenStatuses"]
+__all__ = ["EventCache", "StatusCache"]
 
 _SETTLED_NS = 200_000_000
 """A file younger than this may be replaced within one tick of the file system's clock, and look the same."""
@@ -24,7 +24,7 @@ _SETTLED_NS = 200_000_000
 _Print = tuple[int, int, int]
 
 
-class SeenStatuses:
+class StatusCache:
     """The statuses of one folder of runs, as last read. Any number of threads may ask."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Events:
     events: list[Event]
 
 
-class SeenEvents:
+class EventCache:
     """The newest events of runs, as last read. Any number of threads may ask."""
 
     def __init__(self, most: int = 20_000) -> None:

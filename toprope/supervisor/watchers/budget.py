@@ -24,9 +24,9 @@ from toprope.supervisor.runs.orders import StopOrder
 if TYPE_CHECKING:
     import psutil
 
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["Budget", "cpu_and_memory"]
+__all__ = ["BudgetWatcher", "measure_cpu_and_memory"]
 
 _MEASURE_EVERY_S = 4.0
 _DISK_EVERY_S = 20.0
@@ -35,12 +35,12 @@ _NEAR = 0.9
 _SOURCE = "limits.yaml"
 
 
-class Budget:
+class BudgetWatcher:
     """One run's watcher. See the module."""
 
     holds_limits = True
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: RunControl) -> None:
         self._hands = hands
         self._limits = hands.specification.limits
         try:
@@ -49,7 +49,7 @@ class Budget:
             self._usage = Usage()
         self._gpus = 0
         self._seen_at: float | None = None
-        self._cpu_s = cpu_and_memory()[0]
+        self._cpu_s = measure_cpu_and_memory()[0]
         self._measured = self._weighed = self._written = float("-inf")
         self._told: set[str] = set()
 
@@ -92,7 +92,7 @@ class Budget:
         self._add(wall_s=passed, gpu_s=passed * self._gpus)
 
     def _count_cpu(self) -> None:
-        cpu_s, memory = cpu_and_memory()
+        cpu_s, memory = measure_cpu_and_memory()
         self._add(cpu_s=max(0.0, cpu_s - self._cpu_s))
         self._cpu_s = max(self._cpu_s, cpu_s)
         self._usage.peak_memory_bytes = max(self._usage.peak_memory_bytes, memory)
@@ -168,7 +168,7 @@ class Budget:
             return  # a full disk has its own watcher; the next time may do
 
 
-def cpu_and_memory() -> tuple[float, int]:
+def measure_cpu_and_memory() -> tuple[float, int]:
     """Processor seconds of this process and everything below it, ended processes included, and the bytes that those
     which live have in memory now."""
     import psutil

@@ -18,7 +18,7 @@ from toprope.records.run.findings import Finding
 from toprope.records.run.metrics import read_history
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
 __all__ = ["DiagnosisWatcher"]
 
@@ -26,7 +26,7 @@ __all__ = ["DiagnosisWatcher"]
 class DiagnosisWatcher:
     """The watcher of findings; see `toprope.supervisor.watchers`."""
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: RunControl) -> None:
         self._hands, self._config = hands, hands.specification.config
         self._diagnosis = Diagnosis(self._config)
         self._stands: Finding | None = None

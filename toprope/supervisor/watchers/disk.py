@@ -17,9 +17,9 @@ from toprope.records.run.findings import Finding
 from toprope.supervisor.capacity.reservations import Reservations
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["DiskWatch", "default_floor"]
+__all__ = ["DiskWatcher", "default_floor"]
 
 _MB = 1_000_000
 _MOST_FLOOR, _FLOOR_SHARE = 500 * _MB, 0.02
@@ -34,10 +34,10 @@ def default_floor(total: int) -> int:
     return int(min(_MOST_FLOOR, _FLOOR_SHARE * total))
 
 
-class DiskWatch:
+class DiskWatcher:
     """The watcher of the disk that holds a run's folder."""
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: RunControl) -> None:
         self._hands = hands
         self._reservations = Reservations(hands.folder.path.parent)
         self._checkpoint = 0

@@ -38,9 +38,9 @@ from toprope.settings.mixing import members_of
 from toprope.supervisor.capacity.budget_ledger import gpu_names
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["CHANGES", "Provenance", "collect", "hash_of_policy"]
+__all__ = ["CHANGES", "ProvenanceWatcher", "collect_manifest", "hash_policy"]
 
 CHANGES = "toprope.diff"
 """In the run folder: how the code differed from its commit."""
@@ -56,10 +56,10 @@ _GIT_TIMEOUT_S = 15.0
 _LAST_WAIT_S = 3.0
 
 
-class Provenance:
+class ProvenanceWatcher:
     """The watcher that keeps the manifest."""
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: RunControl) -> None:
         self._hands = hands
         self._work: queue.SimpleQueue[Callable[[Manifest], None] | None] = queue.SimpleQueue()
         self._failed: str | None = None
@@ -90,7 +90,7 @@ class Provenance:
         self.looked(0.0)
 
     def _policy(self, manifest: Manifest, folder: Path) -> None:
-        manifest.policy = hash_of_policy(manifest.policy.model, folder)
+        manifest.policy = hash_policy(manifest.policy.model, folder)
         self._loaded.add("policy")
 
     def _environment(self, manifest: Manifest, versions: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Provenance:
         folder = self._hands.folder
         try:
             first = Manifest.read(folder) if self._attempt > 1 else None
-            manifest = collect(folder, self._hands.specification)
+            manifest = collect_manifest(folder, self._hands.specification)
             while True:
                 self._write(folder, manifest, first)
                 if (work := self._work.get()) is None:
@@ -121,7 +121,7 @@ class Provenance:
             first.model_copy(update={"later_attempts": later}).write(folder)
 
 
-def collect(folder: RunFolder, specification: Specification) -> Manifest:
+def collect_manifest(folder: RunFolder, specification: Specification) -> Manifest:
     """What is known of a run before anything of it has loaded.
 
     Args:
@@ -157,7 +157,7 @@ def _dataset(source: DatasetSource) -> DatasetInputs:
     return DatasetInputs(name=source.name, sha256=source.sha256, items=source.items)
 
 
-def hash_of_policy(model: str, folder: Path) -> Policy:
+def hash_policy(model: str, folder: Path) -> Policy:
     """What a placed policy is, by its files; beyond 4 GB by their names and sizes, and the folder's own name, which is
     the commit in the Hub's cache.
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 from toprope.records.messages import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["StallWatch"]
+__all__ = ["StallWatcher"]
 
 _WATCHED = frozenset({"starting", "training", "evaluating"})
 _REMEMBERED = 101
 """Times whose median is what is usual."""
 
 
-class StallWatch:
+class StallWatcher:
     """Watches one run. See the module and `Watcher`.
 
     Args:
@@ -33,7 +33,7 @@ class StallWatch:
         clock: Monotonic seconds, the same as `looked` is called with.
     """
 
-    def __init__(self, hands: Hands, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, hands: RunControl, clock: Callable[[], float] = time.monotonic) -> None:
         self._hands, self._clock = hands, clock
         launcher = hands.specification.config.launcher
         self._least_s, self._times = launcher.stall_after_s, launcher.stall_after_steps

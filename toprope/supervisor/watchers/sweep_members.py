@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING
 from toprope.records.messages import Report
 from toprope.records.run.folder import RunFolder
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.lock import held
-from toprope.supervisor.runs.orders import order_stop
+from toprope.supervisor.lock import is_held
+from toprope.supervisor.runs.orders import write_stop_order
 
 if TYPE_CHECKING:
-    from toprope.supervisor.watchers.hands import Hands
+    from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["MembersWatch", "stop_members"]
+__all__ = ["SweepMembersWatcher", "stop_members"]
 
 
 def stop_members(sweep: RunFolder) -> list[str]:
     """Orders a sweep's members that live to stop; their ids."""
     runs = sweep.path.parent
-    live = [run_id for run_id in members_in(runs, sweep.run_id) if held(runs / run_id / "keeper.lock")]
+    live = [run_id for run_id in members_in(runs, sweep.run_id) if is_held(runs / run_id / "keeper.lock")]
     for run_id in live:
-        order_stop(RunFolder(runs / run_id), None)
+        write_stop_order(RunFolder(runs / run_id), None)
     return live
 
 
-class MembersWatch:
+class SweepMembersWatcher:
     """The watcher; see the module."""
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: RunControl) -> None:
         self._hands = hands
 
     def heard(self, component: str, report: Report) -> None:

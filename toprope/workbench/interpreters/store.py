@@ -21,7 +21,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, TopropeError
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
-from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lock import RunLock, is_held
 
 __all__ = ["Made", "Store", "bytes_of", "digests_in_use"]
 
@@ -153,7 +153,7 @@ def digests_in_use(runs: Path, digests: list[str]) -> set[str]:
         except OSError:
             continue
         mentioned = {digest for digest in digests if digest in text}
-        if mentioned - found and (held(folder.lock) or not _ended(folder)):
+        if mentioned - found and (is_held(folder.lock) or not _ended(folder)):
             found |= mentioned
     return found
 
@@ -172,7 +172,7 @@ def bytes_of(folder: Path) -> int:
 def _left(aside: Path) -> bool:
     """Whether nobody makes anything there any more; a new one's lock is taken a moment after the folder is made."""
     try:
-        return not held(aside / "lock") and time.time() - aside.stat().st_mtime > _YOUNG_S
+        return not is_held(aside / "lock") and time.time() - aside.stat().st_mtime > _YOUNG_S
     except OSError:
         return False
 

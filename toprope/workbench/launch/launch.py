@@ -16,10 +16,10 @@ from toprope.records.run.specification import AskPlan, Specification, SweepPlan,
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.presets import load_preset
-from toprope.supervisor.capacity.budget_ledger import pencilled_in, the_books
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_teacher, variables_for
@@ -68,9 +68,9 @@ def to_go_on(home: Home, specification: Specification) -> Mapping[str, Mapping[s
     return variables_of(specification, home)
 
 
-def runs_of(home: Home) -> Runs:
+def runs_of(home: Home) -> RunManager:
     """The runs of a home, as a front end with the owner's settings sees them."""
-    return Runs(
+    return RunManager(
         home.runs,
         LocalLauncher(contained=lambda: home.settings().containment),
         lambda: machine_of(home.settings()),
@@ -158,17 +158,17 @@ def _ingredients(home: Home, draft: Draft) -> Ingredients | None:
     return blend(draft, catalog.find, home.environment_folders(settings))
 
 
-def start(home: Home, runs: Runs, specification: Specification) -> None:
+def start(home: Home, runs: RunManager, specification: Specification) -> None:
     """Gives a frozen run its keeper, with the owner's variables; one without limits gets those that hold now.
 
     Raises: see `Runs.start`, and `workbench.budgets.reserve`.
     """
     if specification.limits is None:
         with ExitStack() as pencil:
-            with the_books(runs.path):
+            with ledger_lock(runs.path):
                 limits, machine = home.limits(), machine_of(home.settings())
                 [specification] = reserve([specification], limits, machine, runs.path)
-                pencil.enter_context(pencilled_in(runs.path, [specification]))
+                pencil.enter_context(reserved(runs.path, [specification]))
             start(home, runs, specification)
         return
     specification = _beside_preset(home, specification)

@@ -11,7 +11,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.limits import UNITS, Limits
-from toprope.supervisor.capacity.budget_ledger import accounts, gpu_names, processors
+from toprope.supervisor.capacity.budget_ledger import gpu_names, processor_count, read_accounts
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.programs import members_of
 
@@ -34,7 +34,7 @@ def gpu_of(specification: Specification, machine: Machine) -> str | None:
 def demand(specification: Specification, machine: Machine) -> Demand:
     """What a run asks for."""
     gpu = gpu_of(specification, machine)
-    return demand_of(specification.config, specification.run_kind, processors=processors(), gpu=gpu)
+    return demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
 
 
 def reserve(
@@ -53,7 +53,7 @@ def reserve(
     """
     if specifications[0].run_kind.starts_runs:
         limits = _of_a_sweep(limits)
-    frozen = freeze_limits(limits, demand(specifications[0], machine), accounts(runs), len(specifications))
+    frozen = freeze_limits(limits, demand(specifications[0], machine), read_accounts(runs), len(specifications))
     if isinstance(frozen, list):
         raise _refused(frozen)
     return [one.model_copy(update={"limits": frozen}) for one in specifications]
@@ -80,7 +80,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
                     "Its checkpoint stays; a new run can start from it, under the limits as they are then.",
                 )
             )
-    others = accounts(runs, leave_out=[specification.run_id])
+    others = read_accounts(runs, leave_out=[specification.run_id])
     live = sum(account.live for account in others)
     limit = limits.get("concurrent_runs")
     if limit is not None and live + 1 > limit.max:

@@ -35,11 +35,11 @@ _MARKS = {
 
 def containment(home: Home) -> Iterator[Finding]:
     """How far a run's processes are held on this machine, and what could escape."""
-    from toprope.supervisor.keeper.confinement import BUBBLEWRAP, find, probe
+    from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment, probe_bubblewrap
 
-    wanted, why = home.settings().containment, probe()
+    wanted, why = home.settings().containment, probe_bubblewrap()
     try:
-        found = find(wanted)
+        found = choose_containment(wanted)
     except TopropeError as error:
         yield Finding("containment", "broken", error.message, error.hint)
         return
@@ -79,14 +79,14 @@ def runs(home: Home) -> Iterator[Finding]:
     """The runs: whether all can be read."""
     from toprope.records.run.folder import RUN_ID, RunFolder
     from toprope.records.run.status import Status
-    from toprope.supervisor.lock import held
+    from toprope.supervisor.lock import is_held
 
     live, count = 0, 0
     for path in sorted(home.runs.iterdir()) if home.runs.is_dir() else ():
         if not path.is_dir() or not RUN_ID.fullmatch(path.name):
             continue
         folder, count = RunFolder(path), count + 1
-        keeper = held(folder.lock)
+        keeper = is_held(folder.lock)
         live += keeper
         try:
             status = Status.read(folder)

@@ -94,12 +94,12 @@ async def _opened(
 ) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
     """A worker with the environment open in it, and its card."""
     from toprope.sdk.worker.client import worker_environment
-    from toprope.supervisor.environment_variables import for_worker
+    from toprope.supervisor.environment_variables import worker_variables
     from toprope.training.rollouts.environment_worker import EnvironmentWorker
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
     mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
-    variables = worker_environment({**for_worker(workshop.settings().variables), MARK: mark})
+    variables = worker_environment({**worker_variables(workshop.settings().variables), MARK: mark})
     try:
         async with await EnvironmentWorker.start(
             entry.environment.interpreter, env=variables, cwd=folder, stderr=printed

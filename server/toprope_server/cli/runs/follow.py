@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING
 from toprope_tools.runs.logs import COMPONENTS
 
 from toprope.errors import InvalidValue
-from toprope.supervisor.keeper.logs import clean, page
+from toprope.supervisor.keeper.logs import clean_line, read_page
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -50,7 +50,7 @@ class LogTail:
         if last and self._rest:
             whole.append(self._rest)
             self._rest = b""
-        return [clean(line.decode(errors="replace")) for line in whole]
+        return [clean_line(line.decode(errors="replace")) for line in whole]
 
     def close(self) -> None:
         if self._file is not None:
@@ -102,7 +102,7 @@ def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: i
     folder = workshop.runs.folder(run_id)
     tails = {}
     for name in COMPONENTS if component is None else (component,):
-        there = page(folder.log(name), lines=lines)
+        there = read_page(folder.log(name), lines=lines)
         for line in there.lines:
             _print(name if component is None else None, line)
         tails[name] = LogTail(folder.log(name), there.size)

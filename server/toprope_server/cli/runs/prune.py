@@ -24,7 +24,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.index.stamps import forget_stamps
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
-from toprope.supervisor.lock import RunLock, held
+from toprope.supervisor.lock import RunLock, is_held
 from toprope.workbench.interpreters.adding import Interpreters
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
         folder = RunFolder(workshop.home.runs / status.run_id)
         if any(policy.is_relative_to(folder.path.resolve()) for policy in needed):
             continue
-        if not status.ended or status.ended_at is None or now - status.ended_at < older_than_s or held(folder.lock):
+        if not status.ended or status.ended_at is None or now - status.ended_at < older_than_s or is_held(folder.lock):
             continue
         why = f"{status.state} {ago(status.ended_at, now)}, {status.kind} {status.environment}".rstrip()
         found.append(Leftover(folder.path, why, size(folder.path)))

@@ -19,13 +19,13 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.supervisor.runs.orders import StopOrder
 
-__all__ = ["Hands", "Watcher", "Watchers"]
+__all__ = ["RunControl", "Watcher", "WatcherGroup"]
 
 _MOST_FAILURES = 10
 
 
 @dataclass(frozen=True)
-class Hands:
+class RunControl:
     """What a watcher may do to its run."""
 
     folder: RunFolder
@@ -55,7 +55,7 @@ class Watcher(Protocol):
         """About a second has passed; `now` is the loop's monotonic time in seconds."""
 
 
-class Watchers:
+class WatcherGroup:
     """All watchers of one run, called safely. Those with a true attribute `holds_limits` are never silenced."""
 
     def __init__(self, watchers: list[Watcher], event: Callable[..., None]) -> None:

@@ -37,15 +37,15 @@ __all__ = [
     "GUARD",
     "Containment",
     "Level",
-    "Wanted",
-    "enter",
-    "find",
-    "level_of",
-    "probe",
+    "ContainmentSetting",
+    "wrap_command",
+    "choose_containment",
+    "level_from",
+    "probe_bubblewrap",
 ]
 
 Level = Literal["bubblewrap", "guard"]
-Wanted = Literal["auto", "bubblewrap", "guard"]
+ContainmentSetting = Literal["auto", "bubblewrap", "guard"]
 
 BUBBLEWRAP: Level = "bubblewrap"
 GUARD: Level = "guard"
@@ -93,19 +93,19 @@ class Containment:
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrappedCommand:
     """A command as it is to be started, and descriptors to pass on to it and to close afterwards."""
 
     command: list[str]
     descriptors: tuple[int, ...] = ()
 
 
-def level_of(surroundings: Mapping[str, str]) -> Level:
+def level_from(surroundings: Mapping[str, str]) -> Level:
     """What the starter of this keeper decided; `guard` where it said nothing."""
     return BUBBLEWRAP if surroundings.get(ENV_CONTAINMENT) == BUBBLEWRAP else GUARD
 
 
-def enter(command: Sequence[str], level: Level) -> Entry:
+def wrap_command(command: Sequence[str], level: Level) -> WrappedCommand:
     """A guard's command line at a level. The program's own arguments begin behind `--`.
 
     Args:
@@ -113,15 +113,15 @@ def enter(command: Sequence[str], level: Level) -> Entry:
         level: Where to start it.
     """
     if level != BUBBLEWRAP:
-        return Entry(list(command))
+        return WrappedCommand(list(command))
     # By this directory, which is the outer /proc, the guard learns how its component is called out here.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     options = list(command)
     options[options.index("--control") : options.index("--control")] = ["--proc", str(proc)]
-    return Entry([shutil.which("bwrap") or "bwrap", *_OPTIONS, "--", *options], (proc,))
+    return WrappedCommand([shutil.which("bwrap") or "bwrap", *_OPTIONS, "--", *options], (proc,))
 
 
-def find(wanted: Wanted, cache: Path | None = None) -> Containment:
+def choose_containment(wanted: ContainmentSetting, cache: Path | None = None) -> Containment:
     """The level that holds here.
 
     Args:
@@ -133,7 +133,7 @@ def find(wanted: Wanted, cache: Path | None = None) -> Containment:
     """
     if wanted == GUARD:
         return Containment(GUARD, "the owner's settings say containment: guard")
-    why = _kept(cache) if cache is not None else probe()
+    why = _kept(cache) if cache is not None else probe_bubblewrap()
     if not why:
         return Containment(BUBBLEWRAP)
     if wanted == BUBBLEWRAP:
@@ -144,7 +144,7 @@ def find(wanted: Wanted, cache: Path | None = None) -> Containment:
     return Containment(GUARD, why)
 
 
-def probe() -> str:
+def probe_bubblewrap() -> str:
     """Tries everything that is needed of bubblewrap, in a few hundredths of a second. Empty where all of it works, else
     what does not."""
     if not sys.platform.startswith("linux"):
@@ -222,7 +222,7 @@ def _kept(cache: Path) -> str:
         age = time.time() - float(known["at"])
         if known["here"] == here and 0 <= age < (_DOUBTED_S if known["why"] else _TRUSTED_S):
             return str(known["why"])
-    why = probe()
+    why = probe_bubblewrap()
     with suppress(OSError):  # the next one tries again
         write_json(cache, {"version": 1, "here": here, "at": time.time(), "why": why})
     return why

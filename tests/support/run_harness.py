@@ -19,9 +19,9 @@ from toprope.records.run.specification import EnvironmentSource, Specification, 
 from toprope.records.run.status import Status
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.keeper.confinement import Wanted
+from toprope.supervisor.keeper.containment import ContainmentSetting
 from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import Runs
+from toprope.supervisor.runs.manager import RunManager
 
 LIMIT_S = 20.0
 
@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
     return found
 
 
-class House:
+class RunHarness:
     """Runs below `path`. `close` ends what a failed test left."""
 
     def __init__(self, path: Path) -> None:
@@ -45,9 +45,11 @@ class House:
         self.programs: dict[str, list[str]] = {}
         self.machine = Machine(threads=64)
         """Room for every run that a test starts, unless the test is about that."""
-        self.contained: Wanted = "auto"
+        self.contained: ContainmentSetting = "auto"
 
-    def runs(self, behaviours: dict[str, dict[str, Any]] | None = None, *, plot: bool | list[str] = False) -> Runs:
+    def runs(
+        self, behaviours: dict[str, dict[str, Any]] | None = None, *, plot: bool | list[str] = False
+    ) -> RunManager:
         """A front end whose launcher starts stand-ins; `plot`: the real program, none, or this one."""
         self.programs = supervisor_stand_ins.programs(behaviours or {}, self.token)
         if plot is not True:
@@ -55,7 +57,9 @@ class House:
         table = self.path / f"programs-{uuid.uuid4().hex}.json"
         table.write_text(json.dumps(self.programs))
         command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
-        return Runs(self.path / "runs", LocalLauncher(command, contained=lambda: self.contained), lambda: self.machine)
+        return RunManager(
+            self.path / "runs", LocalLauncher(command, contained=lambda: self.contained), lambda: self.machine
+        )
 
     def specification(self, kind: str = "train", **launcher: Any) -> Specification:
         config = Config()
@@ -85,7 +89,7 @@ class House:
         kind: str = "train",
         plot: bool = False,
         **launcher: Any,
-    ) -> tuple[Runs, RunFolder]:
+    ) -> tuple[RunManager, RunFolder]:
         runs = self.runs(behaviours, plot=plot)
         folder = runs.start(self.specification(kind, **launcher))
         self.started.append(folder)
@@ -122,14 +126,14 @@ class House:
                     continue
 
 
-def until(runs: Runs, folder: RunFolder, *states: str, limit_s: float = LIMIT_S) -> Status:
+def until(runs: RunManager, folder: RunFolder, *states: str, limit_s: float = LIMIT_S) -> Status:
     """The status as soon as it is one of `states`."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.state in states, limit_s)
     assert status.state in states, (status.state, status.reason, status.failure)
     return status
 
 
-def ended(runs: Runs, folder: RunFolder, limit_s: float = LIMIT_S) -> Status:
+def ended(runs: RunManager, folder: RunFolder, limit_s: float = LIMIT_S) -> Status:
     """The last status: the crew is gone."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.ended_at is not None, limit_s)
     assert status.ended_at is not None, (status.state, status.reason)

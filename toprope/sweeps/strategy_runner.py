@@ -17,25 +17,25 @@ from toprope.records.run.specification import Dimension, SweepPlan
 from toprope.records.sweep_journal import Candidate, Measured
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
-from toprope.sweeps.planning import local_strategy, strategy_arguments
+from toprope.sweeps.planning import create_strategy, strategy_arguments
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-__all__ = ["Strategist"]
+__all__ = ["StrategyRunner"]
 
 _LOAD_S, _CALL_S = 60.0, 60.0
 
 
-class Strategist:
+class StrategyRunner:
     """The strategy of one sweep. Make it with `open`, and `close` it."""
 
     def __init__(
         self, plan: SweepPlan, link: EnvironmentWorker | None = None, handle: int = 0, methods: Sequence[str] = ()
     ) -> None:
-        self._plan, self._ours = plan, local_strategy(plan)
+        self._plan, self._ours = plan, create_strategy(plan)
         self._link, self._handle, self._methods = link, handle, frozenset(methods)
 
     @classmethod
-    async def open(cls, plan: SweepPlan) -> Strategist:
+    async def open(cls, plan: SweepPlan) -> StrategyRunner:
         """The strategy of a plan.
 
         Raises:
