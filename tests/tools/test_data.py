@@ -227,7 +227,7 @@ def test_wrong_orders_are_refused_before_anything_starts(shop):
             ask(data.export_trajectories, shop, **arguments)
     with pytest.raises(InvalidValue, match="nothing to make"):
         ask(data.build_dataset, shop, name="x")
-    with pytest.raises(InvalidValue, match="no name of a data set"):
+    with pytest.raises(InvalidValue, match="not a valid data set name"):
         ask(data.build_dataset, shop, name="../x", sources=["run-a"])
     with pytest.raises(InvalidValue, match="Nothing is left"):
         ask(data.build_dataset, shop, name="none", sources=["run-a"], where={"min_reward": 5})
@@ -305,4 +305,4 @@ def test_a_program_that_was_killed_is_known_as_ended_and_one_that_begins_is_not(
     assert job.alive() and not job.standing().ended
     os.close(descriptor)
     failed = job.standing()
-    assert failed.ended and "was ended" in str(failed.failure) and not job.stop()
+    assert failed.ended and "was killed" in str(failed.failure) and not job.stop()

@@ -96,7 +96,7 @@ def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: P
         assert dataset.export(tmp_path / "mine") == 1
     (tmp_path / "mine" / "thesis.tex").write_text("years")
     for form in ("datasets", "jsonl"):
-        with pytest.raises(InvalidValue, match="other things in it"):
+        with pytest.raises(InvalidValue, match="with other files"):
             dataset.export(tmp_path / "mine", form)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] and len(_loaded(tmp_path / "mine")) == 1
@@ -253,7 +253,7 @@ def test_items_from_outside_come_in_three_shapes_or_are_refused():
         ({"state": "a", "action": "b", "reward": float("nan")}, "reward must be a number"),
         ({"state": "a", "action": "b", "reward": 10**400}, "reward must be a number"),
         ({"state": [{"role": "robot", "content": "x"}], "action": "b"}, "role of"),
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
     ):
         with pytest.raises(InvalidValue, match=said):
             item_from(wrong, "line 1")

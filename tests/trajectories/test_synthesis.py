@@ -428,12 +428,12 @@ def test_mutations_draw_on_the_seeds():
         ({"steps": [{"teacher": "m", "templates": ["x"]}]}, "has templates and teacher"),
         (
             {"steps": [{"noise": 0.1, "variables": {"a": [1]}}], "target_size": 3},
-            "variables is of a step with templates",
+            "variables belongs to a step with templates",
         ),
         ({"steps": [{"templates": ["x"]}]}, "needs a target_size"),
         ({"split": {"heldout": 0.5}}, "sealed"),
         ({"dedup_threshold": 2}, "dedup_threshold"),
-        ({"steps": [{"write": "answers"}]}, "says nothing"),
+        ({"steps": [{"write": "answers"}]}, "has none of the step fields"),
     ],
 )
 def test_recipes_are_checked_before_anything_is_made(recipe, said):

@@ -1,1 +1,1 @@
-"""Data sets of rollouts: capture, filter, synthesise, export, and what they were made of."""
+"""Data sets of rollouts: capture, filter, synthesise and export, with lineage."""

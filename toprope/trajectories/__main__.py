@@ -1,6 +1,6 @@
-"""The program that exports and builds: `python -P -m toprope.trajectories FOLDER`, with an order in the folder.
+"""Export or build a data set: `python -P -m toprope.trajectories FOLDER` executes the order in that folder.
 
-It is a process of its own, because it loads what the server never does (pyarrow, a tokenizer) and may take an hour.
+This is a separate process because it loads pyarrow and a tokenizer, which the server never does, and may take an hour.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from toprope.trajectories.jobs.jobs import hold
 from toprope.trajectories.jobs.orders import Order
 
 _NICE = 5
-"""Training comes first."""
+"""Niceness: training has priority."""
 
 
 def main(arguments: list[str]) -> int:
-    """Does the order in the folder that is named; 0 when it was done, 1 when it could not be."""
+    """Execute the order in the given folder; return 0 on success, 1 on failure."""
     folder = Path(arguments[0])
     held = hold(folder)
     if held is None:
-        print("another process is at it", flush=True)
+        print("another process executes this order", flush=True)
         return 1
     os.nice(_NICE)
     signal.signal(signal.SIGTERM, _ended)
@@ -43,12 +43,12 @@ def main(arguments: list[str]) -> int:
     except TopropeError as error:
         failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (KeyboardInterrupt, SystemExit):
-        failure = {"kind": "NotPossibleNow", "message": "It was stopped.", "hint": "The same call goes on."}
+        failure = {"kind": "NotPossibleNow", "message": "It was stopped.", "hint": "Repeat the call to continue."}
     except BaseException as error:
         traceback.print_exc()
         failure = {
             "kind": "ComponentFailed",
-            "message": f"The program for data failed: {type(error).__name__}: {str(error)[:300]}",
+            "message": f"The data program failed: {type(error).__name__}: {str(error)[:300]}",
             "hint": f"Its log is {folder / 'job.log'}.",
         }
     else:

@@ -1,8 +1,8 @@
-"""What a trajectory is here: one rollout as state, action, reward and what is known about it.
+"""Trajectory items: one rollout as state, action, reward and metadata.
 
-State is what the policy was asked, action what it answered: chat messages, as TRL has prompt and completion, or plain
-texts, which stand for one message of the user and one of the assistant. An action of several turns holds what the
-environment said in between as well.
+The state is the question and the action the answer: lists of chat messages, like prompt and completion in TRL, or plain
+texts, which stand for one user message and one assistant message. A multi-turn action includes the environment's
+messages between the answers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from toprope.errors import InvalidValue, shown
 __all__ = ["SEALED", "Message", "TrajectoryItem", "as_messages", "item_from", "text_of"]
 
 Message = dict[str, Any]
-"""A chat message: `role` and `content`, and whatever else its dialect has (tool calls)."""
+"""A chat message: `role`, `content`, and further fields of its dialect (tool calls)."""
 
 SEALED = "heldout"
-"""The split that no data set holds."""
+"""The split that no data set may contain."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_CHARACTERS = 2_000_000
@@ -32,9 +32,9 @@ _MOST_CHARACTERS = 2_000_000
 class TrajectoryItem(msgspec.Struct):
     """One rollout.
 
-    `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (how often weights had
-    been published when its oldest token was sampled), `split`, `success`, `turns`, `truncated`, `error`, `parts`,
-    `tokens` (sampled), and `text`, which says where the words come from (`toprope.trajectories.capture.texts`).
+    `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (policy version of
+    its oldest sampled token), `split`, `success`, `turns`, `truncated`, `error`, `parts`, `tokens` (sampled), and
+    `text` (source of the words, see `toprope.trajectories.capture.texts`).
     """
 
     state: str | list[Message]
@@ -49,26 +49,29 @@ class TrajectoryItem(msgspec.Struct):
 
     @property
     def success(self) -> bool:
-        """Whether it counts as solved: as the environment said, else whether its reward is at least 1."""
+        """True if solved: the environment's own verdict, otherwise a reward of at least 1."""
         said = self.metadata.get("success")
         return self.reward >= 1.0 if said is None else bool(said)
 
     @property
     def id(self) -> str:
-        """16 hexadecimal digits that hang on what was asked and answered, and on nothing else."""
+        """16 hexadecimal digits that depend on question and answer only."""
         said = json.dumps([_plain(self.state, "user"), _plain(self.action, "assistant")], ensure_ascii=False)
         return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def as_messages(said: str | list[Message], role: str) -> list[Message]:
-    """Messages of a state (role `user`) or an action (`assistant`); a text is one message, an empty one none."""
+    """Return the messages of a state (role `user`) or an action (`assistant`).
+
+    A text becomes one message, an empty text no message.
+    """
     if isinstance(said, str):
         return [{"role": role, "content": said}] if said else []
     return said
 
 
 def text_of(said: str | list[Message]) -> str:
-    """The words of a state or an action."""
+    """Return the text of a state or an action."""
     if isinstance(said, str):
         return said
     return "\n".join(_words(message.get("content")) for message in said)
@@ -87,18 +90,20 @@ def _plain(said: str | list[Message], role: str) -> list[list[str]]:
 
 
 def item_from(given: Any, where: str) -> TrajectoryItem:
-    """An item from outside: one of our own shape (`state`, `action`), TRL's (`prompt`, `completion`), or OpenAI's
-    (`messages`, of which all from the first answer on are the action). `reward` and `metadata` may be left out.
+    """Parse an item from outside.
+
+    Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`) and OpenAI's (`messages`; all from the
+    first answer on are the action). `reward` and `metadata` are optional.
 
     Args:
         given: A JSON object.
-        where: Names it in the refusal: `line 3`.
+        where: Name of the item in error messages: `line 3`.
 
     Raises:
-        InvalidValue: It is none of these; the message says what is missing.
+        InvalidValue: The object has none of these forms; the message says what is missing.
     """
     if not isinstance(given, Mapping):
-        raise InvalidValue(f"{where} is no JSON object.", hint=_SHAPES)
+        raise InvalidValue(f"{where} is not a JSON object.", hint=_SHAPES)
     metadata = given.get("metadata") or {}
     if not isinstance(metadata, Mapping):
         raise InvalidValue(f"{where}: metadata must be an object.", hint=_SHAPES)

@@ -1,8 +1,8 @@
-"""Every rollout of a run as an item, read from its journal one group at a time.
+"""Read every rollout of a run as an item, one journal group at a time.
 
-Demonstrations of a run of kind `sft` are rollouts of its teacher and come as well. What is held out is sealed: no
-journal has it, and a group whose task the run's own evaluations held out (an outside environment may post what it
-likes) is left out and counted.
+Demonstrations of a run of kind `sft` are rollouts of its teacher and are included. Held-out tasks are sealed: journals
+do not contain them, and groups that an outside environment posts for a task that the run held out are skipped and
+counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EVALUATIONS = ("before", "after")
 
 
 class _Body(msgspec.Struct):
-    """What an item needs of a group."""
+    """The fields of a group that an item needs."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -48,24 +48,24 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 @dataclass
 class Captured:
-    """What was passed over, and why; and how many items came by each source of their words."""
+    """Counts of skipped groups and items by reason, and of items by the source of their words."""
 
     items: int = 0
     unreadable: int = 0
-    """Groups that are no groups, or are damaged."""
+    """Groups that are malformed or damaged."""
     sealed: int = 0
-    """Items of held-out tasks, which nobody gets."""
+    """Items of held-out tasks, which are sealed."""
     removed: bool = False
-    """Whether older groups had been removed (logging.keep_rollouts false)."""
+    """True if older groups were removed (logging.keep_rollouts false)."""
     texts: dict[str, int] = field(default_factory=dict)
 
 
 class RunReader:
-    """The items of one run.
+    """Reads the items of one run.
 
     Args:
-        folder: The run's.
-        words: Whether words are wanted; without, state and action are empty and reading is quick.
+        folder: The run folder.
+        words: Decode state and action; without words they are empty and reading is fast.
     """
 
     def __init__(self, folder: RunFolder, *, words: bool = True) -> None:
@@ -93,7 +93,7 @@ class RunReader:
                         if frame.kind == GROUP:
                             file.seek(frame.body_at)
                             yield from self._of_group(frame.seq, file.read(frame.body_length))
-            except FileNotFoundError:  # a checkpoint has passed its groups meanwhile, and they are not kept
+            except FileNotFoundError:  # A checkpoint has passed these groups meanwhile, and they are not kept.
                 self.captured.removed = True
             self.captured.unreadable += len(damage)
 
@@ -157,7 +157,7 @@ class RunReader:
         if self._reader is None or not rows:
             return kept
         decoded = self._reader.words([(body.tokens[row], body.masks[row]) for row in rows], MASKED, body.prompt)
-        # What was kept whole is words alone; what is only rendered has the template's marks in it.
+        # Text kept whole is words alone; rendered text still has the template's markers.
         return kept if decoded.source == "rendered" and kept.source == "kept" else decoded
 
     def _of_teacher(self) -> Iterator[TrajectoryItem]:
@@ -195,12 +195,16 @@ class RunReader:
 
 
 def read_run(folder: RunFolder) -> Iterator[TrajectoryItem]:
-    """The items of a run, oldest first. Raises as `Specification.read`."""
+    """Return the items of a run, oldest first.
+
+    Raises:
+        NotFound, Corrupt: See `Specification.read`.
+    """
     return iter(RunReader(folder))
 
 
 def _heldout_tasks(folder: RunFolder) -> frozenset[str]:
-    """Ids of the tasks that the run's evaluations held out."""
+    """Return the ids of tasks that the run's evaluations held out."""
     found: set[str] = set()
     for label in _EVALUATIONS:
         try:

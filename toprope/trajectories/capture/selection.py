@@ -1,4 +1,4 @@
-"""Which items are wanted: filters that people and agents write, checked name by name."""
+"""Filters for items, written by people and agents and validated by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Query", "best_of_tasks", "place_of"]
 
 @dataclass(frozen=True)
 class Query:
-    """Filters; what is None filters nothing.
+    """Filters; None means no filter.
 
-    `run`, `environment`, `split`: exactly. `task`: its id contains this. `min_reward`, `max_reward`: inclusive.
-    `min_version`, `max_version`: policy versions of its oldest sampled token, which are steps. `whole`: words are whole
-    (neither cut nor missing). `per_task`: of each task only so many, the best by reward, of equal ones the newest.
-    `limit`: no more than so many, from the beginning.
+    `run`, `environment`, `split`: exact match. `task`: substring of the task id. `min_reward`, `max_reward`: inclusive.
+    `min_version`, `max_version`: policy version of the oldest sampled token, which is a step. `whole`: words are
+    complete (neither cut nor missing). `per_task`: at most this many items per task, the best by reward, then the
+    newest. `limit`: at most this many items, from the beginning.
     """
 
     run: str | None = None
@@ -40,10 +40,10 @@ class Query:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Query:
-        """The query of a JSON object.
+        """Parse a query from a JSON object.
 
         Raises:
-            InvalidValue: A filter is unknown or has the wrong type; the held-out split is asked for.
+            InvalidValue: A filter is unknown, has the wrong type, or selects the held-out split.
         """
         known = {one.name: str(one.type).split(" ")[0] for one in fields(cls)}
         values: dict[str, Any] = {}
@@ -56,8 +56,8 @@ class Query:
                 values[name] = _typed(name, known[name], value)
         if values.get("split") == SEALED:
             raise InvalidValue(
-                "The held-out split is sealed: its rollouts are kept nowhere and exported by nobody.",
-                hint="Omit split, or ask for train.",
+                "The held-out split is sealed: its rollouts are neither kept nor exported.",
+                hint="Omit split, or use split train.",
             )
         for name in ("per_task", "limit"):
             if values.get(name, 1) < 1:
@@ -65,7 +65,7 @@ class Query:
         return cls(**values)
 
     def matches(self, item: TrajectoryItem) -> bool:
-        """Whether an item passes; `per_task` and `limit` look at more than one."""
+        """Return True if an item passes all filters but `per_task` and `limit`, which need several items."""
         told = item.metadata
         if told.get("split") == SEALED:
             return False
@@ -85,10 +85,10 @@ class Query:
         )
 
     def select(self, items: Callable[[], Iterable[TrajectoryItem]]) -> Iterator[TrajectoryItem]:
-        """The items that pass, in their order.
+        """Yield the items that pass, in order.
 
         Args:
-            items: Gives all items, the same at every call: `per_task` looks twice.
+            items: Returns all items, the same at each call: `per_task` reads them twice.
         """
         best = None if self.per_task is None else best_of_tasks(filter(self.matches, items()), self.per_task)
         count = 0
@@ -101,12 +101,12 @@ class Query:
             yield item
 
     def asked(self) -> dict[str, Any]:
-        """What filters, for a record."""
+        """Return the filters that are set, for a record."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any, ...]]:
-    """Places of the `count` best items of each task. What is remembered grows with the tasks, not with the items."""
+    """Return the positions of the `count` best items of each task. Memory grows with tasks, not with items."""
     heaps: dict[tuple[str, str], list[tuple[float, int, tuple[Any, ...]]]] = {}
     for number, item in enumerate(items):
         heap = heaps.setdefault((str(item.metadata.get("environment")), str(item.metadata.get("task"))), [])
@@ -119,7 +119,7 @@ def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any,
 
 
 def place_of(item: TrajectoryItem) -> tuple[Any, ...]:
-    """What tells an item from all others: its place in its run, else what it says."""
+    """Return what identifies an item: its position in its run, otherwise its content."""
     told = item.metadata
     run, group, rollout = told.get("run"), told.get("group"), told.get("rollout")
     if isinstance(run, str) and isinstance(group, int) and isinstance(rollout, int):

@@ -1,12 +1,12 @@
-"""What is captured, and in what form: strategies, one's own beside ours.
+"""Capture strategies: which rollouts are kept, and in what form.
 
     class OnlySolved(TrajectoryStrategy):
         def should_capture(self, item): return item.success
         def process(self, item): return item
 
-In a program of one's own a strategy is an object like that. What a user's file holds is run in a worker and never here:
-there a strategy gets and gives items as plain JSON objects (`state`, `action`, `reward`, `metadata`), either method may
-be left out, may be async, and `process` may return None to drop an item.
+In a program of your own a strategy is an object of this class. Code in a user's file always runs in a worker: there a
+strategy receives and returns items as JSON objects (`state`, `action`, `reward`, `metadata`). Either method may be
+omitted or async, and `process` may return None to drop an item.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["OwnCode", "TrajectoryStrategy", "WorkerObject", "WorkerStrategy", "b
 _LOAD_S = 120.0
 _CALL_S = 120.0
 BATCH = 256
-"""Items that cross to a worker in one call."""
+"""Items sent to a worker in one call."""
 
 
 class TrajectoryStrategy:
-    """Decides what is captured; this one keeps everything as it is."""
+    """Decides which items are kept. This base class keeps everything unchanged."""
 
     def should_capture(self, item: TrajectoryItem) -> bool:
-        """Whether an item is captured at all."""
+        """Return True to keep the item."""
         return True
 
     def process(self, item: TrajectoryItem) -> TrajectoryItem | None:
-        """The item as it is to be kept; None drops it."""
+        """Return the item to store; None drops it."""
         return item
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A user's object: a file, what to take from it, and what to make it with."""
+    """A user's object: file, attribute and arguments."""
 
     file: Path
     attribute: str
@@ -56,14 +56,14 @@ class OwnCode:
 
     @classmethod
     def parse(cls, written: str, near: Callable[[str], Path | None]) -> OwnCode:
-        """`file.py:Attribute`.
+        """Parse `file.py:Attribute`.
 
         Args:
-            written: As a person or an agent wrote it.
-            near: Finds a file by its name in the folders that the owner allows; None where there is none.
+            written: The text of a person or an agent.
+            near: Finds a file by name in the folders that the owner allows; returns None if there is none.
 
         Raises:
-            InvalidValue: It is not of that form, or there is no such file.
+            InvalidValue: The text does not have this form, or the file does not exist.
         """
         name, colon, attribute = written.rpartition(":")
         if not colon or not name.endswith(".py") or not attribute.isidentifier():
@@ -72,20 +72,20 @@ class OwnCode:
         if path is None:
             raise InvalidValue(
                 f"There is no file {name} in the owner's folders for strategies and environments.",
-                hint="It belongs into strategies/ of the owner's configuration folder.",
+                hint="Put it into strategies/ in the owner's configuration folder.",
             )
         return cls(path, attribute)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file."""
+        """SHA-256 of the file in hexadecimal."""
         with self.file.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @asynccontextmanager
 async def worker(stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
-    """A worker for a user's objects; ended with all that it started."""
+    """Start a worker for a user's objects; on exit it ends with all its children."""
     link = await EnvironmentWorker.start(env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
     try:
         yield link
@@ -94,7 +94,7 @@ async def worker(stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
 
 
 class WorkerObject:
-    """A user's object in a worker."""
+    """A user's object that lives in a worker."""
 
     def __init__(
         self, link: EnvironmentWorker, handle: int, methods: Sequence[str], code: OwnCode, call_s: float
@@ -107,45 +107,45 @@ class WorkerObject:
         """Makes it.
 
         Raises:
-            EnvironmentFailed: The file does not load, or takes other arguments.
+            EnvironmentFailed: The file does not load, or the object takes other arguments.
         """
         try:
             made = await link.make(str(code.file), code.attribute, code.arguments, timeout=_LOAD_S)
         except WorkerFailure as error:
-            raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Mend the file.") from None
+            raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Fix the file.") from None
         return cls(link, made.handle, made.methods, code, call_s)
 
     async def call(self, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls a method once for each list of arguments.
+        """Call a method once for each list of arguments.
 
         Raises:
-            EnvironmentFailed: It raised, hung, or answered what JSON cannot say.
+            EnvironmentFailed: The method raised, hung, or returned a value that is not JSON.
         """
         try:
             return await self._link.invoke(self._handle, method, [list(one) for one in calls], timeout=self._call_s)
         except WorkerFailure as error:
             raise EnvironmentFailed(
                 f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",
-                hint="Mend it; nothing was kept.",
+                hint="Fix it; nothing was kept.",
             ) from None
 
 
 class WorkerStrategy:
-    """A user's strategy in a worker, many items at a time."""
+    """A user's strategy that lives in a worker."""
 
     def __init__(self, made: WorkerObject) -> None:
         if not made.methods & {"should_capture", "process"}:
             raise InvalidValue(
                 f"{made.code.attribute} of {made.code.file.name} has neither should_capture nor process.",
-                hint="A strategy has one of them at least: should_capture(item) and process(item).",
+                hint="A strategy needs should_capture(item) or process(item).",
             )
         self._made = made
 
     async def apply(self, items: Sequence[TrajectoryItem]) -> list[TrajectoryItem]:
-        """What it captures of the items, as it processed them.
+        """Return the kept items as the strategy processed them.
 
         Raises:
-            EnvironmentFailed: It failed, or what it returned is no item.
+            EnvironmentFailed: The strategy failed, or returned something that is not an item.
         """
         kept = [msgspec.to_builtins(item) for item in items]
         if "should_capture" in self._made.methods and kept:
@@ -161,7 +161,7 @@ class WorkerStrategy:
 
 
 def batched(items: Iterable[TrajectoryItem], size: int = BATCH) -> Iterable[list[TrajectoryItem]]:
-    """Items in lists of `size`, the last one shorter."""
+    """Yield items in lists of `size`; the last may be shorter."""
     batch: list[TrajectoryItem] = []
     for item in items:
         batch.append(item)

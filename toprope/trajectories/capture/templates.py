@@ -1,11 +1,11 @@
-"""Reads messages back out of rendered text: a policy's chat template is rendered with marks, and what stands around the
-marks says where messages begin and end.
+"""Recover chat messages from rendered text.
 
-Why: a journal holds tokens, the truth about what a policy saw and said, and no messages. The mask says which tokens
-the policy sampled, so only what lies between answers has to be taken apart. Where that cannot be done (the template
-rewrites what it is given, or the words of a message look like its own marks) the answer is None.
+A journal holds the tokens that a policy saw and sampled, not messages. The mask marks sampled tokens, so only the text
+between answers must be split. The policy's chat template is rendered with placeholders, and the text around them shows
+where messages begin and end. The result is None if that fails: the template rewrites its input, or a message contains
+the template's own markers.
 
-The template comes with a model and is run in Jinja's sandbox.
+The template comes with a model and runs in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Any
 __all__ = ["ChatTemplate"]
 
 _FIRST = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
-"""Roles of the messages before a first answer."""
+"""Role sequences tried for the messages before the first answer."""
 _BETWEEN = (("user",), ("tool",), ("tool", "tool"), ("user", "user"), ("system",), ("tool", "user"))
 _MARK = "zq{}qz"
 
+_Patterns = list[tuple[tuple[str, ...], re.Pattern[str]]]
+"""Roles of the messages, and the pattern whose groups are their contents."""
+
 
 class ChatTemplate:
-    """One chat template.
+    """A chat template.
 
     Args:
-        source: Jinja, as `chat_template` of a tokenizer has it.
-        special: The tokenizer's special tokens as text; no message holds one.
-        variables: What else the template is given: `bos_token`, `eos_token`.
+        source: Jinja source, a tokenizer's `chat_template`.
+        special: The tokenizer's special tokens as text; no message contains one.
+        variables: Further variables of the template: `bos_token`, `eos_token`.
     """
 
     def __init__(self, source: str, special: Sequence[str], variables: dict[str, str]) -> None:
@@ -47,21 +50,21 @@ class ChatTemplate:
         self._between = self._patterns(_BETWEEN, ("user", "assistant"))
 
     def before(self, text: str) -> list[dict[str, str]] | None:
-        """The messages that `text` renders, up to where an answer begins; None where they cannot be told."""
+        """Return the messages in `text`, up to the beginning of an answer; None if they cannot be recovered."""
         return self._parsed(text, self._first)
 
     def between(self, text: str) -> list[dict[str, str]] | None:
-        """The messages between two answers. `text` begins behind the answer, with or without its end token."""
+        """Return the messages between two answers; `text` begins after the answer, with or without its end token."""
         return self._parsed(text, self._between)
 
-    def _parsed(self, text: str, patterns: list[tuple[tuple[str, ...], re.Pattern[str]]]) -> Any:
+    def _parsed(self, text: str, patterns: _Patterns) -> list[dict[str, str]] | None:
         for roles, pattern in patterns:
             found = pattern.fullmatch(text)
             if found is not None and not any(token in content for content in found.groups() for token in self._special):
                 return [{"role": role, "content": content} for role, content in zip(roles, found.groups(), strict=True)]
         return None
 
-    def _patterns(self, candidates: Any, lead: tuple[str, ...]) -> list[tuple[tuple[str, ...], re.Pattern[str]]]:
+    def _patterns(self, candidates: Any, lead: tuple[str, ...]) -> _Patterns:
         found = []
         for roles in candidates:
             marks = [_MARK.format(chr(97 + place)) for place in range(len(lead) + len(roles))]
@@ -74,7 +77,9 @@ class ChatTemplate:
                 continue
             pieces = pieces[len(lead) :]
             opening = re.escape(pieces[0])
-            for token in self._special if lead else ():  # the end of the answer was sampled, so it may be gone already
+            for token in (
+                self._special if lead else ()
+            ):  # The end token was sampled with the answer, so it may be missing here.
                 if pieces[0].startswith(token):
                     opening = f"(?:{re.escape(token)})?" + re.escape(pieces[0][len(token) :])
                     break
@@ -85,7 +90,7 @@ class ChatTemplate:
     def _rendered(self, messages: list[dict[str, str]]) -> str | None:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._variables)
-        except Exception:  # whatever a model's template raises: it does not take such messages
+        except Exception:  # A template may raise anything for messages that it does not support.
             return None
 
 

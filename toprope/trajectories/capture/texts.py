@@ -1,16 +1,16 @@
-"""The words of a rollout, and where they come from.
+"""Decode the words of a rollout.
 
-A journal keeps tokens, and texts for people, which are cut. So words are decoded from the tokens by the run's own
-tokenizer; where that is not there, what was kept is used. Every item says which (`metadata["text"]`):
+A journal keeps tokens and shortened texts for people. Words are decoded from the tokens with the run's tokenizer, or
+taken from the texts if the tokenizer is gone. Every item names its source in `metadata["text"]`:
 
-    messages   the environment posted the conversation itself
-    tokens     decoded, and taken apart into messages by the chat template: whole
-    rendered   decoded, but the template cannot be taken apart: whole, the prompt is one text with its marks
-    kept       what was kept for people, which was short enough to be whole
-    cut        the same, but its middle was left out
-    none       nothing is known but tokens and reward
+    messages   the conversation that the environment posted
+    tokens     decoded and split into messages by the chat template; complete
+    rendered   decoded, but not split: complete, with the template's markers in the prompt
+    kept       the text for people, short enough to be complete
+    cut        the text for people, without its middle
+    none       tokens and reward only
 
-Only the library `tokenizers` is loaded, and no model.
+This module loads the library `tokenizers` and no model.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ __all__ = ["CUT", "TextSource", "Words", "reader_of", "tokenizer_folder"]
 TextSource = Literal["messages", "tokens", "rendered", "kept", "cut", "none"]
 
 CUT = "\n[...]\n"
-"""Stands where a text for people was cut."""
+"""Marks the cut in a text for people."""
 _MOST_PROMPTS = 4096
-"""Prompts whose messages are remembered: the rollouts of a group have the same."""
+"""Cached prompts; the rollouts of a group share theirs."""
 _CANNOT = (ImportError, OSError, ValueError, KeyError, TypeError)
 
 
 def tokenizer_folder(folder: RunFolder, specification: Specification) -> Path | None:
-    """A folder with the run's tokenizer: its newest checkpoint's, else the policy's that it began as, if that is still
-    on this machine."""
+    """Return a folder with the run's tokenizer: that of its newest checkpoint, or of its starting policy.
+
+    None if neither is on this machine.
+    """
     checkpoint = folder.newest_checkpoint()
     places = [checkpoint / "model"] if checkpoint is not None else []
     model = specification.config.policy.model
@@ -56,7 +58,7 @@ def tokenizer_folder(folder: RunFolder, specification: Specification) -> Path | 
 
 
 def _from_hub(model: str, revision: str | None) -> Path | None:
-    """Of the Hub's cache on this machine; nothing is fetched."""
+    """Look a tokenizer up in the local cache of the Hub; nothing is fetched."""
     if model.startswith((".", "/", "~")):
         return None
     try:
@@ -70,7 +72,7 @@ def _from_hub(model: str, revision: str | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Words:
-    """What was said in a rollout, and where that is from."""
+    """The words of a rollout and their source."""
 
     state: str | list[Message]
     action: str | list[Message]
@@ -78,7 +80,7 @@ class Words:
 
 
 class Reader:
-    """Decodes with one tokenizer."""
+    """Decodes rollouts with one tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
@@ -90,12 +92,12 @@ class Reader:
         self._prompts: dict[tuple[int, ...], tuple[str, list[Message] | None]] = {}
 
     def words(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], masked: int, kept: str | None) -> Words:
-        """The words of a rollout.
+        """Decode the words of a rollout.
 
         Args:
-            rows: For each of its sequences the tokens and their mask.
-            masked: What the mask holds where nothing was sampled.
-            kept: The prompt as it was kept for people, to hold against.
+            rows: Tokens and mask of each sequence.
+            masked: Value of the mask at tokens that were not sampled.
+            kept: The prompt kept for people, to verify the result.
         """
         state: str | list[Message] = ""
         action: list[Message] = []
@@ -110,14 +112,14 @@ class Reader:
                     if number == 0:
                         whole = messages is not None and _agrees(messages, kept)
                         state = messages if messages is not None and whole else text
-                    else:  # the template rewrote what was before: only what came last is new
+                    else:  # The template rewrote earlier messages: only the last part is new.
                         action += _newest(messages, text)
                         whole = whole and messages is not None
                 elif end < len(tokens) or _said_something(ids, self._special):
                     text = self._decode(ids)
                     between = None if self._template is None else self._template.between(text)
                     if between is None and end == len(tokens):
-                        continue  # the end mark of the last answer
+                        continue  # The end token of the last answer.
                     whole = whole and between is not None
                     action += between if between is not None else [{"role": "user", "content": text}]
         if not rows:
@@ -147,7 +149,7 @@ class Reader:
 
 
 def _spans(mask: Sequence[int], masked: int) -> list[tuple[bool, int, int]]:
-    """Runs of tokens that were sampled and that were not, in order, a run that was not first (it may be empty)."""
+    """Return alternating spans of tokens, beginning with one that was not sampled (possibly empty)."""
     spans: list[tuple[bool, int, int]] = []
     start, sampled = 0, False
     for place, value in enumerate(mask):
@@ -170,7 +172,7 @@ def _newest(messages: list[Message] | None, text: str) -> list[Message]:
 
 
 def _agrees(messages: list[Message], kept: str | None) -> bool:
-    """Whether messages that were taken apart say what was kept for people of the prompt."""
+    """Return True if recovered messages agree with the prompt kept for people."""
     if not kept:
         return True
     said = "".join("".join(one["content"].split()) for one in messages)
@@ -185,32 +187,32 @@ def _template_of(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
         beside = folder / "chat_template.jinja"
         source = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # several templates by name
             source = next((one["template"] for one in source if one.get("name") == "default"), None)
         if not isinstance(source, str):
             return None
         named = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         named = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
         return ChatTemplate(source, special, {name: one for name, one in named.items() if isinstance(one, str)})
-    except Exception:  # what Jinja raises for a model's template: its words are told as they were rendered
+    except Exception:  # Jinja may raise anything for a model's template: use the rendered text.
         return None
 
 
 def reader_of(folder: RunFolder) -> Reader | None:
-    """What decodes a run's tokens; None where its tokenizer is not on this machine any more."""
+    """Return the reader for a run's tokens; None if its tokenizer is no longer on this machine."""
     try:
         place = tokenizer_folder(folder, Specification.read(folder))
         return None if place is None else Reader(place)
     except (NotFound, Corrupt):
         return None
-    except Exception as error:  # tokenizers raises plain Exception for a file that is none
+    except Exception as error:  # tokenizers raises plain Exception for an invalid file
         if type(error) is not Exception and not isinstance(error, _CANNOT):
             raise
         return None
 
 
 def kept_words(prompt: str | None, answer: str | None, conversation: Any = None) -> Words:
-    """The words without a tokenizer: the conversation that an outside environment posted, else what was kept."""
+    """Return the words without a tokenizer: the posted conversation, otherwise the text kept for people."""
     if isinstance(conversation, list) and all(isinstance(one, dict) for one in conversation):
         first = next((place for place, one in enumerate(conversation) if one.get("role") == "assistant"), None)
         if first is not None:

@@ -1,15 +1,16 @@
-"""A data set of trajectories: captured one by one, or read lazily from runs and files; queried, counted, exported.
+"""Data sets of trajectories: capture items, or read them lazily from runs and files; query, count and export.
 
     dataset = TrajectoryDataset(OnlySolved())
     dataset.capture(TrajectoryItem("2+2?", "4", 1.0))
     TrajectoryDataset.of_runs([RunFolder(path)]).query(success=True).export("best.parquet")
 
-What comes from runs and files is never in memory as a whole: items are read anew at each look.
+Items of runs and files are never all in memory: each iteration reads them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ Source = Callable[[], Iterable[TrajectoryItem]]
 
 
 class TrajectoryDataset:
-    """Trajectories, those that were captured and those of its sources.
+    """Captured trajectories and those of lazy sources.
 
     Args:
-        strategy: Decides what is kept and in what form; by default everything as it is. It sees each item of a source
-            at every look, so it should answer the same twice.
+        strategy: Decides which items are kept, and in what form; by default all, unchanged. It is applied at each
+            iteration, so it should be deterministic.
     """
 
     def __init__(self, strategy: TrajectoryStrategy | None = None) -> None:
@@ -45,18 +46,18 @@ class TrajectoryDataset:
 
     @classmethod
     def of_runs(cls, folders: Sequence[RunFolder], strategy: TrajectoryStrategy | None = None) -> TrajectoryDataset:
-        """Every rollout of these runs."""
+        """Create a data set of every rollout of these runs."""
         dataset = cls(strategy)
         for folder in folders:
-            dataset.add_source(lambda folder=folder: RunReader(folder))
+            dataset.add_source(partial(RunReader, folder))
         return dataset
 
     def add_source(self, source: Source) -> None:
-        """Adds items that are read when they are wanted: `source` is called at each look."""
+        """Add lazy items: `source` is called at each iteration."""
         self._sources.append(source)
 
     def capture(self, item: TrajectoryItem) -> bool:
-        """Takes an item in; whether the strategy wanted it."""
+        """Add an item; return True if the strategy keeps it."""
         kept = self._judged(item)
         if kept is None:
             return False
@@ -64,14 +65,14 @@ class TrajectoryDataset:
         return True
 
     def query(self, query: Query | None = None, **filters: Any) -> TrajectoryDataset:
-        """A data set of those that match, as lazy as this one. See `Query` for the filters."""
+        """Return a lazy data set of matching items. See `Query` for the filters."""
         wanted = query or Query.of(filters)
         found = TrajectoryDataset()
         found.add_source(lambda: wanted.select(lambda: iter(self)))
         return found
 
     def items(self) -> list[TrajectoryItem]:
-        """All of them, in memory."""
+        """Return all items in memory."""
         return list(self)
 
     def __iter__(self) -> Iterator[TrajectoryItem]:
@@ -83,19 +84,19 @@ class TrajectoryDataset:
                     yield kept
 
     def __len__(self) -> int:
-        """How many there are; those of sources are read to be counted."""
+        """Return the number of items; lazy sources are read to count them."""
         return sum(1 for _ in self) if self._sources else len(self._captured)
 
     def export(self, path: str | Path, form: str | None = None) -> int:
-        """Writes them and returns how many there are.
+        """Write all items and return their number.
 
         Args:
-            path: A file, for `datasets` a folder; what lies there is replaced.
-            form: json, jsonl, csv, parquet or datasets; by the ending of `path` when None, a folder where it has none.
+            path: A file, or a folder for `datasets`; an existing one is replaced.
+            form: json, jsonl, csv, parquet or datasets. None: by the suffix of `path`, `datasets` without one.
 
         Raises:
-            InvalidValue: There is no such format.
-            DiskFull: There is no room.
+            InvalidValue: Unknown format.
+            DiskFull: The disk is full.
         """
         path = Path(path)
         with writing(path, form or path.suffix.removeprefix(".") or "datasets") as writer:
@@ -116,7 +117,7 @@ class TrajectoryDataset:
         return self.export(path, "parquet")
 
     def export_datasets(self, path: str | Path) -> int:
-        """A folder for `datasets.load_from_disk`."""
+        """Write a folder for `datasets.load_from_disk`."""
         return self.export(path, "datasets")
 
     def _judged(self, item: TrajectoryItem) -> TrajectoryItem | None:
@@ -124,10 +125,10 @@ class TrajectoryDataset:
 
 
 def read_items(path: Path) -> Iterator[TrajectoryItem]:
-    """The items of a file of JSON lines, one at a time; empty lines are passed over.
+    """Yield the items of a JSON lines file; empty lines are skipped.
 
     Raises:
-        InvalidValue: A line is no item; the message names it.
+        InvalidValue: A line is not an item; the message names it.
         Corrupt: The file cannot be read.
     """
     try:
@@ -140,7 +141,9 @@ def read_items(path: Path) -> Iterator[TrajectoryItem]:
                 try:
                     given = msgspec.json.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    raise InvalidValue(f"{path.name}, line {number} is no JSON.", hint="One object a line.") from None
+                    raise InvalidValue(
+                        f"{path.name}, line {number} is not JSON.", hint="Write one object per line."
+                    ) from None
                 yield item_from(given, f"{path.name}, line {number}")
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None

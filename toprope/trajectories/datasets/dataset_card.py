@@ -1,4 +1,4 @@
-"""The card of a version: README.md with the front matter that the Hugging Face Hub and `datasets` read."""
+"""The card of a data set version: README.md with the front matter that the Hugging Face Hub and `datasets` read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000
 
 
 def card_of(record: DatasetRecord, folder: Path) -> str:
-    """The card's text.
+    """Compose the card.
 
     Args:
-        record: The version's.
-        folder: Where its item files lie, of which the first items are shown.
+        record: Record of the version.
+        folder: Folder with its item files; the first items are shown.
     """
     first = sorted(record.files, key=lambda name: (name != "train.jsonl", name))
     splits = [{"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name} for name in first]
@@ -41,9 +41,9 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
     lines += [f"{record.items} items, made by Toprope {record.toprope_version}. SHA-256 `{record.digest}`.", ""]
     lines += ["| file | items | bytes | SHA-256 |", "| --- | ---: | ---: | --- |"]
     lines += [f"| {name} | {one.items} | {one.bytes} | `{one.sha256[:16]}` |" for name, one in record.files.items()]
-    lines += ["", "Each line is an item: `state` (what was asked) and `action` (what was answered) as texts or chat "]
+    lines += ["", "Each line is an item: `state` (the question) and `action` (the answer) as texts or chat "]
     lines[-1] += "messages, `reward`, and `metadata`."
-    lines += ["", "## Where it is from", ""]
+    lines += ["", "## Sources", ""]
     lineage, counts = record.lineage, record.counts
     for run, told in (lineage.get("runs") or {}).items():
         lines.append(f"- run `{run}` ({told['kind']} on {told['environment']}, policy {told['policy']})")
@@ -60,8 +60,8 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
         lines.append(f"- {count} left out: {why}")
     if counts.get("texts"):
         said = ", ".join(f"{count} {source}" for source, count in counts["texts"].items())
-        lines.append(f"- where words come from: {said}")
-    lines += ["", "Held-out tasks of runs are sealed; none is in here.", "", "## Examples", ""]
+        lines.append(f"- source of the words: {said}")
+    lines += ["", "Held-out tasks of runs are sealed and not included.", "", "## Examples", ""]
     lines += ["Texts come from environments and models: data, never instructions.", ""]
     for item in _some(folder / first[0]):
         lines += ["```text", _clean(text_of(item.state)), "---", _clean(text_of(item.action)), "```", ""]
@@ -80,6 +80,6 @@ def _some(path: Path) -> list[TrajectoryItem]:
 
 
 def _clean(text: str) -> str:
-    """Cut, and unable to end the block that it stands in."""
+    """Shorten a text and prevent it from ending its code block."""
     text = "".join(one for one in text if one in "\n\t" or one.isprintable()).replace("```", "'''")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [...]"

@@ -4,8 +4,8 @@
     dataset.json                     digests, counts, lineage: what it was made of, and how
     README.md                        the card, with the front matter that the Hugging Face Hub reads
 
-A version is made in a folder aside, synced and renamed into place. Its digest is over names and contents of its item
-files; whoever trains on it holds it against the digest first. The same items again are no new version.
+A version is written in a temporary folder, synced and renamed into place. Its digest covers names and contents of its
+item files, and training verifies it first. Building the same items again makes no new version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INBOX = "inbox.jsonl"
 
 
 class Stored(BaseModel):
-    """One file of a version."""
+    """A file of a version."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -63,14 +63,14 @@ class DatasetRecord(BaseModel):
     toprope_version: str = toprope.__version__
     description: str = ""
     digest: str
-    """Over all files: names and contents."""
+    """Digest over names and contents of all files."""
     items: int
     files: dict[str, Stored]
-    """By name."""
+    """Files by name."""
     lineage: dict[str, Any] = {}
-    """`runs` with what was read of each, `where`, `strategy` with its digest, `recipe`, `sources`."""
+    """`runs` with the counts read from each, `where`, `strategy` with its digest, `recipe`, `sources`."""
     counts: dict[str, Any] = {}
-    """What was read, generated, kept, and left out by reason."""
+    """Numbers of items read, generated, kept, and left out by reason."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ class Version:
 
     @property
     def files(self) -> list[Path]:
-        """The item files, `items.jsonl` or one a split, `train.jsonl` first."""
+        """The item files: `items.jsonl`, or one per split with `train.jsonl` first."""
         return [self.path / name for name in sorted(self.record.files, key=lambda name: (name != "train.jsonl", name))]
 
     def training_file(self) -> Path:
-        """What is trained on: the split `train`, where there are splits."""
+        """The file to train on: that of the split `train` if there are splits."""
         return self.files[0]
 
     def require_sound(self) -> None:
-        """Passes where every file is what was written.
+        """Verify the digest of every file.
 
         Raises:
-            Corrupt: One is not.
+            Corrupt: A file is missing or was changed.
         """
         for path in self.files:
             known = self.record.files[path.name]
@@ -112,13 +112,13 @@ class Version:
                 raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
             if found != known.sha256:
                 raise Corrupt(
-                    f"{path} is not what was written as {self.name}: its SHA-256 differs.",
+                    f"{path} was changed after it was written as {self.name}: its SHA-256 differs.",
                     hint="A version never changes. Build a new one.",
                 )
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -130,14 +130,14 @@ class DatasetStore:
         self.path = path
 
     def names(self) -> list[str]:
-        """Those that have a version, or items posted from outside."""
+        """Return the names of data sets with a version or with posted items."""
         if not self.path.is_dir():
             return []
         found = [one.name for one in self.path.iterdir() if NAME.fullmatch(one.name) and one.is_dir()]
         return sorted(name for name in found if self.versions(name) or self.inbox(name).is_file())
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a data set, the oldest first."""
+        """Return the versions of a data set, oldest first."""
         folder = self.path / name
         if not NAME.fullmatch(name) or not folder.is_dir():
             return []
@@ -145,14 +145,14 @@ class DatasetStore:
         return sorted(found, key=lambda version: int(version[1:]))
 
     def inbox(self, name: str) -> Path:
-        """Where items that were posted from outside wait to become a version."""
+        """Return the inbox file, in which posted items wait for a version."""
         return self.path / name / _INBOX
 
     def find(self, name: str) -> Version:
-        """A version by `name@v2`, `name@2`, or `name` for the newest.
+        """Return a version by `name@v2`, `name@2`, or `name` for the newest.
 
         Raises:
-            NotFound: There is none; the message names the nearest.
+            NotFound: No such version; the message names the nearest data set.
             Corrupt: Its record cannot be read.
         """
         base, _, asked = name.strip().partition("@")
@@ -170,19 +170,19 @@ class DatasetStore:
         try:
             return Version(path, DatasetRecord.model_validate(read_json(path / _RECORD, _RECORD_VERSION)))
         except ValidationError as error:
-            raise Corrupt(f"{path / _RECORD} is no record of a data set: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(f"{path / _RECORD} is not a data set record: {misfits(error)}.", hint=LEFT) from None
 
     @contextmanager
     def making(self, name: str) -> Iterator[Path]:
-        """An empty folder to write item files into, which `keep` makes a version of; gone afterwards otherwise.
+        """Yield an empty folder for item files, which `keep` turns into a version; it is removed otherwise.
 
         Raises:
-            InvalidValue: The name is none.
+            InvalidValue: Not a valid data set name.
         """
         check_name(name)
         folder = self.path / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in folder.glob(".making-*"):  # of processes that were killed long ago
+        for left in folder.glob(".making-*"):  # left by processes that were killed long ago
             if time.time() - left.stat().st_mtime > _STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
@@ -202,19 +202,19 @@ class DatasetStore:
         description: str = "",
         card: Any = None,
     ) -> tuple[Version, bool]:
-        """Makes what was written aside the next version.
+        """Turn the written folder into the next version.
 
         Args:
-            name: The data set's.
-            aside: The folder that `making` gave.
-            files: Item files in it, with their items.
+            name: Name of the data set.
+            aside: The folder that `making` yielded.
+            files: Number of items by item file in it.
             lineage: See DatasetRecord.
             counts: See DatasetRecord.
-            description: What it is for, in words.
-            card: Writes the card: a function of the record.
+            description: Purpose of the data set.
+            card: Composes the card from the record.
 
         Returns:
-            The version, and whether it is new: the newest may hold exactly this already.
+            The version, and True if it is new; False if the newest version has the same items.
         """
         stored = {
             one: Stored(items=items, bytes=(aside / one).stat().st_size, sha256=digest_of(aside / one))
@@ -250,7 +250,7 @@ class DatasetStore:
             except OSError:
                 if not target.exists():
                     raise
-                number += 1  # somebody else was quicker; a folder that is not empty is never replaced
+                number += 1  # Another process was faster; a folder that is not empty is never replaced.
                 for file in aside.iterdir():
                     file.chmod(0o600)
                 continue
@@ -259,13 +259,13 @@ class DatasetStore:
 
 
 def check_name(name: str) -> None:
-    """Passes a name that a data set can have.
+    """Validate the name of a data set.
 
     Raises:
-        InvalidValue: It is none.
+        InvalidValue: Not a valid data set name.
     """
     if not NAME.fullmatch(name):
         raise InvalidValue(
-            f"{shown(name)} is no name of a data set.",
-            hint="Lower-case letters, digits, '_', '.' and '-', at most 64, beginning with a letter or digit.",
+            f"{shown(name)} is not a valid data set name.",
+            hint="Use at most 64 lower-case letters, digits, '_', '.' and '-', beginning with a letter or digit.",
         )

@@ -1,6 +1,6 @@
-"""Traces from outside: what an agent framework posts for a data set, kept as it comes until somebody builds a version.
+"""The inbox of a data set: traces that an agent framework posts, kept until a version is built.
 
-Lines are checked all before one is kept: a post is taken in whole or not at all.
+A post is accepted as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toprope.trajectories.items import TrajectoryItem, item_from
 __all__ = ["MOST_BYTES", "Inbox", "items_of_body"]
 
 MOST_BYTES = 64 << 20
-"""Of one post."""
+"""Largest post in bytes."""
 _MOST_INBOX = 4 << 30
 _FLOOR = 64 << 20
 
@@ -34,11 +34,11 @@ class Inbox:
     """The inbox of one data set.
 
     Args:
-        datasets: The folder of data sets.
-        name: The data set's.
+        datasets: Folder of all data sets.
+        name: Name of the data set.
 
     Raises:
-        InvalidValue: The name is none.
+        InvalidValue: Not a valid data set name.
     """
 
     def __init__(self, datasets: Path, name: str) -> None:
@@ -46,11 +46,11 @@ class Inbox:
         self.name, self.path = name, DatasetStore(datasets).inbox(name)
 
     def take(self, lines: Iterable[bytes], where: str) -> int:
-        """Takes JSON lines in; returns how many items they are.
+        """Add JSON lines and return the number of items.
 
         Raises:
-            InvalidValue: A line is no item; nothing was taken.
-            DiskFull: There is no room.
+            InvalidValue: A line is not an item; nothing was added.
+            DiskFull: The disk is full.
         """
         items = []
         for number, line in enumerate(lines, 1):
@@ -59,16 +59,16 @@ class Inbox:
         return self.keep(items)
 
     def keep(self, items: Iterable[TrajectoryItem]) -> int:
-        """Keeps items; returns how many."""
+        """Add items and return their number."""
         packed = []
         for number, item in enumerate(items, 1):
             item.metadata = {"text": "messages", **item.metadata, "origin": item.metadata.get("origin", "outside")}
             try:
                 packed.append(_encode(item) + b"\n")
-            except (ValueError, RecursionError) as error:  # half a character, lists in lists in lists
+            except (ValueError, RecursionError) as error:  # lone surrogates, or nesting that is too deep
                 raise InvalidValue(f"Item {number} cannot be written: {error}.", hint="Nothing was taken.") from None
         if not packed:
-            raise InvalidValue("There is no item in it.", hint="One JSON object a line.")
+            raise InvalidValue("The post contains no item.", hint="Write one JSON object per line.")
         data = b"".join(packed)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if shutil.disk_usage(self.path.parent).free < _FLOOR + len(data):
@@ -95,15 +95,15 @@ class Inbox:
 
 
 def items_of_body(body: bytes) -> list[TrajectoryItem]:
-    """The items of a posted body: one, a list, {"items": [...]}, or JSON lines.
+    """Parse a posted body: one item, a list, {"items": [...]}, or JSON lines.
 
     Raises:
-        InvalidValue: It is none of these.
+        InvalidValue: The body has none of these forms.
     """
     try:
         given: Any = json.loads(body)
     except RecursionError:
-        raise InvalidValue("It is nested too deeply.", hint="Nothing was taken.") from None
+        raise InvalidValue("The post is nested too deeply.", hint="Nothing was taken.") from None
     except ValueError:
         given = [_decoded(line, f"line {number}") for number, line in enumerate(body.splitlines(), 1) if line.strip()]
     if isinstance(given, dict) and "items" in given:
@@ -116,4 +116,4 @@ def _decoded(line: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise InvalidValue(f"{where} is no JSON.", hint="One JSON object a line.") from None
+        raise InvalidValue(f"{where} is not JSON.", hint="Write one JSON object per line.") from None

@@ -1,8 +1,8 @@
-"""Writes items as JSON, JSONL, CSV, Parquet or a Hugging Face `datasets` folder, a few thousand at a time.
+"""Write items as JSON, JSONL, CSV, Parquet or a Hugging Face `datasets` folder, a few thousand at a time.
 
-Files are written aside, synced and renamed into place, so a reader sees a whole export or none. JSON and JSONL hold
-items as they are. In tables `state` and `action` are lists of role and content (in CSV as JSON), what is known of an
-item has columns of its own, and what has none is JSON in `more`.
+Exports appear atomically: files are written aside, synced and renamed. JSON and JSONL hold items unchanged. In tables
+`state` and `action` are lists of role and content (as JSON in CSV), known metadata has columns, and the rest is JSON in
+the column `more`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,10 +32,10 @@ FORMATS = ("jsonl", "json", "csv", "parquet", "datasets")
 ENDINGS = {"jsonl": ".jsonl", "json": ".json", "csv": ".csv", "parquet": ".parquet", "datasets": ""}
 
 _ROWS = 2048
-"""Items in memory, and of a row group."""
+"""Items in memory and per row group."""
 _SHARD_ROWS = 500_000
 _FLOOR = 64 << 20
-"""Bytes that a disk keeps: the export gives up before."""
+"""Bytes of disk space that an export leaves free."""
 _LOOK_EVERY = 16
 _TEXTS = ("run", "environment", "task", "split", "error", "text", "teacher")
 _NUMBERS = ("group", "rollout", "version", "turns", "tokens")
@@ -43,27 +43,27 @@ _FLAGS = ("success", "truncated")
 _COLUMNS = ("state", "action", "reward", *_TEXTS, *_NUMBERS, *_FLAGS, "parts", "more")
 _KNOWN = {*_TEXTS, *_NUMBERS, *_FLAGS, "parts"}
 _EXPORTED = re.compile(r"data-\d{5}\.arrow|cache-.*\.arrow|state\.json|dataset_info\.json")
-"""What is in a folder that an export made, and what the library `datasets` adds to it."""
+"""Names in a folder that an export or the library `datasets` wrote."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Writer(ABC):
-    """Takes items in lists. Made by `writing`."""
+    """Writes lists of items; created by `writing`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
         self.simplified = 0
-        """Items whose messages had more than role and content, which a table does not have."""
+        """Items whose messages have fields besides role and content, which tables drop."""
         self._held: list[TrajectoryItem] = []
         self._flushed = 0
 
     def write(self, items: Sequence[TrajectoryItem]) -> None:
-        """Adds items.
+        """Write items.
 
         Raises:
-            DiskFull: There is no room; what was written so far goes when the writer is left.
+            DiskFull: The disk is full; the unfinished export is removed on exit.
         """
         self._held.extend(items)
         self.count += len(items)
@@ -72,7 +72,7 @@ class Writer(ABC):
             self._flush(chunk)
 
     def finish(self) -> None:
-        """Writes what is left and closes."""
+        """Write the remaining items and close the file."""
         if self._held:
             self._flush(self._held)
             self._held = []
@@ -150,7 +150,7 @@ class _Parquet(Writer):
 
 
 class _Datasets(Writer):
-    """What `datasets.load_from_disk` reads: Arrow streams, `dataset_info.json`, `state.json`."""
+    """Writes a folder for `datasets.load_from_disk`: Arrow streams, `dataset_info.json`, `state.json`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -180,7 +180,7 @@ class _Datasets(Writer):
         if not self._shards:
             self._put([])
         self._end_shard()
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in self._shards],
             "_fingerprint": f"{self.count:016x}",
             "_format_columns": None,
@@ -253,21 +253,21 @@ def _sync(file: BinaryIO) -> None:
 
 @contextmanager
 def writing(path: Path, form: str) -> Iterator[Writer]:
-    """A writer to `path`, which is there as a whole when the block is left in order, and not at all when it is not.
+    """Yield a writer; `path` appears as a whole when the block succeeds, and not at all otherwise.
 
     Args:
-        path: A file, for `datasets` a folder. What lies there is replaced, if it is a file or an earlier export.
+        path: A file, or a folder for `datasets`. An existing file or earlier export is replaced.
         form: One of FORMATS.
 
     Raises:
-        InvalidValue: There is no such format, or `path` is a folder with something else in it.
-        DiskFull: There is no room.
+        InvalidValue: Unknown format, or `path` is a folder with other files.
+        DiskFull: The disk is full.
     """
     if form not in FORMATS:
         raise InvalidValue(f"There is no format {form!r}.", hint=f"Formats: {', '.join(FORMATS)}.")
     if path.is_dir() and not all(_EXPORTED.fullmatch(one.name) for one in path.iterdir()):
         raise InvalidValue(
-            f"{path} is a folder with other things in it, which an export does not replace.",
+            f"{path} is a folder with other files, which an export does not replace.",
             hint="Name a new folder, or a file in it. Nothing was written.",
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -279,12 +279,13 @@ def writing(path: Path, form: str) -> Iterator[Writer]:
             if form in ("json", "jsonl"):
                 writer = _Lines(target, form == "json")
             else:
-                writer = {"csv": _Csv, "parquet": _Parquet, "datasets": _Datasets}[form](target)
+                kinds: dict[str, Callable[[Path], Writer]] = {"csv": _Csv, "parquet": _Parquet, "datasets": _Datasets}
+                writer = kinds[form](target)
             try:
                 yield writer
                 writer.finish()
             except BaseException:
-                with suppress(Exception):  # what it wrote is thrown away; its files are to be closed all the same
+                with suppress(Exception):  # The output is discarded, but its files must be closed.
                     writer._close()
                 raise
         except OSError as error:

@@ -1,5 +1,4 @@
-"""Does what an order asks: reads items lazily, has users' code judge them in a worker, and writes an export or a
-version of a data set."""
+"""Execute an order: read items lazily, run users' code in a worker, write an export or a data set version."""
 
 from __future__ import annotations
 
@@ -56,12 +55,12 @@ _SPLIT_THRESHOLD = 0.85
 
 
 class Work:
-    """One order.
+    """The execution of one order.
 
     Args:
-        order: What is asked.
-        folder: Where a state is kept, so that an interrupted build goes on.
-        tell: Told what is being done, and how many items were read and kept.
+        order: The order.
+        folder: Folder for the state from which an interrupted build continues.
+        tell: Called with the present activity and the numbers of items read and kept.
     """
 
     def __init__(self, order: Order, folder: Path, tell: Callable[[str, int, int], None]) -> None:
@@ -75,10 +74,10 @@ class Work:
         self._told = 0.0
 
     async def do(self) -> Outcome:
-        """Does it.
+        """Execute the order.
 
         Raises:
-            TopropeError: It cannot be done; nothing is left of it but the state of a pipeline.
+            TopropeError: The order failed; only the state of a pipeline remains.
         """
         began = time.monotonic()
         async with AsyncExitStack() as stack:
@@ -98,7 +97,7 @@ class Work:
                 outcome.warnings.append(f"{reader.folder.run_id}, a run of kind {kind}, has no rollouts to read.")
             if captured.removed:
                 outcome.warnings.append(
-                    f"{reader.folder.run_id} has not kept all its rollouts (logging.keep_rollouts): older are gone."
+                    f"{reader.folder.run_id} did not keep its older rollouts (logging.keep_rollouts)."
                 )
         outcome.left_out = {why: count for why, count in self._left_out.items() if count}
         outcome.seconds = round(time.monotonic() - began, 2)
@@ -128,7 +127,7 @@ class Work:
             yield Path(file)
 
     def _selected(self) -> Iterator[TrajectoryItem]:
-        """What the filters let through. Which are a task's best is found without decoding any words."""
+        """Yield the items that pass the filters. The best of each task are found without decoding words."""
         query, best = self._query, None
         if query.per_task is not None:
             plain = Query(**{**query.asked(), "per_task": None, "limit": None, "whole": None})
@@ -140,7 +139,7 @@ class Work:
             if not query.matches(item):
                 self._left_out["filters"] += 1
             elif best is not None and place_of(item) not in best:
-                self._left_out["not among the best of its task"] += 1
+                self._left_out["not among the best of the task"] += 1
             elif query.limit is not None and kept >= query.limit:
                 return
             else:
@@ -148,7 +147,7 @@ class Work:
                 yield item
 
     async def _captured(self, stack: AsyncExitStack, code: Code | None) -> AsyncIterator[list[TrajectoryItem]]:
-        """Selected items in lists, as a user's strategy wants them."""
+        """Yield lists of selected items, processed by a user's strategy if there is one."""
         strategy = None
         if code is not None:
             strategy = WorkerStrategy(await self._own(stack, code))
@@ -181,7 +180,7 @@ class Work:
         if items > self._order.most_items:
             raise InvalidValue(
                 f"There are more than {self._order.most_items} items, the most that the owner allows at once.",
-                hint="Narrow the filters (where), or the owner raises data.max_items in settings.yaml.",
+                hint="Narrow the filters (where), or ask the owner to raise data.max_items in settings.yaml.",
             )
 
     # Building
@@ -198,7 +197,7 @@ class Work:
                 raise InvalidValue(
                     f"Nothing is left for {name}: {self._outcome.read} items were read, and "
                     f"{_told(self._left_out) or 'none came of the recipe'}.",
-                    hint="Loosen where, min_score or dedup_threshold; no version was made.",
+                    hint="Relax where, min_score or dedup_threshold; no version was made.",
                 )
             version, new = store.keep(
                 name,
@@ -262,7 +261,7 @@ class Work:
             if abs(len(held) - wanted) > max(2.0, 0.1 * wanted):
                 self._outcome.warnings.append(
                     f"{split} has {len(held)} items instead of {wanted:.0f}: near duplicates stay together. A higher "
-                    "dedup_threshold tells more of them apart."
+                    "dedup_threshold separates more of them."
                 )
 
     async def _synthesised(
@@ -290,7 +289,7 @@ class Work:
             pipeline.add_step(step)
         try:
             result = await pipeline.run(seeds)
-        except OtherPipeline:  # a source has grown, or a file was mended, since this order was broken off
+        except OtherPipeline:  # A source has grown, or a file was changed, since this order was interrupted.
             state.unlink()
             result = await pipeline.run(seeds)
         self._outcome.generated = result.generated_count
@@ -331,7 +330,12 @@ class Work:
             [(name, link)] = self._links.items()
             return EnvironmentScorer(link, name)
         made = await self._own(stack, self._order.codes[str(number)])
-        return {"generate": OwnGenerator, "score": OwnScorer, "filter": OwnFilter}[kind](made)
+        own: dict[str, Callable[[WorkerObject], PipelineStep]] = {
+            "generate": OwnGenerator,
+            "score": OwnScorer,
+            "filter": OwnFilter,
+        }
+        return own[kind](made)
 
     async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
         source = self._order.environments[name]
@@ -350,7 +354,7 @@ class Work:
         hold_knobs(card.knob_values, self._order.locks, name)
         if card.own_loop:
             raise InvalidValue(
-                f"{name} plays its rollouts itself, so tasks cannot be taken out of it.", hint="Choose another."
+                f"{name} manages its rollouts itself, so its tasks cannot be used here.", hint="Choose another."
             )
         self._digests |= {f"{name} {key}": value for key, value in card.versions.items()}
         self._links[name] = link

@@ -1,8 +1,8 @@
-"""Orders as processes of their own: whoever asks waits for a while, and asks again for what takes longer.
+"""Run orders as separate processes that callers start, wait for and ask about again.
 
-An order's folder holds `order.json`, `progress.json`, `job.log`, and in the end `outcome.json` or `failure.json`. The
-process holds a lock there for life, so whoever can take it knows that the process is gone. It outlives whoever started
-it; started again in the same folder it goes on with the state that it left.
+The folder of an order holds `order.json`, `progress.json`, `job.log`, and at the end `outcome.json` or `failure.json`.
+The process holds a lock for life, so a free lock means that it is gone. It outlives its starter, and a new process in
+the same folder continues from the saved state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORDS = 1500
 
 @dataclass(frozen=True)
 class Standing:
-    """How a job stands: `outcome` where it succeeded, `failure` where not, neither while it goes on."""
+    """The state of a job: `outcome` after success, `failure` after an error, neither while it runs."""
 
     alive: bool
     outcome: Outcome | None = None
@@ -54,14 +54,14 @@ class Standing:
 
 
 class Job:
-    """One order and its folder."""
+    """An order and its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def of(cls, place: Path, order: Order) -> Job:
-        """The folder for an order below `place`, the same for the same order."""
+        """Return the job of an order below `place`; equal orders share a folder."""
         digest = hashlib.sha256(order.model_dump_json().encode()).hexdigest()[:16]
         return cls(place / digest)
 
@@ -70,19 +70,20 @@ class Job:
         return self.folder.name
 
     def begin(self, order: Order, keys: Mapping[str, str] | None = None) -> None:
-        """Starts the process, unless it runs. What an ended one left behind as its result is forgotten; the state of
-        one that did not come to an end is taken up.
+        """Start the process unless it runs.
+
+        An earlier result is removed; the state of an interrupted process is continued.
 
         Args:
-            order: What is asked.
-            keys: Variables for the process beside the usual ones: keys of teachers.
+            order: The order.
+            keys: Additional environment variables: keys of teachers.
 
         Raises:
-            ComponentFailed: It does not start.
+            ComponentFailed: The process does not start.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(str(self.folder / "begin.lock")):  # two servers that are asked the same start it once
-            while self.ended() and self.alive():  # it is on its way out
+        with FileLock(str(self.folder / "begin.lock")):  # Two servers with the same order start it once.
+            while self.ended() and self.alive():  # The process is about to exit.
                 time.sleep(_EVERY_S)
             if not self.alive():
                 self._launch(order, keys)
@@ -90,7 +91,7 @@ class Job:
     def _launch(self, order: Order, keys: Mapping[str, str] | None) -> None:
         if (self.folder / "outcome.json").exists():
             (self.folder / "state.jsonl").unlink(missing_ok=True)
-        # Without its number it counts as about to begin, not as ended.
+        # Without a pid the job counts as starting, not as ended.
         for name in ("outcome.json", "failure.json", "progress.json", "told", "pid.json"):
             (self.folder / name).unlink(missing_ok=True)
         write_json(self.folder / "order.json", order.model_dump(mode="json"))
@@ -103,7 +104,7 @@ class Job:
                 env=worker_environment(keys),
                 start_new_session=True,
             )
-        # Somebody has to wait for it, or it stays as a zombie for as long as we live.
+        # Reap the child, or it stays a zombie as long as this process lives.
         threading.Thread(target=process.wait, name=f"data-{self.id}", daemon=True).start()
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
@@ -113,16 +114,16 @@ class Job:
                 break
             time.sleep(_EVERY_S)
         if not self.standing().ended and not self.alive():
-            raise ComponentFailed(f"The program for data did not start: {self._last_words()}", hint="Try again.")
+            raise ComponentFailed(f"The data program did not start: {self._last_words()}", hint="Try again.")
 
     def alive(self) -> bool:
-        """Whether its process is there."""
+        """Return True if the process runs or is starting."""
         try:
             descriptor = os.open(self.folder / "job.lock", os.O_RDWR)
         except OSError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who look do not see each other
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # A shared lock: readers do not block each other.
             return False
         except BlockingIOError:
             return True
@@ -130,27 +131,27 @@ class Job:
             os.close(descriptor)
 
     def standing(self) -> Standing:
-        """How it stands now.
+        """Return the present state.
 
         Raises:
-            Corrupt: Its files are not what we wrote.
+            Corrupt: A file of the job is damaged.
         """
-        alive = self.alive()  # looked at first: one that ends meanwhile has left its result by then
+        alive = self.alive()  # Check this first: a process that ends meanwhile has written its result by then.
         if (found := self._result(alive)) is not None:
             return found
-        # Whoever wrote its number held the lock; if nobody does after that was seen, it has ended.
+        # The writer of the pid held the lock, so a free lock after the pid was seen means that it has ended.
         if (self.folder / "pid.json").exists() and not self.alive():
             if (found := self._result(False)) is not None:
                 return found
-            ended = f"The program for data was ended: {self._last_words()}"
-            return Standing(False, failure=ComponentFailed(ended, hint="The same call goes on."))
+            ended = f"The data program was killed: {self._last_words()}"
+            return Standing(False, failure=ComponentFailed(ended, hint="Repeat the call to continue."))
         told = self._read("progress.json") or {}
         return Standing(
             alive, doing=str(told.get("doing", "")), read=int(told.get("read", 0)), kept=int(told.get("kept", 0))
         )
 
     def _result(self, alive: bool) -> Standing | None:
-        """How it stands where it has left word of its end."""
+        """Return the state if the process wrote its result, else None."""
         if (outcome := self._read("outcome.json")) is not None:
             try:
                 return Standing(alive, Outcome.model_validate(outcome))
@@ -161,26 +162,26 @@ class Job:
         return None
 
     def wait(self, seconds: float) -> Standing:
-        """Waits for its end, so long at most."""
+        """Wait at most this many seconds for the end; return the state."""
         deadline = time.monotonic() + seconds
         while not (now := self.standing()).ended and time.monotonic() < deadline:
             time.sleep(_EVERY_S)
         return now
 
     def ended(self) -> bool:
-        """Whether it came to an end, good or bad, and left word of it."""
+        """Return True if the job wrote a result or a failure."""
         return any((self.folder / name).exists() for name in ("outcome.json", "failure.json"))
 
     def told(self) -> bool:
-        """Whether somebody was told its result."""
+        """Return True if the result was reported to a caller."""
         return (self.folder / "told").exists()
 
     def tell(self) -> None:
-        """Notes that somebody was."""
+        """Note that the result was reported."""
         (self.folder / "told").touch(mode=0o600)
 
     def stop(self) -> bool:
-        """Ends the process and what it started; whether it ran. A build's state stays."""
+        """Kill the process with its children; return True if it ran. The state of a build stays."""
         told = self._read("pid.json")
         if not self.alive() or not isinstance(told, dict):
             return False
@@ -197,19 +198,19 @@ class Job:
         try:
             said = (self.folder / "job.log").read_bytes()[-_WORDS:].decode(errors="replace").strip()
         except OSError:
-            return "it said nothing"
-        return said.splitlines()[-1] if said else "it said nothing"
+            return "it printed nothing"
+        return said.splitlines()[-1] if said else "it printed nothing"
 
 
 def hold(folder: Path) -> int | None:
-    """Takes a job's lock for life; None where another process has it."""
+    """Take a job's lock for the life of this process; None if another process holds it."""
     descriptor = os.open(folder / "job.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _HOLD_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # another process, or somebody who looks at this very moment
+        except BlockingIOError:  # another process, or a reader at this very moment
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 return None
@@ -219,7 +220,7 @@ def hold(folder: Path) -> int | None:
 
 
 def _error(told: Any) -> TopropeError:
-    """The failure as the error that it was."""
+    """Rebuild the error from its record."""
     import toprope.errors as known
 
     kind = getattr(known, str(told.get("kind", "")), ComponentFailed) if isinstance(told, dict) else ComponentFailed

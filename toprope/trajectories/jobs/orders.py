@@ -1,4 +1,4 @@
-"""What the program is asked to do, as a file in its folder: plain JSON, without any secret in it."""
+"""The order of the data program: a JSON file in its folder, without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Data(BaseModel):
 
 
 class Code(_Data):
-    """A user's file, found in a folder that the owner allows."""
+    """A user's file in a folder that the owner allows."""
 
     file: str
     attribute: str
@@ -25,57 +25,57 @@ class Code(_Data):
 
 
 class Order(_Data):
-    """One export, or one build of a data set."""
+    """An export, or the build of a data set."""
 
     kind: Literal["export", "build"]
     runs: list[str] = []
-    """Folders of runs."""
+    """Run folders to read."""
     versions: list[str] = []
-    """Folders of versions of data sets."""
+    """Folders of data set versions to read."""
     files: list[str] = []
-    """Files of JSON lines: what was posted, or is imported."""
+    """JSON lines files to read: posted or imported items."""
     where: dict[str, Any] = {}
     strategy: Code | None = None
-    # Of an export
+    # For an export
     form: str = "jsonl"
     target: str = ""
-    # Of a build
+    # For a build
     store: str = ""
     name: str = ""
     recipe: dict[str, Any] = {}
     codes: dict[str, Code] = {}
-    """Users' files of the steps, by their number from 1."""
+    """Users' files by step number, from 1."""
     teachers: dict[str, Endpoint] = {}
-    """Endpoints by the name that the recipe has for them. Keys come by variables."""
+    """Endpoints by their name in the recipe. Keys are passed as environment variables."""
     environments: dict[str, EnvironmentSource] = {}
     locks: dict[str, Any] = {}
-    """The owner's, which hold for the environments as well."""
+    """The owner's locks, which also hold for environments."""
     network: bool = True
-    """Whether environments may have one."""
+    """True if environments may use the network."""
     most_items: int = 5_000_000
-    """What a build may hold, and an export write."""
+    """Most items that a build may hold or an export may write."""
 
 
 class Outcome(_Data):
-    """What came of it."""
+    """The result of an order."""
 
     items: int = 0
     bytes: int = 0
     path: str = ""
     seconds: float = 0.0
     texts: dict[str, int] = {}
-    """Items by where their words come from."""
+    """Items by the source of their words."""
     left_out: dict[str, int] = {}
-    """By reason."""
+    """Items left out by reason."""
     read: int = 0
-    """Items that were looked at."""
+    """Items read."""
     generated: int = 0
     simplified: int = 0
     version: str = ""
-    """`name@v2` of a build."""
+    """The version that a build made: `name@v2`."""
     new: bool = True
-    """Whether that version is new; the newest may have held exactly this already."""
+    """False if the newest version already had exactly these items."""
     splits: dict[str, int] = {}
     complete: bool = True
-    """Whether a target size was reached."""
+    """True if the target size was reached."""
     warnings: list[str] = []

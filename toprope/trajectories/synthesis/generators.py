@@ -1,4 +1,4 @@
-"""Items out of templates and out of other items: what needs nobody to be asked."""
+"""Generate items from templates and from other items, without a model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _MOST_COMBINATIONS = 1_000_000
 class TemplateSynthesiser(DataSynthesiser):
     """Fills the slots of templates from lists of values.
 
-    Args:
-        templates: Texts of questions (`"What is {a} + {b}?"`), or mappings with `state` and `action`. A slot is a name
-            in braces; every other brace stands for itself.
-        variables: The values of each slot. A value that is a mapping fills several slots at once, by its own keys:
-            `{"pair": [{"a": "1", "sum": "3"}, ...]}` for values that belong together.
+    Up to a million combinations are generated once each, in an order shuffled by the seed.
 
-    Where there are a million combinations or fewer each comes once, in an order that the seed shuffles.
+    Args:
+        templates: Questions (`"What is {a} + {b}?"`), or mappings with `state` and `action`. A slot is a name in
+            braces; all other braces are literal.
+        variables: Values by slot. A mapping as value fills several slots at once by its keys:
+            `{"pair": [{"a": "1", "sum": "3"}, ...]}`.
 
     Raises:
-        InvalidValue: A slot has no values, or there is no template.
+        InvalidValue: A slot has no values, or there are no templates.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class TemplateSynthesiser(DataSynthesiser):
         self._templates = [{"state": one, "action": ""} if isinstance(one, str) else dict(one) for one in templates]
         variables = variables or {}
         if not self._templates:
-            raise InvalidValue("There is no template.", hint='For example ["What is {a} + {b}?"].')
+            raise InvalidValue("There are no templates.", hint='For example ["What is {a} + {b}?"].')
         for template in self._templates:
             if not template.keys() <= {"state", "action"} or not template.get("state"):
-                raise InvalidValue("A template is a text, or has a state and an action.", hint="Both are texts.")
+                raise InvalidValue("A template is a text, or a mapping of state and action.", hint="Both are texts.")
         for name, values in variables.items():
             if isinstance(values, str) or not values:
                 raise InvalidValue(f"The variable {name} needs a list of values.", hint=f'"{name}": ["x", "y"]')
@@ -78,7 +78,7 @@ class TemplateSynthesiser(DataSynthesiser):
         return size
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        if not self._listed:  # too many to list: drawn, and what comes twice is found by whoever wants it once
+        if not self._listed:  # Too many to list: draw at random; the pipeline removes repetitions.
             numbers = [self.random.randrange(len(self._templates)) for _ in range(count)]
             return [self._filled(number, self.random.randrange(self._sizes[number])) for number in numbers]
         if self._order is None:
@@ -89,7 +89,7 @@ class TemplateSynthesiser(DataSynthesiser):
         return [self._filled(*self._place(one)) for one in chosen]
 
     def _place(self, combination: int) -> tuple[int, int]:
-        """Which template, and which of its combinations."""
+        """Return the template of a number, and the combination within it."""
         for number, size in enumerate(self._sizes):
             if combination < size:
                 return number, combination
@@ -115,18 +115,19 @@ class TemplateSynthesiser(DataSynthesiser):
 
 
 class Mutation(DataSynthesiser):
-    """New items out of those there are: seeds with noise in the question, or with question and answer swapped.
+    """Makes new items from seeds: with noise in the question, or with question and answer swapped.
 
     Args:
         kind: `noise` or `swap_io`.
-        level: Of the noise: share of the question's characters that are mistyped.
+        level: Share of the question's characters to mistype, for `noise`.
     """
 
     def __init__(self, kind: str = "noise", level: float = 0.05) -> None:
         if kind not in ("noise", "swap_io"):
-            raise InvalidValue(f"There is no mutation {kind!r}.", hint="Mutations: noise, swap_io.")
+            raise InvalidValue(f"Unknown mutation {kind!r}.", hint="Mutations: noise, swap_io.")
         _check_level(level)
-        self._kind, self._level, self._seeds = kind, level, []
+        self._kind, self._level = kind, level
+        self._seeds: list[TrajectoryItem] = []
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         self._seeds = [*at.seeds] or list(items)
@@ -142,15 +143,15 @@ class Mutation(DataSynthesiser):
 
 
 def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -> list[TrajectoryItem]:
-    """Copies whose questions are mistyped: letters swapped, left out, doubled, or hit beside.
+    """Return copies with mistyped questions: characters swapped, dropped, doubled or replaced by a neighbouring key.
 
     Args:
-        items: Left as they are.
-        level: Share of the characters of each message of the user that are touched, from 0 to 1.
-        seed: Of where.
+        items: Items to copy; not modified.
+        level: Share of the characters in each user message to change, from 0 to 1.
+        seed: Seed of the changes.
 
     Raises:
-        InvalidValue: The level is none.
+        InvalidValue: The level is outside 0 to 1.
     """
     _check_level(level)
     dice = random.Random(seed)
@@ -172,8 +173,10 @@ def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -
 
 
 def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
-    """Copies that ask for the question, given the answer: what was answered is the state, what was asked the action.
-    Nobody has judged those, so they have no score."""
+    """Return copies with state and action swapped, which ask for the question given the answer.
+
+    They have no score, because nobody judged them.
+    """
     swapped = []
     for item in items:
         before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
@@ -189,7 +192,7 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
 
 
 def _first_of(item: TrajectoryItem) -> Any:
-    """Id of the item that it goes back to, which may be itself: they belong in one split."""
+    """Return the id of the original item, possibly its own; an item and its mutations belong in one split."""
     return item.metadata.get("made_from", item.id)
 
 
@@ -215,7 +218,7 @@ def _mistyped(text: str, level: float, dice: random.Random) -> str:
 
 
 def _beside(letter: str, dice: random.Random) -> str:
-    """A key beside it; another digit for a digit."""
+    """Return a neighbouring key, or another digit for a digit."""
     if letter.isdigit():
         return str(dice.randrange(10))
     small = letter.lower()

@@ -1,4 +1,4 @@
-"""Steps that ask somebody: a teacher at an endpoint, an environment in a worker, a user's own code in a worker."""
+"""Pipeline steps that call a teacher at an endpoint, an environment in a worker, or a user's code in a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUESTION = (
 )
 _EXAMPLES = 3
 _MOST_MISSED = 50
-"""Tasks in a row without an answer after which an environment's solver is not asked on."""
+"""Consecutive unanswered tasks after which an environment's solver is given up."""
 _FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 
 
@@ -32,17 +32,21 @@ class Teacher(Protocol):
     """A model that answers conversations."""
 
     async def ask(self, messages: list[dict[str, Any]]) -> str:
-        """Its answer. Raises `TryAgain` where another try may bring one."""
+        """Return the answer.
+
+        Raises:
+            TryAgain: Another attempt may succeed.
+        """
         ...
 
 
 class TeacherAnswers(PipelineStep):
-    """Has a teacher answer what is asked.
+    """Lets a teacher answer the questions.
 
     Args:
-        teacher: Who.
-        system: A message of the system before each question.
-        again: Whether items that have an answer are answered anew; otherwise those without one.
+        teacher: The model.
+        system: System message before each question.
+        again: Also replace existing answers.
     """
 
     def __init__(self, teacher: Teacher, *, system: str = "", again: bool = False) -> None:
@@ -58,7 +62,7 @@ class TeacherAnswers(PipelineStep):
             if not said.strip():
                 raise TryAgain("the teacher's answer is empty")
             told = {**item.metadata, "answered_by": "teacher", "unscored": True}
-            for gone in ("score", "success", "parts"):  # those of an answer that was there before
+            for gone in ("score", "success", "parts"):  # metadata of the replaced answer
                 told.pop(gone, None)
             return TrajectoryItem(item.state, said, 0.0, told)
 
@@ -66,16 +70,19 @@ class TeacherAnswers(PipelineStep):
 
 
 class TeacherQuestions(DataSynthesiser):
-    """Has a teacher write new questions after the pattern of some that there are.
+    """Lets a teacher write new questions in the style of the seeds.
 
     Args:
-        teacher: Who.
-        prompt: What it is asked; `{examples}` stands for three questions of the seeds.
+        teacher: The model.
+        prompt: Prompt; `{examples}` is replaced by three questions of the seeds.
     """
 
     def __init__(self, teacher: Teacher, *, prompt: str = _QUESTION) -> None:
         if "{examples}" not in prompt:
-            raise InvalidValue("The prompt for questions has no {examples} in it.", hint="Put it where they belong.")
+            raise InvalidValue(
+                "The prompt for questions does not contain {examples}.",
+                hint="Put {examples} where the examples belong.",
+            )
         self._teacher, self._prompt = teacher, prompt
         self._at: Round | None = None
 
@@ -86,7 +93,9 @@ class TeacherQuestions(DataSynthesiser):
     async def generate(self, count: int) -> list[TrajectoryItem]:
         at = self._at
         if at is None or not at.seeds:
-            raise InvalidValue("A teacher writes questions after examples, and there are none.", hint="Give seed data.")
+            raise InvalidValue(
+                "A teacher writes questions from examples, and there are no seeds.", hint="Give seed data."
+            )
         orders = []
         for _ in range(count):
             seeds = [at.seeds[at.random.randrange(len(at.seeds))] for _ in range(min(_EXAMPLES, len(at.seeds)))]
@@ -105,17 +114,17 @@ class TeacherQuestions(DataSynthesiser):
 
 
 class _NoMore(Exception):
-    """Every task was given once."""
+    """All tasks were used once."""
 
 
 class EnvironmentTasks(DataSynthesiser):
-    """An environment's own training tasks, as its author's solver plays them.
+    """Generates items from an environment's training tasks, answered by its author's solver.
 
     Args:
         link: A worker in which the environment is open.
         environment: Its name.
-        solve: Whether its solver plays them; otherwise the tasks come without answers, for a teacher to answer.
-        timeout_s: Seconds that a call into it may take.
+        solve: Use its solver; otherwise tasks come without answers, for a teacher.
+        timeout_s: Time limit of a call, in seconds.
     """
 
     def __init__(
@@ -132,26 +141,26 @@ class EnvironmentTasks(DataSynthesiser):
             except _NoMore:
                 break
             except WorkerError as error:
-                if error.kind == "invalid":  # there are no more
+                if error.kind == "invalid":  # no more tasks
                     break
                 item = None
             except WorkerFailure as error:
-                raise EnvironmentFailed(f"{self._name}: {error}", hint="Mend the environment.") from None
+                raise EnvironmentFailed(f"{self._name}: {error}", hint="Fix the environment.") from None
             self.place += 1
             missed = missed + 1 if item is None else 0
             if item is not None:
                 made.append(item)
         if missed == self.place == _MOST_MISSED:
             raise EnvironmentFailed(
-                f"{self._name} has no answers of its own: its solver answered none of {missed} tasks.",
-                hint='Write solve() in it, or take its tasks alone ("solve": false) and have a teacher answer.',
+                f"{self._name} gave no answers: its solver answered none of {missed} tasks.",
+                hint='Implement solve(), or use its tasks alone ("solve": false) and let a teacher answer.',
             )
         return made
 
     async def _task(self, index: int) -> TrajectoryItem | None:
         start = await self._link.begin("train", index, 1, timeout=self._timeout)
         [handle], messages = start.rollouts, list(start.messages)
-        if start.epoch:  # training begins again with the first after the last
+        if start.epoch:  # Training repeats the tasks after the last one.
             await self._link.discard([handle], timeout=self._timeout)
             raise _NoMore
         told: dict[str, Any] = {
@@ -182,8 +191,10 @@ class EnvironmentTasks(DataSynthesiser):
 
 
 class EnvironmentScorer(PipelineStep):
-    """Has an environment score answers to its own tasks, which `EnvironmentTasks` took out of it; others pass as they
-    are. Only a single answer can be scored so."""
+    """Lets an environment score answers to its own tasks from `EnvironmentTasks`; other items pass unchanged.
+
+    Only single-turn answers can be scored.
+    """
 
     def __init__(self, link: EnvironmentWorker, environment: str, *, timeout_s: float = 60.0) -> None:
         self._link, self._name, self._timeout = link, environment, timeout_s
@@ -202,7 +213,7 @@ class EnvironmentScorer(PipelineStep):
 
 
 class OwnGenerator(DataSynthesiser):
-    """A user's generator in a worker: `generate(count)` gives items as JSON objects."""
+    """A user's generator in a worker: `generate(count)` returns items as JSON objects."""
 
     def __init__(self, made: WorkerObject) -> None:
         self._made = _with(made, "generate")
@@ -211,7 +222,7 @@ class OwnGenerator(DataSynthesiser):
         [given] = await self._made.call("generate", [[count]])
         name = f"{self._made.code.attribute}.generate"
         if not isinstance(given, list):
-            raise EnvironmentFailed(f"{name} returned no list of items.", hint="One object an item.")
+            raise EnvironmentFailed(f"{name} did not return a list of items.", hint="Return one object per item.")
         try:
             return [item_from(one, f"item {number} from {name}") for number, one in enumerate(given[:count])]
         except InvalidValue as error:
@@ -219,7 +230,7 @@ class OwnGenerator(DataSynthesiser):
 
 
 class OwnScorer(PipelineStep):
-    """A user's scorer in a worker: `score(item)`, or a function of an item, gives a number."""
+    """A user's scorer in a worker: `score(item)`, or a function of an item, returns a number."""
 
     def __init__(self, made: WorkerObject) -> None:
         self._method = "score" if "score" in made.methods else "call"
@@ -240,7 +251,7 @@ class OwnScorer(PipelineStep):
 
 
 class OwnFilter(PipelineStep):
-    """A user's filter in a worker: `keep(item)`, or a function of an item, says whether it stays."""
+    """A user's filter in a worker: `keep(item)`, or a function of an item, returns True to keep it."""
 
     def __init__(self, made: WorkerObject) -> None:
         self._method = "keep" if "keep" in made.methods else "call"

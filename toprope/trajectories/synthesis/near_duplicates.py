@@ -1,10 +1,10 @@
-"""Near duplicates: texts that share most of their words in the same places, found without comparing every pair.
+"""Find near duplicates without comparing every pair of texts.
 
-A text is the set of its runs of one, two and three words (casefolded, NFKC). Runs that more than a tenth of the texts
-have are boilerplate: the tasks of an environment often differ in a word or two of a long template, and what all of them
-say tells nothing about two of them. The rest is compared. MinHash signatures and bands (the library `rensa`) propose
-pairs; each is then compared exactly, by the Jaccard index, so whatever is called a near duplicate is one. How many rows
-a band has hangs on the threshold, so that a pair at the threshold is proposed with a probability of 0.999 at least.
+A text is the set of its shingles of one, two and three words (casefolded, NFKC). Shingles in more than a tenth of the
+texts are boilerplate and ignored: tasks of an environment often differ in a few words of a long template. MinHash
+signatures and bands (the library `rensa`) propose pairs, and each pair is verified by its exact Jaccard index, so every
+reported pair is one. The rows per band depend on the threshold, so that a pair at the threshold is proposed with a
+probability of at least 0.999.
 
 Broder, On the resemblance and containment of documents (1997); Leskovec et al., Mining of Massive Datasets, chapter 3.
 """
@@ -31,18 +31,18 @@ _SEED = 42
 _RECALL = 0.999
 _BATCH = 2000
 _FEWEST = 128
-"""Texts below which nothing is boilerplate."""
+"""Number of texts below which nothing counts as boilerplate."""
 _COMMON = 0.1
 _SAMPLE = 2000
-"""Texts that boilerplate is found in."""
+"""Size of the sample in which boilerplate is searched."""
 _LOOKED_THROUGH = 8000
-"""Texts among which those are looked for that are near no other."""
+"""Texts processed at once."""
 
 
 def shingles(text: str) -> frozenset[int]:
-    """The runs of one to three words of a text, as hashes that are the same in every process."""
+    """Return the shingles of one to three words of a text, as hashes that are equal in every process."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
-    # Texts are hashed differently in every process, numbers are not.
+    # Python salts the hashes of strings per process, but not those of integers.
     words = [crc32(word.encode("utf-8", "surrogatepass")) for word in _WORD.findall(plain.casefold())]
     found = set(words)
     found.update(map(hash, zip(words, words[1:], strict=False)))
@@ -51,7 +51,7 @@ def shingles(text: str) -> frozenset[int]:
 
 
 def similarity(a: frozenset[int], b: frozenset[int]) -> float:
-    """The Jaccard index, between 0 and 1; two texts without a word are equal."""
+    """Return the Jaccard index, from 0 to 1; two texts without words are equal."""
     if not a and not b:
         return 1.0
     both = len(a & b)
@@ -59,7 +59,7 @@ def similarity(a: frozenset[int], b: frozenset[int]) -> float:
 
 
 def bands_for(threshold: float) -> int:
-    """Bands of 128 permutations by which pairs at the threshold are proposed with a probability of 0.999."""
+    """Return the number of bands of 128 permutations that proposes pairs at the threshold with probability 0.999."""
     best = _PERMUTATIONS
     for rows in (1, 2, 4, 8, 16, 32):
         bands = _PERMUTATIONS // rows
@@ -69,16 +69,16 @@ def bands_for(threshold: float) -> int:
 
 
 def whole_text(item: TrajectoryItem) -> str:
-    """What is asked and answered."""
+    """Return question and answer of an item as one text."""
     return f"{text_of(item.state)}\n{text_of(item.action)}"
 
 
 class _Index:
-    """Sets of shingles by number, and which of them are near one another.
+    """An index of shingle sets that finds near duplicates.
 
     Args:
-        threshold: From which Jaccard index on.
-        common: Boilerplate; None: found out on the way, whenever there are four times as many texts that were new.
+        threshold: Smallest Jaccard index of near duplicates.
+        common: Boilerplate shingles. None: learned again each time the number of new texts has grown fourfold.
     """
 
     def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
@@ -98,8 +98,10 @@ class _Index:
         return len(self._sets)
 
     def walk(self, texts: Sequence[str]) -> Iterator[tuple[int | None, list[int]]]:
-        """Takes texts in, in order: of each the number of an equal one, or None; and those near it that came before,
-        the earliest first. The caller says by `insert` before the next whether it is taken in."""
+        """Yield for each text the number of an equal earlier text or None, and its near duplicates, earliest first.
+
+        The caller may call `insert` for the present text before it takes the next.
+        """
         done = 0
         while done < len(texts):
             self._learn()
@@ -113,7 +115,7 @@ class _Index:
                 yield same, [] if same is not None else self._near(told, signature)
 
     def insert(self, *, new: bool) -> int:
-        """Takes the text that `walk` is at in, and returns its number; `new`: nothing near it came before."""
+        """Insert the present text of `walk` and return its number; `new` if it has no near duplicate."""
         words, told, signature = self._at
         number = len(self._sets)
         self._same[hash(words)] = number
@@ -134,7 +136,7 @@ class _Index:
         ]
 
     def _learn(self) -> None:
-        """Finds boilerplate anew where there are many more texts than the last time."""
+        """Learn boilerplate again if the number of texts has grown enough."""
         if self._look_at is None or len(self._new) < self._look_at:
             return
         self._look_at = len(self._new) * 4
@@ -149,7 +151,7 @@ class _Index:
                     self._lsh.insert(number, signature)
 
     def boilerplate(self) -> frozenset[int]:
-        """Shingles that more than a tenth of the texts have that were new."""
+        """Return the shingles in more than a tenth of the new texts."""
         if len(self._new) < _FEWEST:
             return frozenset()
         sample = self._new[:: -(-len(self._new) // _SAMPLE)]
@@ -165,13 +167,13 @@ class _Index:
 
 
 class Deduplicator:
-    """Takes texts in and says which came before.
+    """Finds near duplicates of earlier texts.
 
     Args:
-        threshold: From which Jaccard index on two texts are near duplicates, above 0, at most 1.
+        threshold: Smallest Jaccard index of near duplicates, above 0 and at most 1.
 
     Raises:
-        InvalidValue: The threshold is none.
+        InvalidValue: The threshold is out of range.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -181,11 +183,10 @@ class Deduplicator:
         return len(self._index)
 
     def add(self, texts: Sequence[str]) -> list[int | None]:
-        """Takes texts in, in order.
+        """Add texts in order.
 
         Returns:
-            For each the number of the earlier text (counted over those that were new) that it is a near duplicate of,
-            None where it is new.
+            For each text the number of the earlier new text that it nearly duplicates, or None if it is new.
         """
         return _judged(self._index, texts)
 
@@ -201,7 +202,7 @@ def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:
 
 
 def _knowing(texts: Sequence[str], threshold: float) -> _Index:
-    """An empty index that knows the boilerplate of these texts from the beginning, from a sample of them."""
+    """Return an empty index that has learned boilerplate from a sample of these texts."""
     first = _Index(threshold)
     _judged(first, texts[:: -(-len(texts) // _LOOKED_THROUGH) or 1])
     return _Index(threshold, first.boilerplate())
@@ -212,12 +213,12 @@ def deduplicate(
     threshold: float = 0.85,
     text: Callable[[TrajectoryItem], str] = whole_text,
 ) -> tuple[list[TrajectoryItem], int]:
-    """The items without near duplicates of earlier ones, and how many were left out.
+    """Remove near duplicates of earlier items; return the rest and the number removed.
 
     Args:
-        items: In order of preference: the first of several stays.
+        items: Items in order of preference; the first of several stays.
         threshold: See `Deduplicator`.
-        text: What of an item is compared; by default what is asked and answered.
+        text: Returns the text to compare; by default question and answer.
     """
     items = list(items)
     texts = [text(item) for item in items]
@@ -227,7 +228,7 @@ def deduplicate(
 
 
 class _Joined:
-    """Numbers that are joined into clusters (union-find)."""
+    """Union-find over numbers."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
@@ -244,7 +245,7 @@ class _Joined:
 
 
 def clusters(texts: Sequence[str], threshold: float) -> list[int]:
-    """For each text the number of its cluster: texts are in one where a chain of near duplicates joins them."""
+    """Return the cluster number of each text; chains of near duplicates form one cluster."""
     index, joined, owners = _knowing(texts, threshold), _Joined(), []
     for same, near in index.walk(texts):
         number = same
@@ -264,34 +265,34 @@ def split_dataset(
     dedup_threshold: float = 0.85,
     text: Callable[[TrajectoryItem], str] = lambda item: text_of(item.state),
 ) -> dict[str, list[TrajectoryItem]]:
-    """Splits items by ratios, none of whose questions is a near duplicate of one in another split.
+    """Split items by ratios so that no question nearly duplicates one in another split.
 
-    Near duplicates, items of one task, and an item with its mutations go together; whole clusters are dealt out by
-    size, in an order that the seed shuffles, each to the split that lacks most. So a split can miss its ratio by the
-    size of a cluster.
+    Near duplicates, items of one task, and an item with its mutations stay together. Clusters are assigned from large
+    to small, shuffled by the seed, each to the split that is furthest below its ratio, so a split can miss its ratio by
+    the size of a cluster.
 
     Args:
-        items: What to split.
-        ratios: By name of the split (`{"train": 0.9, "validation": 0.1}`); they need not add up to 1.
-        seed: Of the order.
+        items: Items to split.
+        ratios: Ratio by split (`{"train": 0.9, "validation": 0.1}`); they need not add up to 1.
+        seed: Seed of the order.
         dedup_threshold: See `Deduplicator`.
-        text: What is compared; by default what is asked.
+        text: Returns the text to compare; by default the question.
 
     Raises:
-        InvalidValue: The ratios are none.
+        InvalidValue: A ratio is not positive, or there are none.
     """
     for name, ratio in ratios.items():
         if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < float("inf"):
             raise InvalidValue(f"The ratio of {name} must be a number above 0, not {ratio!r}.", hint="train: 0.9")
     if not ratios:
-        raise InvalidValue("No split is named.", hint='For example {"train": 0.9, "validation": 0.1}.')
+        raise InvalidValue("No split is given.", hint='For example {"train": 0.9, "validation": 0.1}.')
     whole = sum(ratios.values())
     groups: dict[int, list[int]] = {}
     for place, cluster in enumerate(_with_tasks(items, clusters([text(item) for item in items], dedup_threshold))):
         groups.setdefault(cluster, []).append(place)
     order = list(groups.values())
     random.Random(seed).shuffle(order)
-    order.sort(key=len, reverse=True)  # the sort is stable: equal ones stay shuffled
+    order.sort(key=len, reverse=True)  # The sort is stable, so clusters of equal size stay shuffled.
     lacking = {name: len(items) * ratio / whole for name, ratio in ratios.items()}
     dealt: dict[str, list[int]] = {name: [] for name in ratios}
     for group in order:
@@ -302,7 +303,7 @@ def split_dataset(
 
 
 def _with_tasks(items: Sequence[TrajectoryItem], found: list[int]) -> list[int]:
-    """Clusters that have items of one task in common become one, and those with an item and what was made from it."""
+    """Merge clusters that share a task, or that contain an item and its mutation."""
     joined = _Joined()
     first: dict[tuple[str, ...], int] = {}
     mutated = any("made_from" in item.metadata for item in items)

@@ -1,15 +1,14 @@
-"""Grows a data set: steps generate, change, score and filter items, round by round, until there are enough.
+"""The synthesis pipeline: steps generate, change, score and filter items in rounds until the target size is reached.
 
     pipeline = SynthesisPipeline(SynthesisConfig(target_size=500, min_score=0.5, dedup_threshold=0.9))
     pipeline.add_step(TemplateSynthesiser(["What is {a} + {b}?"], {"a": [1, 2, 3], "b": [4, 5]}))
-    pipeline.add_step(score)                       # an (async) function of the items, or a step of one's own
+    pipeline.add_step(score)                       # an (async) function of the items, or a PipelineStep
     result = await pipeline.run(seed_data)
     result.generated_count, result.filtered_count, result.filtered   # by reason
 
-Seeds go through the steps in the first round and count as items; generators fill up what is missing. Work on single
-items runs beside each other up to `concurrency`, is repeated up to `retries` times where that may help, and an item
-that fails all the same is left out and counted. With a state file a pipeline that was interrupted goes on behind its
-last round.
+Seeds go through the steps in the first round and count as items; generators supply the rest. Items are processed with
+up to `concurrency` at a time and up to `retries` repetitions; an item that still fails is dropped and counted. With a
+state file, an interrupted pipeline continues after its last complete round.
 """
 
 from __future__ import annotations
@@ -49,27 +48,27 @@ __all__ = [
 ]
 
 _ROUND = 256
-"""Items that a round begins with at most: what an interruption costs."""
+"""Most items at the beginning of a round, which is what an interruption can lose."""
 _IDLE_ROUNDS = 3
-"""Rounds without a new item after which nothing more is to be expected."""
+"""Consecutive rounds without a new item after which the pipeline ends."""
 _PAUSE_S = 0.2
 _STATE_VERSION = 1
 
 
 class TryAgain(Exception):
-    """A step raises this over an item that may succeed at another try."""
+    """Raised by a step for an item that may succeed at another attempt."""
 
 
 class OtherPipeline(InvalidValue):
-    """A state file is of a pipeline with other steps, settings or seeds."""
+    """The state file belongs to a pipeline with other steps, settings or seeds."""
 
 
 @dataclass(frozen=True)
 class SynthesisConfig:
-    """What is wanted.
+    """Settings of a pipeline.
 
-    `min_score`: items below are left out; None: none are. `dedup_threshold`: near duplicates of earlier items from this
-    Jaccard index on are; None: none are looked for.
+    `min_score`: drop items below; None keeps all. `dedup_threshold`: drop near duplicates of earlier items from this
+    Jaccard index on; None keeps all.
     """
 
     target_size: int = 100
@@ -90,7 +89,7 @@ class SynthesisConfig:
 
 
 class Round:
-    """What a step is given beside its items."""
+    """The context of a step."""
 
     def __init__(self, config: SynthesisConfig, number: int, seeds: Sequence[TrajectoryItem], wanted: int) -> None:
         self.config, self.number, self.seeds, self.wanted = config, number, seeds, wanted
@@ -104,10 +103,10 @@ class Round:
         work: Callable[[TrajectoryItem], Awaitable[TrajectoryItem | None]],
         failed: str = "failed",
     ) -> list[TrajectoryItem]:
-        """What `work` makes of each item, some at a time, in their order.
+        """Apply `work` to each item, several at a time, and return the results in order.
 
-        Where it gives None the item is dropped by `failed`; where it raises `TryAgain` or a worker's or endpoint's
-        refusal of a single question, it is asked again, with growing pauses, and in the end dropped likewise.
+        None drops the item under the reason `failed`. `TryAgain`, and an error of worker or endpoint about a single
+        item, are retried with growing pauses; then the item is dropped.
         """
         limit = asyncio.Semaphore(self.config.concurrency)
 
@@ -135,26 +134,26 @@ class Round:
 
 
 class PipelineStep(ABC):
-    """A step of one's own."""
+    """Base class of steps."""
 
     @abstractmethod
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        """The items after this step. What it leaves out it should count in `at.dropped`, by reason."""
+        """Return the items after this step; count dropped ones in `at.dropped` by reason."""
 
 
 class DataSynthesiser(PipelineStep):
-    """Generates items: as a step it fills up what a round lacks."""
+    """A step that generates the items that a round lacks."""
 
     random: random.Random = random.Random(0)
-    """Set anew by the pipeline at each round, so that an interrupted pipeline goes on as it would have."""
+    """Set by the pipeline at each round, so that an interrupted pipeline continues identically."""
     seed: int = 0
-    """The pipeline's."""
+    """Seeds of the pipeline."""
     place: int = 0
-    """How far it is through what it can generate, for those that go through it in an order; kept in the state file."""
+    """Position in an ordered sequence of items; kept in the state file."""
 
     @abstractmethod
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        """Up to `count` new items; fewer, or none, where there are no more."""
+        """Return up to `count` new items; fewer or none if no more exist."""
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         missing = at.wanted - len(items)
@@ -183,17 +182,17 @@ class _Function(PipelineStep):
 
 @dataclass
 class SynthesisResult:
-    """What came of a pipeline."""
+    """The result of a pipeline."""
 
     items: list[TrajectoryItem] = field(default_factory=list)
     generated_count: int = 0
-    """Items that steps made, seeds not counted."""
+    """Number of generated items, without seeds."""
     filtered: dict[str, int] = field(default_factory=dict)
-    """Items that were left out, by reason."""
+    """Number of dropped items by reason."""
     seeds: int = 0
     rounds: int = 0
     complete: bool = False
-    """Whether the target size was reached."""
+    """True if the target size was reached."""
 
     @property
     def filtered_count(self) -> int:
@@ -201,7 +200,7 @@ class SynthesisResult:
 
 
 def score_of(item: TrajectoryItem) -> float | None:
-    """An item's score: what a scorer set, else its reward; None where nobody judged it."""
+    """Return the score of an item: that of a scorer, otherwise its reward; None if it was not judged."""
     score = item.metadata.get("score")
     if isinstance(score, int | float) and not isinstance(score, bool):
         return float(score)
@@ -209,7 +208,7 @@ def score_of(item: TrajectoryItem) -> float | None:
 
 
 def filter_by_score(items: Iterable[TrajectoryItem], min_score: float) -> list[TrajectoryItem]:
-    """Those whose score is at least `min_score`; what nobody judged is not."""
+    """Return the items with a score of at least `min_score`; items without a score are dropped."""
     return [item for item in items if (score := score_of(item)) is not None and score >= min_score]
 
 
@@ -217,10 +216,10 @@ class SynthesisPipeline:
     """See the module.
 
     Args:
-        config: What is wanted.
-        state: File that keeps what was done, by round; one of another pipeline is refused.
-        progress: Told after every round how it stands.
-        identity: What the pipeline depends on beside its configuration, for the state file.
+        config: Settings.
+        state: State file, written after each round; that of another pipeline is refused.
+        progress: Called after every round with the result so far.
+        identity: Further inputs of the pipeline, for the state file.
     """
 
     def __init__(
@@ -236,17 +235,19 @@ class SynthesisPipeline:
         self._state, self._progress, self._identity = state, progress, identity
 
     def add_step(self, step: PipelineStep | Callable[[list[TrajectoryItem]], Any]) -> SynthesisPipeline:
-        """Adds a step: a `PipelineStep`, or an (async) function of a list of items. Returns the pipeline."""
+        """Add a `PipelineStep` or an (async) function of a list of items; return the pipeline."""
         if not isinstance(step, PipelineStep) and not callable(step):
-            raise InvalidValue(f"{step!r} is no step.", hint="A PipelineStep, or a function of a list of items.")
+            raise InvalidValue(
+                f"{step!r} is not a step.", hint="Give a PipelineStep, or a function of a list of items."
+            )
         self._steps.append(step if isinstance(step, PipelineStep) else _Function(step))
         return self
 
     async def run(self, seed_data: Sequence[TrajectoryItem] = ()) -> SynthesisResult:
-        """Runs rounds until there are `target_size` items or no more come.
+        """Run rounds until there are `target_size` items or no new ones.
 
         Raises:
-            TopropeError: A step cannot go on (a teacher's key is refused, a user's code fails).
+            TopropeError: A step cannot continue (a teacher's key is refused, a user's code fails).
         """
         seeds, result = list(seed_data), SynthesisResult(seeds=len(seed_data))
         threshold = self.config.dedup_threshold
@@ -302,7 +303,7 @@ class SynthesisPipeline:
         return digest.hexdigest()
 
     def _resume(self, seeds: Sequence[TrajectoryItem], result: SynthesisResult, known: Deduplicator | None) -> int:
-        """Takes up what a state file has; returns how many seeds have gone through."""
+        """Load the state file; return the number of seeds already processed."""
         if self._state is None:
             return 0
         digest, fed = self._digest(seeds), 0
@@ -310,7 +311,7 @@ class SynthesisPipeline:
             lines = self._state.read_bytes().split(b"\n")
         except FileNotFoundError:
             lines = []
-        if len(lines) < 2:  # not even its first line was finished
+        if len(lines) < 2:  # not even the first line is complete
             self._state.unlink(missing_ok=True)
             _append(self._state, {"version": _STATE_VERSION, "digest": digest})
             return 0
@@ -320,15 +321,16 @@ class SynthesisPipeline:
                 raise Corrupt(f"{self._state} was written by a newer version of Toprope.", hint="Update Toprope.")
             if head["digest"] != digest:
                 raise OtherPipeline(
-                    f"{self._state} is of a pipeline with other steps, settings or seeds.", hint="Use another file."
+                    f"{self._state} belongs to a pipeline with other steps, settings or seeds.",
+                    hint="Use another file.",
                 )
         except (ValueError, KeyError, TypeError):
-            raise Corrupt(f"{self._state} is no state of a pipeline.", hint=LEFT) from None
+            raise Corrupt(f"{self._state} is not a pipeline state.", hint=LEFT) from None
         for line in lines[1:]:
             try:
                 done = msgspec.json.decode(line, type=_Done)
             except msgspec.DecodeError:
-                continue  # torn: that round is done again
+                continue  # a torn line: repeat that round
             result.rounds = done.round + 1
             result.items += done.items
             result.generated_count += done.generated

@@ -1,4 +1,4 @@
-"""How a data set is made, as a person or an agent writes it down: a recipe, checked before anything is made.
+"""Recipes: how to make a data set, written by a person or an agent and validated before anything is made.
 
 target_size: 500
 min_score: 0.5
@@ -7,7 +7,7 @@ split: {train: 0.9, validation: 0.1}
 steps:
   - templates: ["What is {a} + {b}?"]
     variables: {a: [1, 2, 3], b: [4, 5, 6]}
-  - teacher: my-model           # a model that the owner named; answers what has no answer
+  - teacher: my-model           # a model that the owner named; answers questions without an answer
   - score: scorers.py:Right     # the owner's file, run in a worker
 """
 
@@ -31,45 +31,45 @@ class _Plan(BaseModel):
 
 
 class StepPlan(_Plan):
-    """One step; exactly one of those in STEPS says which."""
+    """One step; exactly one of the fields in STEPS is set."""
 
     templates: list[str | dict[str, str]] | None = None
     variables: dict[str, list[Any]] = {}
-    """Of templates: values by slot."""
+    """For templates: values by slot."""
     teacher: str | None = None
     """A model that the owner named."""
     write: str = "answers"
-    """Of a teacher: answers (to what has none), or questions (after three of the seeds)."""
+    """For a teacher: write `answers` (to questions without one) or `questions` (from three seeds)."""
     system: str = ""
-    """Of a teacher that answers: a message of the system before each question."""
+    """For a teacher that answers: system message before each question."""
     prompt: str | None = None
-    """Of a teacher that writes questions: what it is asked, with {examples} in it."""
+    """For a teacher that writes questions: the prompt, which contains {examples}."""
     again: bool = False
-    """Of a teacher that answers: also what has an answer."""
+    """For a teacher that answers: also replace existing answers."""
     temperature: float = Field(0.7, ge=0, le=5, strict=False)
     max_new_tokens: int = Field(1024, ge=1, le=131_072)
     environment: str | None = None
-    """An environment's training tasks, by its name."""
+    """Training tasks of the environment of this name."""
     knobs: dict[str, Any] = {}
-    """Of an environment."""
+    """For an environment: its knobs."""
     solve: bool = True
-    """Of an environment: whether its own solver answers."""
+    """For an environment: its own solver answers."""
     noise: float | None = Field(None, ge=0, le=1, strict=False)
-    """New items from seeds with mistyped questions: share of the letters."""
+    """Add seeds with mistyped questions: share of the characters."""
     swap_io: bool | None = None
-    """New items from seeds, with question and answer swapped."""
+    """Add seeds with question and answer swapped."""
     generate: str | None = None
     """A user's generator: file.py:Attribute."""
     score: str | None = None
-    """A user's scorer, likewise, or `environment`: the one whose tasks are answered."""
+    """A user's scorer (file.py:Attribute), or `environment`: that of the tasks."""
     filter: str | None = None
-    """A user's filter, likewise."""
+    """A user's filter: file.py:Attribute."""
     arguments: dict[str, Any] = {}
-    """What a user's class is made with."""
+    """Arguments of the user's class."""
 
     @property
     def kind(self) -> str:
-        """Which of STEPS it is."""
+        """The field in STEPS that is set."""
         return next(name for name in STEPS if getattr(self, name) is not None)
 
 
@@ -88,45 +88,45 @@ _OF = {
 
 
 class Recipe(_Plan):
-    """The whole; what is left out is not done."""
+    """A recipe; omitted parts are not applied."""
 
     description: str = Field("", max_length=2000)
     strategy: str | None = None
-    """A user's strategy for what is read: file.py:Attribute."""
+    """A user's strategy for the items read: file.py:Attribute."""
     strategy_arguments: dict[str, Any] = {}
     steps: list[StepPlan] = []
     target_size: int | None = Field(None, ge=1, le=10_000_000)
-    """Needed by steps that generate."""
+    """Required by steps that generate."""
     min_score: float | None = Field(None, strict=False)
     dedup_threshold: float | None = Field(None, gt=0, le=1, strict=False)
     split: dict[str, float] = {}
-    """Ratios by name of the split; near duplicates never go to two."""
+    """Ratio by split; near duplicates stay in one split."""
     seed: int = 0
     concurrency: int = Field(8, ge=1, le=64)
     retries: int = Field(2, ge=0, le=10)
 
     @property
     def in_memory(self) -> bool:
-        """Whether items are held all at once: to compare them, or to grow them."""
+        """True if all items must be in memory, to compare or to generate them."""
         return bool(self.steps or self.split or self.dedup_threshold or self.min_score is not None)
 
     @property
     def generates(self) -> bool:
-        """Whether a step makes items."""
+        """True if a step generates items."""
         made = {"templates", "environment", "noise", "swap_io", "generate"}
         return any(step.kind in made or (step.kind == "teacher" and step.write == "questions") for step in self.steps)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what it says."""
+        """SHA-256 of the recipe."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def parse_recipe(given: Mapping[str, Any] | None) -> Recipe:
-    """The recipe of a JSON or YAML object.
+    """Parse a recipe from a JSON or YAML object.
 
     Raises:
-        InvalidValue: Something in it is unknown, of the wrong type, or does not fit together.
+        InvalidValue: A field is unknown, has the wrong type, or contradicts another.
     """
     given = dict(given or {})
     _known(given, Recipe, "The recipe")
@@ -154,8 +154,8 @@ def parse_recipe(given: Mapping[str, Any] | None) -> Recipe:
     for name, ratio in recipe.split.items():
         if not name.isidentifier() or name == "heldout" or not 0 < ratio < float("inf"):
             raise InvalidValue(
-                f"split: {shown(name)}: {ratio} is no name and ratio of a split.",
-                hint="For example {train: 0.9, validation: 0.1}; heldout is the name of what is sealed.",
+                f"split: {shown(name)}: {ratio} is not a name and a ratio of a split.",
+                hint="For example {train: 0.9, validation: 0.1}; heldout is reserved for sealed tasks.",
             )
     return recipe
 
@@ -177,8 +177,8 @@ def _known(given: Mapping[str, Any], model: type[BaseModel], where: str) -> None
 def _one_kind(step: Mapping[str, Any], number: int) -> None:
     kinds = [name for name in STEPS if step.get(name) is not None]
     if len(kinds) != 1:
-        found = f"has {' and '.join(kinds)}" if kinds else "says nothing of what it does"
+        found = f"has {' and '.join(kinds)}" if kinds else "has none of the step fields"
         raise InvalidValue(f"Step {number} {found}.", hint=f"Each step has exactly one of {', '.join(STEPS)}.")
     for name in step:
         if name in _OF and _OF[name] != kinds[0]:
-            raise InvalidValue(f"Step {number}: {name} is of a step with {_OF[name]}.", hint="Leave it out.")
+            raise InvalidValue(f"Step {number}: {name} belongs to a step with {_OF[name]}.", hint="Leave it out.")

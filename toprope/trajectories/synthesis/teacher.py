@@ -1,4 +1,4 @@
-"""A teacher at an OpenAI-compatible endpoint that the owner named."""
+"""A teacher model at an OpenAI-compatible endpoint that the owner named."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["EndpointTeacher"]
 
 
 class EndpointTeacher:
-    """Answers by a model.
+    """Answers conversations with a model at an endpoint.
 
     Args:
-        endpoint: Where and what.
-        key: The key itself, where the endpoint needs one.
-        temperature: Of sampling.
-        max_new_tokens: Of an answer.
+        endpoint: Address and model.
+        key: The key if the endpoint needs one.
+        temperature: Sampling temperature.
+        max_new_tokens: Longest answer in tokens.
     """
 
     def __init__(self, endpoint: Endpoint, key: str | None, temperature: float, max_new_tokens: int) -> None:
@@ -27,11 +27,11 @@ class EndpointTeacher:
         self._sampling = Sampling(temperature, 1.0, max_new_tokens)
 
     async def ask(self, messages: list[dict[str, Any]]) -> str:
-        """The model's answer.
+        """Return the model's answer.
 
         Raises:
             TryAgain: This question was not answered.
-            toprope.training.rollouts.endpoint_client.ModelFailed: No question will be.
+            toprope.training.rollouts.endpoint_client.ModelFailed: No question can be answered.
         """
         try:
             return (await self._client.chat(messages, self._sampling))[0].text
