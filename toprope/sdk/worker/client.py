@@ -18,7 +18,7 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -208,20 +208,23 @@ class WorkerClient:
             await stdin.drain()
         return await call.future
 
-    @contextlib.asynccontextmanager
-    async def sealed(self) -> AsyncIterator[None]:
-        """Within it, nothing that the worker prints is kept: held-out tasks are being played, and an author's code may
-        print what it likes. How much was dropped is said in its place. Not to be nested."""
-        seal = self._sealed = _Seal(f"seal {secrets.token_hex(16)}".encode())
-        try:
-            yield
-        finally:
-            try:
-                if self.alive:
-                    await self.call("mark", text=seal.mark.decode())
-                    await seal.broken.wait()
-            except WorkerFailure:
-                pass  # it is gone, and what it printed last stays sealed
+    @property
+    def sealed(self) -> bool:
+        """Whether everything that the worker prints is dropped."""
+        return self._sealed is not None
+
+    def seal(self) -> None:
+        """Drop everything that the worker prints until `unseal`: an author's code may print held-out tasks."""
+        self._sealed = _Seal(f"seal {secrets.token_hex(16)}".encode())
+
+    async def unseal(self) -> None:
+        """Keep what the worker prints from now on, after one line with the number of dropped bytes."""
+        seal = self._sealed
+        if seal is None or not self.alive:
+            return  # the last output of a worker that has ended stays sealed
+        with contextlib.suppress(WorkerFailure):
+            await self.call("mark", text=seal.mark.decode())
+            await seal.broken.wait()
 
     async def close(self, grace: float = 2.0) -> None:
         """Ends the worker: by the end of its input, after `grace` seconds by force. Never raises; may be repeated."""

@@ -69,7 +69,7 @@ class Players:
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
-        """See `WorkerClient.sealed`. Held-out tasks are played within it only."""
+        """Seal the workers of all environments: see `Worker.sealed`."""
         async with AsyncExitStack() as seals:
             for maker in self._makers.values():
                 await seals.enter_async_context(maker.sealed())

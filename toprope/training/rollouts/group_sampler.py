@@ -12,8 +12,8 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,6 @@ class RolloutMaker:
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
         self.numbers: Iterator[int] = itertools.count()
         """Names of sessions; whoever plays with the same policy beside this one has the same."""
-        self._under_seal = False
         self.weights: dict[str, float] | None = None
         """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
 
@@ -125,7 +124,7 @@ class RolloutMaker:
             ComponentFailed: Inference failed.
             ValueError: A held-out task is asked for without a seal: a bug of ours, which is to harm nobody's figures.
         """
-        if split == _SEALED and not self._under_seal:
+        if split == _SEALED and not self._worker.is_sealed:
             raise ValueError("held-out tasks are played under seal, at the evaluations before and after training only")
         deaths = 0
         while True:
@@ -186,15 +185,9 @@ class RolloutMaker:
         """Whose task number `index` of a split is: nobody has to be told while there is one environment."""
         return ""
 
-    @asynccontextmanager
-    async def sealed(self) -> AsyncIterator[None]:
-        """See `WorkerClient.sealed`. Held-out tasks are played within it only."""
-        async with self._worker.sealed():
-            self._under_seal = True
-            try:
-                yield
-            finally:
-                self._under_seal = False
+    def sealed(self) -> AbstractAsyncContextManager[None]:
+        """See `Worker.sealed`."""
+        return self._worker.sealed()
 
     async def _answers(
         self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from toprope.records.messages import Renewed, Report
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
@@ -49,7 +49,8 @@ class Worker:
         self._lock = asyncio.Lock()
         self._done = 0
         """Groups that were played since the last start."""
-        self._seals: AsyncExitStack | None = None
+        self.is_sealed = False
+        """Whether `sealed` is in force."""
 
     @classmethod
     async def start(
@@ -92,7 +93,7 @@ class Worker:
                 wait_s = 0.0 if earned else self._allowance.take(now)
                 if wait_s is None:
                     raise _given_up(end, before, self._allowance.window_s)
-                said = str(end).partition(_LAST_WORDS)[0] if self._seals is not None else str(end)
+                said = str(end).partition(_LAST_WORDS)[0] if self.is_sealed else str(end)
                 print(f"the worker is started again: {said}", file=sys.stderr, flush=True)
                 self._report(Renewed("worker", said, before + (not earned), self._allowance.limit))
                 await self._link.close(grace=0)
@@ -102,20 +103,21 @@ class Worker:
                 except WorkerFailure as failure:
                     end = failure
                     continue
-                if self._seals is not None:
-                    await self._seals.enter_async_context(self._link.sealed())
+                if self.is_sealed:
+                    self._link.seal()
                 return
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
-        """`WorkerClient.sealed`, for as many workers as there are meanwhile."""
-        async with AsyncExitStack() as seals:
-            await seals.enter_async_context((await self.link()).sealed())
-            self._seals = seals
-            try:
-                yield
-            finally:
-                self._seals = None
+        """Drop everything that the worker prints meanwhile, also after a restart. Held-out tasks are sampled within
+        it only."""
+        self.is_sealed = True
+        (await self.link()).seal()
+        try:
+            yield
+        finally:
+            self.is_sealed = False
+            await self._link.unseal()
 
     async def close(self) -> None:
         """Ends it."""
