@@ -25,7 +25,7 @@ from typing import Any
 from toprope.sdk.authoring.loading import load
 from toprope.sdk.rollouts import Rollout, configure, grouped, score_together
 from toprope.sdk.worker.client import WorkerClient
-from toprope.sdk.worker.splits import Splits
+from toprope.sdk.worker.splits import TaskSplits
 
 __all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import"]
 
@@ -82,7 +82,7 @@ async def measure(
         interpreter: Of the worker; ours by default.
     """
     environment = configure(load(source).environment)
-    splits = Splits(environment)
+    splits = TaskSplits(environment)
     here, there = [], []
     async with await WorkerClient.start(interpreter, timeout=60) as link:
         await link.call("open", source=dict(source), timeout=120)

@@ -9,7 +9,7 @@ from environments.template import SortLetters
 from toprope.sdk import play
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.rollouts import Rollout, configure
-from toprope.sdk.worker.splits import SPLITS, Splits
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 
 def test_letters_are_scored_by_place_and_as_a_whole() -> None:
@@ -33,17 +33,17 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("environment", [SortLetters, NumberGuess])
 def test_every_split_has_tasks_enough_to_be_measured(environment: type) -> None:
-    splits = Splits(configure(environment()))
-    found = {split: {task.content for task in splits.some(split, 0, 200)} for split in SPLITS}
+    splits = TaskSplits(configure(environment()))
+    found = {split: {task.content for task in splits.page(split, 0, 200)} for split in SPLITS}
     assert all(len(tasks) == 200 for tasks in found.values())
-    again = Splits(configure(environment(), seed=3))
-    assert {task.content for task in again.some("heldout", 0, 200)} == found["heldout"]
+    again = TaskSplits(configure(environment(), seed=3))
+    assert {task.content for task in again.page("heldout", 0, 200)} == found["heldout"]
 
 
 def halve(index: int) -> int:
     """Turns that halving takes; checks every answer of the game."""
     environment = configure(NumberGuess())
-    splits = Splits(environment)
+    splits = TaskSplits(environment)
     task = splits.get("heldout", index)[0]
     rollout = Rollout(environment, task)
     rollout.begin()

@@ -18,7 +18,7 @@ __all__ = [
     "Card",
     "Knob",
     "Message",
-    "PlayedGroup",
+    "SampledGroup",
     "RewardPart",
     "SplitSize",
     "TaskPage",
@@ -139,7 +139,7 @@ class Advanced(msgspec.Struct):
     """None while the rollout goes on, or waits to be scored with its group (`settle`)."""
 
 
-class PlayedGroup(msgspec.Struct):
+class SampledGroup(msgspec.Struct):
     """The answer to `run`: a group that the environment sampled itself."""
 
     task_id: str

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
-from toprope.sdk.authoring.event_loop import Awaiting
+from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
@@ -191,7 +191,7 @@ class ToolEnvironment(Environment):
     calls: list[Called]
     """In a rollout: what was called so far."""
 
-    _awaiting = Awaiting()
+    _loop = BackgroundLoop()
     _shared: dict[str, list[Tool]]
     """Tools of all rollouts, once they are made; rollouts are shallow copies and have the same dict."""
 
@@ -274,7 +274,7 @@ class ToolEnvironment(Environment):
             returned = function(**signature.check(json.loads(given)))
             if inspect.iscoroutine(returned):
                 try:
-                    returned = self._awaiting.result(returned, limit)
+                    returned = self._loop.run(returned, limit)
                 except TimeoutError as error:  # said as of a function that is no coroutine, whichever clock was first
                     raise TimeoutError(f"{signature.name} did not answer within {limit:g} s.") from error
             return self.tell(returned)

@@ -17,7 +17,7 @@ from toprope.sdk.adapters._shared import scorers as _scorers
 from toprope.sdk.adapters.dataset import make
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure
-from toprope.sdk.worker.splits import SPLITS, Splits
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 ROWS = [{"q": f"{a} plus {b}", "sum": a + b, "note": None} for a in range(12) for b in range(12)]
 
@@ -73,8 +73,8 @@ def test_splits_share_no_content_however_often_a_row_is_repeated(tmp_path: Path)
     texts = [f"  Word {n % 150} ".upper() if n % 2 else f"word {n % 150}" for n in range(600)]
     lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in texts]
     (tmp_path / "twice.jsonl").write_text("".join(lines))
-    splits = Splits(opened(tmp_path, path="twice.jsonl"))
-    found = {split: {task.content for task in splits.some(split, 0, 1000)} for split in SPLITS}
+    splits = TaskSplits(opened(tmp_path, path="twice.jsonl"))
+    found = {split: {task.content for task in splits.page(split, 0, 1000)} for split in SPLITS}
     assert sum(map(len, found.values())) == 150 == len(set.union(*found.values()))
     assert all(found.values())
 

@@ -23,7 +23,7 @@ from toprope.sdk.authoring.env_managed import Session
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.client import WorkerClient, worker_environment
-from toprope.sdk.worker.scripted_policy import scripted
+from toprope.sdk.worker.scripted_policy import scripted_session
 
 SLOW_S = 300.0
 OURS = ("verifiers", "openenv", "inspect_ai", "atropos")
@@ -61,9 +61,9 @@ async def scores(link: WorkerClient, *answers: str) -> list[dict[str, Any]]:
 
 
 async def run(link: WorkerClient, answer: str, size: int) -> dict[str, Any]:
-    with scripted(answer) as one:
+    with scripted_session(answer) as one:
         sessions = [vars(one) | {"stop": list(one.stop), "timeout_s": SLOW_S} for _ in range(size)]
-        return await link.call("run", beside=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
+        return await link.call("run", concurrent=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
 
 
 async def reference(link: WorkerClient) -> str:
@@ -171,7 +171,7 @@ def test_installed_packages_are_listed_by_their_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with scripted("so be it") as one:
+    with scripted_session("so be it") as one:
         yield one
 
 

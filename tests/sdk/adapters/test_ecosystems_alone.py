@@ -16,11 +16,11 @@ import pytest
 
 from toprope.sdk.adapters import atropos, inspect_ai, openenv, verifiers
 from toprope.sdk.adapters._servers.atropos import GROUP
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, play_group
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, sample_group
 from toprope.sdk.authoring.environment import Environment, Part, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.scripted_policy import scripted
+from toprope.sdk.worker.scripted_policy import scripted_session
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **holds: Any) -> None:
@@ -118,8 +118,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def played(environment: Environment, task: Task, answer: str, size: int) -> list[Any]:
     assert isinstance(environment, OwnLoop)
-    with scripted(answer) as session:
-        return asyncio.run(play_group(environment, task, [session] * size)).outcomes
+    with scripted_session(answer) as session:
+        return asyncio.run(sample_group(environment, task, [session] * size)).outcomes
 
 
 def test_openenv_fields_come_from_the_schema_and_a_full_server_is_waited_for(server: str) -> None:

@@ -180,7 +180,7 @@ def test_a_variant_plays_beside_rollouts_in_progress_and_shares_no_split_of_cont
                 tasks = (await link.call("tasks", split=split, start=0, count=400, **where))["tasks"]
                 found[variant, split] = {task["messages"][0]["content"] for task in tasks}
         [outcome] = await played(link, "no", variant="level-1")
-        with pytest.raises(WorkerError, match="There is no variant 'level-7'"):
+        with pytest.raises(WorkerError, match="No variant 'level-7'"):
             await played(link, "x", variant="level-7")
         return found, outcome
 

@@ -11,7 +11,7 @@ import pytest
 from toprope.sdk import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.splits import PATIENCE, SPLITS, Splits, split_of
+from toprope.sdk.worker.splits import PATIENCE, SPLITS, TaskSplits, split_of
 
 
 class Numbers(Environment):
@@ -31,12 +31,12 @@ class Few(Environment):
             yield Task(f"Number {number % 40}")
 
 
-def splits_of(environment: type[Environment], seed: int = 0) -> Splits:
-    return Splits(configure(environment()), seed)
+def splits_of(environment: type[Environment], seed: int = 0) -> TaskSplits:
+    return TaskSplits(configure(environment()), seed)
 
 
-def contents(splits: Splits, count: int) -> dict[str, set[str]]:
-    return {split: {task.content for task in splits.some(split, 0, count)} for split in SPLITS}
+def contents(splits: TaskSplits, count: int) -> dict[str, set[str]]:
+    return {split: {task.content for task in splits.page(split, 0, count)} for split in SPLITS}
 
 
 def test_a_task_belongs_where_the_hash_of_its_content_says() -> None:
@@ -63,7 +63,7 @@ def test_a_task_is_found_again_under_its_number() -> None:
 
 def test_finite_content_is_noticed_and_training_begins_again_in_another_order() -> None:
     splits = splits_of(Few)
-    size = len(splits.some("train", 0, 10_000))
+    size = len(splits.page("train", 0, 10_000))
     assert splits.exhausted("train") and 20 < size <= 40
     passes = [[splits.get("train", epoch * size + number) for number in range(size)] for epoch in range(3)]
     assert [{epoch for _, epoch in one} for one in passes] == [{0}, {1}, {2}]
@@ -77,7 +77,7 @@ def test_finite_content_is_noticed_and_training_begins_again_in_another_order() 
 
 def test_evaluation_splits_end() -> None:
     splits = splits_of(Few)
-    size = len(splits.some("heldout", 0, 100))
+    size = len(splits.page("heldout", 0, 100))
     with pytest.raises(InvalidRequest, match=f"has {size} tasks"):
         splits.get("heldout", size)
 
@@ -131,7 +131,7 @@ def test_a_stream_that_raises_does_not_look_like_one_that_ends() -> None:
     splits = splits_of(Raises)
     for _ in range(2):
         with pytest.raises(OSError, match="the file is gone"):
-            splits.some("train", 0, 10)
+            splits.page("train", 0, 10)
     assert not splits.exhausted("train")
 
 

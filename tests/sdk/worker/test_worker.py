@@ -124,7 +124,7 @@ def test_a_group_takes_two_calls(behaviour: dict[str, str]) -> None:
         }  # fmt: skip
         assert turns[1]["outcome"]["truncated"] and turns[1]["outcome"]["reward"] == 0.0
         assert turns[2]["messages"] == [{"role": "user", "content": "go on"}] and turns[2]["outcome"] is None
-        with pytest.raises(WorkerError, match="no rollout"):  # the handle of an ended rollout is free
+        with pytest.raises(WorkerError, match="No rollout"):  # the handle of an ended rollout is free
             await link.call("advance", moves=[[first, "again", False]])
         assert await link.call("discard", rollouts=[third, second, 999]) == 1
         assert (await link.call("score", split="train", index=1, answer=right))["success"]

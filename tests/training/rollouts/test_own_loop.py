@@ -296,9 +296,9 @@ def test_the_chain_follows_the_conversation() -> None:
 def test_the_fixed_answer_streams_for_clients_that_want_that() -> None:
     import urllib.request
 
-    from toprope.sdk.worker.scripted_policy import scripted
+    from toprope.sdk.worker.scripted_policy import scripted_session
 
-    with scripted("so be it") as session:
+    with scripted_session("so be it") as session:
         body = b'{"messages": [], "stream": true}'
         with urllib.request.urlopen(f"{session.base_url}/chat/completions", body, timeout=30) as answer:
             assert answer.headers["Content-Type"] == "text/event-stream"

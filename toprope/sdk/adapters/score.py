@@ -28,7 +28,7 @@ from typing import Any
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.user_files import Bounds, UserFile, data_beside, functions, parsed
 from toprope.sdk.authoring.environment import Environment, Task
-from toprope.sdk.authoring.event_loop import Awaiting
+from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
@@ -67,7 +67,7 @@ class Score(Environment):
         self._reference = str(target.get("reference") or "")
         self.guessed_reference = not self._reference
         self._must, self._may, self._all = _parameters(self._function, name)
-        self._awaiting = Awaiting()
+        self._loop = BackgroundLoop()
 
     def tasks(self) -> Iterator[Task]:
         for number, row in enumerate(self._user.rows(self._rows), 1):
@@ -89,7 +89,7 @@ class Score(Environment):
             columns[name] = row[name] if name in row else self.task.reference
         returned = self._function(self.task.prompt, self.answer, **columns)
         if inspect.isawaitable(returned):
-            returned = self._awaiting.result(_awaited(returned))
+            returned = self._loop.run(_awaited(returned))
         return {"score": self._bounds.value(returned, self._label)}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:

@@ -44,7 +44,7 @@ from toprope.sdk.adapters._shared.user_files import (
     public_name,
 )
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
-from toprope.sdk.authoring.event_loop import Awaiting
+from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
@@ -88,7 +88,7 @@ class Trl(ToolEnvironment):
             )
         self.files = user.files(self._rows)
         self._count = int(target.get("tasks") or _TASKS)
-        self._awaiting_rewards = Awaiting()
+        self._loop = BackgroundLoop()
         self._pool: dict[str | None, list[Any]] = {name: [] for name in self._factories}
         self._name_rewards(target)
         self._success = str(target.get("success") or "")
@@ -176,9 +176,7 @@ class Trl(ToolEnvironment):
                     waiting.append((name, function(**columns)))
                 else:
                     values[name] = function(**columns)
-            for (name, _), returned in zip(
-                waiting, self._awaiting_rewards.results([work for _, work in waiting]), strict=True
-            ):
+            for (name, _), returned in zip(waiting, self._loop.run_all([work for _, work in waiting]), strict=True):
                 if isinstance(returned, BaseException):
                     raise returned
                 values[name] = returned
@@ -276,7 +274,7 @@ class Trl(ToolEnvironment):
             return error
 
     def _resolved(self, value: Any) -> Any:
-        return self._awaiting_rewards.result(value) if inspect.iscoroutine(value) else value
+        return self._loop.run(value) if inspect.iscoroutine(value) else value
 
     def _taken(self, chosen: str | None) -> Any:
         """An environment for one rollout: constructed once, reset often."""

@@ -22,7 +22,7 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
 
-__all__ = ["OwnLoop", "Played", "Session", "play_group"]
+__all__ = ["OwnLoop", "Played", "Session", "sample_group"]
 
 _LONGEST_ERROR = 500
 _LONGEST_TALK = 200_000
@@ -113,14 +113,14 @@ async def _timed(playing: Any, session: Session) -> Any:
 
 
 @dataclass(frozen=True)
-class GroupPlayed:
+class GroupResult:
     """A group's outcomes and conversations, in the order of its sessions."""
 
     outcomes: list[Outcome]
     messages: list[Messages]
 
 
-async def play_group(environment: OwnLoop, task: Task, sessions: Sequence[Session], near: str = "") -> GroupPlayed:
+async def sample_group(environment: OwnLoop, task: Task, sessions: Sequence[Session], near: str = "") -> GroupResult:
     """Plays a task and checks what came of it: a bad rollout is data.
 
     Args:
@@ -140,7 +140,7 @@ async def play_group(environment: OwnLoop, task: Task, sessions: Sequence[Sessio
         outcome = _outcome(environment, task, one, near)
         outcomes.append(outcome)
         talks.append(_sayable(one.messages) if isinstance(one, Played) else [])
-    return GroupPlayed(outcomes, talks)
+    return GroupResult(outcomes, talks)
 
 
 def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome:

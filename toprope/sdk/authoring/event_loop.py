@@ -11,10 +11,10 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-__all__ = ["Awaiting"]
+__all__ = ["BackgroundLoop"]
 
 
-class Awaiting:
+class BackgroundLoop:
     """A loop that is started when it is first needed. Not to be used from within a coroutine on it."""
 
     def __init__(self) -> None:

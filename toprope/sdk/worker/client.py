@@ -1,9 +1,8 @@
-"""Talks to a worker: starts it, asks it, gives it its time, and leaves nothing of it behind.
+"""Start a worker, send it requests under time limits, and end it with its process group.
 
-A worker answers in order, one request at a time, so a call's time runs from when it is the oldest one unanswered: calls
-that wait behind a slow one do not pay for it. Requests that a worker carries out beside the others (`beside=True`) have
-a clock of their own. A call that runs out of time costs the worker its life, with whatever processes it started in its
-group; so does `close`.
+A worker answers in order, one request at a time. A call's time therefore starts when it is the oldest unanswered one;
+calls queued behind a slow one do not pay for it. Concurrent requests (`concurrent=True`) have a clock of their own. A
+call that runs out of time kills the worker and every process in its group; so does `close`.
 """
 
 from __future__ import annotations
@@ -33,44 +32,44 @@ _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|^TOPROPE_", re.IGNORECASE)
 KEY_IN_URL = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]+:[^/\s@]+@", re.IGNORECASE)
-"""A URL with a user or password in it, as those of package indexes and databases often have."""
+"""A URL with a user or password, as those of package indexes and databases often have."""
 
 
 class Sink(Protocol):
-    """Where a worker's standard error goes: a binary file, a log."""
+    """Receives a worker's standard error, for example a binary file."""
 
     def write(self, data: bytes, /) -> object: ...
 
 
 def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables for a worker: ours without what looks like a secret, and what it is given on purpose.
+    """Environment variables for a worker: those of this process without secrets, plus `extra`.
 
     Args:
-        extra: Variables to add; an environment that needs a key gets it here.
+        extra: Variables to add, such as a key that the environment needs.
     """
     kept = {
         name: value
         for name, value in os.environ.items()
-        # Without its proxy a program has no network at all: whoever names one to all programs means these as well.
+        # Pass on proxy variables although they may hold a password; workers may have no other route.
         if not _SECRET.search(name) and (not KEY_IN_URL.search(value) or name.lower().endswith("_proxy"))
     }
     return {**kept, **(extra or {})}
 
 
 class _Call:
-    """A request without an answer yet."""
+    """An unanswered request."""
 
-    def __init__(self, operation: str, timeout: float, future: asyncio.Future[Any], beside: bool) -> None:
+    def __init__(self, operation: str, timeout: float, future: asyncio.Future[Any], concurrent: bool) -> None:
         self.operation = operation
         self.timeout = timeout
         self.future = future
-        self.beside = beside
+        self.concurrent = concurrent
         self.timer: asyncio.TimerHandle | None = None
-        """Of a call that is carried out beside the others."""
+        """Clock of a concurrent call; the others share one."""
 
 
 class _Seal:
-    """What is printed until `mark` comes is dropped."""
+    """Drops everything printed before `mark`."""
 
     def __init__(self, mark: bytes) -> None:
         self.mark, self.held, self.dropped = mark, b"", 0
@@ -78,8 +77,8 @@ class _Seal:
 
 
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """Says when the process has ended. `Process.wait` waits until its pipes are closed as well, and a daemon that the
-    environment left holds them open for as long as it likes."""
+    """Signals the end of the process itself. `Process.wait` also waits for its pipes to close, which a daemon left by
+    the environment can delay forever."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit=_LONGEST_LINE, loop=loop)
@@ -101,7 +100,7 @@ class WorkerClient:
         self._waiting: dict[int, _Call] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timed = 0
-        """The call that it is of."""
+        """Number of the call that the timer is for."""
         self._timed_out: str = ""
         self._ended_for: str = ""
         self._tail: deque[bytes] = deque()
@@ -123,20 +122,20 @@ class WorkerClient:
         stderr: Sink | None = None,
         timeout: float = 30.0,
     ) -> Self:
-        """Starts a worker and waits for its first answer.
+        """Start a worker and wait for its first answer.
 
         Args:
-            interpreter: Path of its Python, 3.11 or newer; ours by default.
-            wrapper: Command that starts it in turn, such as a guard or a sandbox.
-            env: All its variables; `worker_environment()` by default.
+            interpreter: Path of its Python, 3.11 or newer; this one by default.
+            wrapper: Command line to put before it, such as a guard or a sandbox.
+            env: All its environment variables; `worker_environment()` by default.
             cwd: Its working directory.
-            stderr: Gets what it writes to standard error and what the environment prints; only the last lines are
-                kept without it.
+            stderr: Receives its standard error and everything the environment prints. Without it, only the last
+                lines are kept.
             timeout: Seconds until the first answer.
 
         Raises:
             WorkerTimeout: It did not answer in time.
-            WorkerDied: It cannot be started, or ended.
+            WorkerDied: It could not be started, or it ended.
         """
         variables = dict(worker_environment() if env is None else env)
         variables.setdefault("PYTHONHASHSEED", "0")
@@ -165,26 +164,25 @@ class WorkerClient:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker, or of its wrapper; also the id of its process group."""
+        """Process id of the worker or its wrapper, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether calls can be answered; False once the worker is gone or going."""
+        """Whether calls can be answered; False once the worker has ended or is being closed."""
         return self._end is None and not self._closing
 
-    async def call(self, op: str, /, *, timeout: float = 60.0, beside: bool = False, **arguments: Any) -> Any:
-        """Asks and waits for the result.
+    async def call(self, op: str, /, *, timeout: float = 60.0, concurrent: bool = False, **arguments: Any) -> Any:
+        """Send a request and wait for its result.
 
         Args:
-            op: The operation; toprope.sdk.worker.service has them all.
+            op: One of `toprope.sdk.worker.service.OPERATIONS`.
             timeout: Seconds that the worker may be busy with this request.
-            beside: Whether it is one of those that the worker carries out beside others, in any order
-                (toprope.sdk.worker.service.BESIDE); its time runs from now.
-            **arguments: What the operation takes; values that JSON can say.
+            concurrent: Whether the operation is one of `toprope.sdk.worker.service.CONCURRENT`; its time starts now.
+            **arguments: JSON values for the operation.
 
         Raises:
-            WorkerError: The worker answered with an error; it goes on.
+            WorkerError: The worker answered with an error and goes on.
             WorkerTimeout: It did not answer in time and was killed.
             WorkerDied: It ended.
         """
@@ -195,16 +193,16 @@ class WorkerClient:
         number = next(self._ids)
         line = json.dumps({"id": number, "op": op, **arguments}).encode() + b"\n"
         loop = asyncio.get_running_loop()
-        call = _Call(op, timeout, loop.create_future(), beside)
+        call = _Call(op, timeout, loop.create_future(), concurrent)
         self._waiting[number] = call
-        if beside:
+        if concurrent:
             call.timer = loop.call_later(timeout, self._out_of_time, number)
         elif self._timer is None:
             self._start_clock()
         stdin = self._process.stdin
-        assert stdin is not None  # it was asked for as a pipe
+        assert stdin is not None  # Popen was given a pipe
         stdin.write(line)
-        with contextlib.suppress(ConnectionError):  # the end of the worker fails the future
+        with contextlib.suppress(ConnectionError):  # if the worker ended, `_watch` fails the future
             await stdin.drain()
         return await call.future
 
@@ -227,7 +225,7 @@ class WorkerClient:
             await seal.broken.wait()
 
     async def close(self, grace: float = 2.0) -> None:
-        """Ends the worker: by the end of its input, after `grace` seconds by force. Never raises; may be repeated."""
+        """Close the worker's input and kill it after `grace` seconds. Never raises; can be repeated."""
         self._closing = True
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -237,9 +235,9 @@ class WorkerClient:
         self._kill()
         await asyncio.wait([self._watch_task])
 
-    def end(self, why: str) -> None:
-        """Kills the worker; those who wait for it are told why."""
-        self._ended_for = why
+    def kill(self, reason: str) -> None:
+        """Kill the worker; pending calls raise `WorkerDied` with this reason."""
+        self._ended_for = reason
         self._kill()
 
     async def __aenter__(self) -> Self:
@@ -249,8 +247,8 @@ class WorkerClient:
         await self.close()
 
     def _start_clock(self) -> None:
-        """Times the oldest call. Its time goes on where a later one was answered before it."""
-        oldest = next((number for number, call in self._waiting.items() if not call.beside), 0)
+        """Time the oldest call; do not restart its clock if a later one was answered first."""
+        oldest = next((number for number, call in self._waiting.items() if not call.concurrent), 0)
         if self._timer is not None:
             if oldest == self._timed:
                 return
@@ -272,7 +270,7 @@ class WorkerClient:
         self._kill()
 
     def _kill(self) -> None:
-        """Kills the group. It has the number of its leader, which the system does not give out again so soon."""
+        """Kill the process group. Its id is the worker's pid, which the system does not reuse so soon."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -284,14 +282,14 @@ class WorkerClient:
                 answer = json.loads(line)
                 number = answer["id"]
             except (ValueError, TypeError, KeyError):
-                continue  # the last line of a worker that was killed
+                continue  # cut off when the worker was killed
             call = self._waiting.pop(number, None)
             if call is not None and call.timer is not None:
                 call.timer.cancel()
             else:
                 self._start_clock()
             if call is None or call.future.done():
-                continue  # the caller does not wait any more
+                continue  # the caller stopped waiting
             if answer["ok"]:
                 call.future.set_result(answer["result"])
             else:
@@ -310,7 +308,7 @@ class WorkerClient:
                 self._tail.popleft()
 
     def _open_seal(self, seal: _Seal, chunk: bytes) -> bytes:
-        """What comes after the mark, with a word about what came before it; empty while the mark has not come."""
+        """Return the output after the mark, behind a line that counts the dropped bytes; empty before the mark."""
         seal.held += chunk
         before, found, after = seal.held.partition(seal.mark + b"\n")
         if not found:
@@ -320,15 +318,15 @@ class WorkerClient:
         self._sealed = None
         seal.broken.set()
         dropped = seal.dropped + len(before)
-        said = b"[toprope] %d bytes printed while held-out tasks were played are not kept\n" % dropped
+        said = b"[toprope] %d bytes printed while held-out tasks were sampled are not kept\n" % dropped
         return (said if dropped else b"") + after
 
     async def _watch(self) -> None:
-        """Waits for the worker's end, then clears up: nobody waits for an answer that cannot come."""
+        """Wait for the end of the worker, then fail the calls that nobody will answer."""
         await self._exited.wait()
         code = self._process.returncode
         assert code is not None  # it has ended
-        self._kill()  # what the environment left in the group; it would hold our pipes open
+        self._kill()  # processes left in the group would hold the pipes open
         await asyncio.wait([self._stdout_task, self._stderr_task], timeout=1.0)
         for task in (self._stdout_task, self._stderr_task):
             task.cancel()
@@ -343,8 +341,8 @@ class WorkerClient:
             self._end = WorkerDied(self._ended_for, None, self._last_words())
         else:
             self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
-        # Which of those beside each other it ended over, nobody can tell.
-        first = next((call for call in self._waiting.values() if not call.beside), None)
+        # If concurrent calls were running, any of them may be the cause.
+        first = next((call for call in self._waiting.values() if not call.concurrent), None)
         for call in self._waiting.values():
             if not call.future.done():
                 at_work = call is first and not self._timed_out
@@ -359,7 +357,7 @@ class WorkerClient:
         return "\n".join(lines[-_TAIL_LINES:])
 
     def _copy_of_end(self) -> WorkerDied | WorkerTimeout:
-        """A new exception for each caller: one that is raised twice would gather both tracebacks."""
+        """A new exception per caller: one raised twice would collect both tracebacks."""
         end = self._end
         if isinstance(end, WorkerTimeout):
             return WorkerTimeout(str(end))

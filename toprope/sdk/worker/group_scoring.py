@@ -1,7 +1,7 @@
-"""Rollouts that are scored together: a group waits for its last one.
+"""Score the rollouts of a group together, once the last one is done.
 
-Rewards that compare rollouts with each other, or are computed in one batch, need the whole group at once. A rollout
-that is done earlier has no outcome yet; whoever plays the group asks for it (`settle`) once all of them are done.
+Rewards that compare rollouts, or that are computed in one batch, need the whole group at once. A rollout that is done
+earlier has no outcome yet; the driver asks for it with `settle` when all of them are done.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Iterable, Sequence
 from toprope.sdk.authoring.environment import Outcome
 from toprope.sdk.rollouts import Rollout, score_together
 
-__all__ = ["Together"]
+__all__ = ["GroupScoring"]
 
 
-class Together:
-    """The groups in progress whose rollouts wait for each other, by the handles of their rollouts."""
+class GroupScoring:
+    """Groups whose rollouts wait for each other, by rollout handle."""
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[int, Rollout | None]] = {}
-        """Of each handle its whole group: what is done, None for what is still played."""
+        """The whole group of each handle; None for rollouts that are still running."""
         self._outcomes: dict[int, Outcome] = {}
 
     def begin(self, handles: Sequence[int]) -> None:
-        """A new group."""
+        """Add a group."""
         group: dict[int, Rollout | None] = dict.fromkeys(handles)
         self._groups.update(dict.fromkeys(handles, group))
 
     def done(self, ended: Iterable[tuple[int, Rollout]]) -> dict[int, Outcome]:
-        """Takes rollouts that are done.
+        """Record finished rollouts.
 
         Returns:
-            Outcomes of those among them whose groups are complete now, by handle. The others' are had by `settle`.
+            Outcomes by handle, for those whose group is now complete. `settle` gives the others.
         """
         ended = list(ended)
         for handle, rollout in ended:
@@ -42,7 +42,7 @@ class Together:
         return {handle: self._outcomes.pop(handle) for handle, _ in ended if handle in self._outcomes}
 
     def settle(self, handles: Iterable[int]) -> dict[int, Outcome]:
-        """Outcomes of rollouts that are done, scored with those of their groups that are done as well."""
+        """Outcomes of finished rollouts by handle, scored together with the finished ones of their groups."""
         handles = list(handles)
         for handle in handles:
             if self._groups.get(handle, {}).get(handle) is not None:
@@ -50,14 +50,14 @@ class Together:
         return {handle: self._outcomes.pop(handle) for handle in handles if handle in self._outcomes}
 
     def discard(self, handle: int) -> bool:
-        """Forgets a rollout; whether it was there. The others of its group no longer wait for it."""
+        """Forget a rollout, so that its group no longer waits for it. Returns whether it was known."""
         group = self._groups.pop(handle, None)
         if group is not None:
             group.pop(handle, None)
         return (self._outcomes.pop(handle, None) is not None) or group is not None
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget all groups."""
         self._groups.clear()
         self._outcomes.clear()
 

@@ -2,18 +2,17 @@
 
     python -P <path>/program.py
 
-Requests come as JSON lines on standard input, `{"id": 1, "op": "begin", ...}`; answers go out in the same order (those
-of toprope.sdk.worker.service.BESIDE as they are done) on what was standard output, `{"id": 1, "ok": true, "result":
-...}` or
-`{"id": 1, "ok": false, "error": {"kind", "type", "message", "where", "traceback"}}`. toprope.sdk.worker.service says
-which
-operations there are, toprope.sdk.worker.client speaks to us.
+Requests are JSON lines on standard input: `{"id": 1, "op": "begin", ...}`. Answers are JSON lines on the original
+standard output, in the order of the requests except for `toprope.sdk.worker.service.CONCURRENT`:
+`{"id": 1, "ok": true, "result": ...}` or
+`{"id": 1, "ok": false, "error": {"kind", "type", "message", "where", "traceback"}}`.
+`toprope.sdk.worker.service` defines the operations, `toprope.sdk.worker.client` is the other side.
 
-- Environments print: descriptor 1 leads to standard error before any of their code runs, the protocol has a copy that
-  no child inherits. Descriptor 0 leads to /dev/null, so nothing of theirs can read requests.
-- Of Toprope only this package is brought in, by its path: a user's own `tools` or `configs` never meet ours.
-- Some ecosystems depend on the order of sets of texts: PYTHONHASHSEED is fixed, by a restart if need be.
-- At the end of input the caller is gone: we end, in the middle of a call if need be.
+- Environments print. Before any of their code runs, descriptor 1 is redirected to standard error; the protocol keeps a
+  copy that no child inherits. Descriptor 0 is redirected to /dev/null, so their code cannot read requests.
+- Only `toprope.sdk` is importable, by its path: a user's own `tools` or `configs` never collide with ours.
+- Some ecosystems depend on the iteration order of sets of strings, so PYTHONHASHSEED is fixed, by a restart if needed.
+- At the end of input the caller is gone: the process ends, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _CHUNK = 1 << 20
 
 
 def _fix_hash_seed() -> None:
-    """Starts this process again where texts would hash differently in each process."""
+    """Restart this process with a fixed hash seed if strings would hash differently in every process."""
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _take_streams() -> tuple[int, int]:
-    """Takes standard input and output for the protocol and gives the environment others.
+    """Reserve standard input and output for the protocol and give the environment others.
 
     Returns:
-        Descriptors of requests and answers; neither is inherited by children.
+        Descriptors of requests and answers; children inherit neither.
     """
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -54,14 +53,14 @@ def _take_streams() -> tuple[int, int]:
 
 
 def _bring_in_sdk() -> None:
-    """Makes `toprope.sdk` importable, and nothing else that lies beside it."""
+    """Make `toprope.sdk` importable, but none of its neighbours."""
     import importlib.util
     import types
 
     here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     root = os.path.dirname(os.path.dirname(here))
     ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
-    if ours_alone:  # a checkout on the path, and not a folder of packages that we share with others
+    if ours_alone:  # a checkout on the path, not a site-packages folder shared with others
         ours = {root, os.path.join(root, "server"), os.path.join(root, "tools")}
         sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") not in ours]
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -83,7 +82,7 @@ def _bring_in_sdk() -> None:
 
 
 def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
-    """Reads lines until the end, then sees to it that the process ends."""
+    """Queue request lines until the end of input, then make sure that the process ends."""
     pending: list[bytes] = []
     while chunk := os.read(descriptor, _CHUNK):
         first, *rest = chunk.split(b"\n")
@@ -113,9 +112,9 @@ def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
     from toprope.sdk.worker.service import Service, kind_of
 
     service, me, writing = Service(), os.getpid(), threading.Lock()
-    beside: list[asyncio.AbstractEventLoop] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
-    def say(answer: bytes) -> None:
+    def send(answer: bytes) -> None:
         with writing:
             _write(answers, answer)
 
@@ -123,18 +122,18 @@ def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
         failure = Failure.of(error, service.near)
         return _encode({"id": identity, "ok": False, "error": {"kind": kind_of(error)} | vars(failure)})
 
-    async def play(identity: Any, playing: Any) -> None:
+    async def run(identity: Any, working: Any) -> None:
         try:
-            answer = _encode({"id": identity, "ok": True, "result": await playing})
+            answer = _encode({"id": identity, "ok": True, "result": await working})
         except BaseException as error:  # as below
             answer = failed(identity, error)
-        say(answer)
+        send(answer)
 
     def loop() -> asyncio.AbstractEventLoop:
-        if not beside:
-            beside.append(asyncio.new_event_loop())
-            threading.Thread(target=beside[0].run_forever, daemon=True, name="beside").start()
-        return beside[0]
+        if not loops:
+            loops.append(asyncio.new_event_loop())
+            threading.Thread(target=loops[0].run_forever, daemon=True, name="concurrent").start()
+        return loops[0]
 
     while (line := requests.get()) is not None:
         identity = None
@@ -145,22 +144,22 @@ def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
             identity = request.pop("id", None)
             result = service.answer(str(request.pop("op", "")), request)
             if asyncio.iscoroutine(result):
-                asyncio.run_coroutine_threadsafe(play(identity, result), loop())
+                asyncio.run_coroutine_threadsafe(run(identity, result), loop())
                 continue
             answer = _encode({"id": identity, "ok": True, "result": result})
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the environment's code may raise anything, SystemExit too
             if os.getpid() != me:
-                os._exit(1)  # a fork of theirs that came out here: it is not the worker
+                os._exit(1)  # a fork made by the environment ended up here: it is not the worker
             answer = failed(identity, error)
         if os.getpid() != me:
             os._exit(0)
-        say(answer)
+        send(answer)
 
 
 def main() -> None:
-    """Serves until the end of input."""
+    """Serve requests until the end of input."""
     _fix_hash_seed()
     requests_from, answers_to = _take_streams()
     _bring_in_sdk()

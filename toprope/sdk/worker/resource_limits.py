@@ -1,10 +1,9 @@
-"""Limits that a worker puts on itself before an environment's code is loaded: memory, and no network.
+"""Limits that a worker sets on itself before it loads an environment's code: memory, and no network.
 
-Nothing here needs a privilege, and what is given up cannot be had again, nor by processes that are started later. On
-Linux the network is given up by a seccomp filter (kernel.org, userspace-api/seccomp_filter): sockets of the machine
-itself (AF_UNIX) can still be made, those of any network cannot, the loopback's neither. io_uring, which could make
-sockets around the filter, is refused as well. Memory is limited by RLIMIT_DATA, a bound in the kernel for what a
-process allocates; whoever started the worker watches what it and its children hold.
+Neither needs a privilege, and neither can be undone, also not by child processes. On Linux the network is removed by a
+seccomp filter (kernel.org, userspace-api/seccomp_filter): local sockets (AF_UNIX) still work, sockets of any network do
+not, the loopback interface included. io_uring is refused too, because it can create sockets around the filter. Memory
+is limited by RLIMIT_DATA, which bounds what one process allocates; the driver watches the worker with its children.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MACHINES = {
 
 
 def network_can_be_denied() -> str:
-    """Empty where `deny_network` works on this machine, else what stands against it. Tried in a process of its own."""
+    """Empty if `deny_network` works on this machine, else the reason why not. Tries it in a child process."""
     if why := _unsupported():
         return why
     program = "from toprope.sdk.worker.resource_limits import deny_network; deny_network()"
@@ -47,10 +46,10 @@ def network_can_be_denied() -> str:
 
 
 def deny_network() -> None:
-    """Gives up the network for this process, all its threads, and whatever it starts.
+    """Take the network from this process, all its threads and its future children.
 
     Raises:
-        LoadError: This machine cannot do it; nothing was given up.
+        LoadError: This machine cannot do it; the network is still there.
     """
     if why := _unsupported():
         raise LoadError(f"The network cannot be denied to this environment: {why}. Set environment.network to allow.")
@@ -76,9 +75,9 @@ def deny_network() -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Lets this process, and each that it starts, allocate so much and no more; it then meets a MemoryError.
+    """Limit what this process, and each of its future children, can allocate; beyond it they get a MemoryError.
 
-    Where the system has no such limit nothing happens: the watch over the worker is what holds.
+    Does nothing on systems without such a limit, where only the driver's watch over the worker holds.
     """
     try:
         import resource
@@ -98,12 +97,12 @@ def _unsupported() -> str:
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no seccomp"
     if os.uname().machine not in _MACHINES:
-        return f"there are no numbers of system calls for {os.uname().machine}"
+        return f"the numbers of its system calls are unknown on {os.uname().machine}"
     return ""
 
 
 def _filter() -> bytes:
-    """The program (struct sock_filter[]): of other machines' calls all are refused, of ours the three."""
+    """The seccomp program (struct sock_filter[]): refuses other architectures, network sockets and io_uring."""
     architecture, sockets, io_uring, _ = _MACHINES[os.uname().machine]
     refuse, forbid = (_GIVE, 0, 0, _ERRNO | errno.EPERM), (_GIVE, 0, 0, _ERRNO | errno.ENETUNREACH)
     allow = (_GIVE, 0, 0, _ALLOW)

@@ -1,7 +1,7 @@
-"""A policy that always gives the same answer, for checks of environments that play their rollouts themselves.
+"""A policy that always gives the same answer, to score fixed answers in environments that own their loop.
 
-What a fixed answer would score is asked of such an environment by letting it play against this server: a few lines of
-the OpenAI dialect on the loopback, standard library only, for one rollout.
+Such an environment can only be scored by running it against a server: this one speaks enough of the OpenAI API on the
+loopback interface for one rollout, with the standard library only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
 
-__all__ = ["scripted"]
+__all__ = ["scripted_session"]
 
 _MODEL = "scripted"
 
 
 @contextmanager
-def scripted(answer: str, *, timeout_s: float = 60.0) -> Iterator[Session]:
-    """A session whose policy always says `answer`; the server ends with the block."""
+def scripted_session(answer: str, *, timeout_s: float = 60.0) -> Iterator[Session]:
+    """Yield a session whose policy always answers `answer`; the server stops with the block."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,8 +1,7 @@
-"""What a worker can be asked: one method an operation, JSON in and JSON out.
+"""The operations of a worker: one method each, JSON in and JSON out.
 
-It knows nothing of pipes and processes; toprope.sdk.worker.program does those. Raises what went wrong; `kind_of` says
-how a
-caller should understand it.
+Pipes and processes are the business of `toprope.sdk.worker.program`. Failures are raised; `kind_of` classifies them for
+the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.sdk.authoring.env_managed import OwnLoop, Session, play_group
+from toprope.sdk.authoring.env_managed import OwnLoop, Session, sample_group
 from toprope.sdk.authoring.environment import Environment, Outcome, Scoring, Task
 from toprope.sdk.authoring.knobs import describe_knobs, nearest
 from toprope.sdk.authoring.loading import Loaded, load
@@ -27,24 +26,24 @@ from toprope.sdk.authoring.rewards import Rewarding, Scored, load_rewards, rewar
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure, grouped
-from toprope.sdk.worker.group_scoring import Together
-from toprope.sdk.worker.scripted_policy import scripted
-from toprope.sdk.worker.splits import SPLITS, Splits
-from toprope.sdk.worker.user_objects import Objects
+from toprope.sdk.worker.group_scoring import GroupScoring
+from toprope.sdk.worker.scripted_policy import scripted_session
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
+from toprope.sdk.worker.user_objects import UserObjects
 
-__all__ = ["BESIDE", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
+__all__ = ["CONCURRENT", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 
 OPERATIONS = (
     *("open", "card", "tasks", "survey", "begin", "advance", "settle", "solve", "discard", "score"),
     *("ping", "mark", "make", "invoke"),
     *("run", "vary", "limit"),
 )
-BESIDE = frozenset({"run"})
-"""Operations that are carried out beside the others, many at a time, and answered when they are done."""
+CONCURRENT = frozenset({"run"})
+"""Operations that run concurrently with the others and are answered as they finish."""
 
 
 class UnknownOperation(InvalidRequest):
-    """A newer caller's operation, or a mistyped one."""
+    """An operation of a newer caller, or a mistyped one."""
 
 
 def kind_of(error: BaseException) -> str:
@@ -57,15 +56,15 @@ def kind_of(error: BaseException) -> str:
 
 
 @dataclass
-class _Opened:
-    """The environment with one choice of knobs."""
+class _Variant:
+    """The environment with one choice of knobs, ready to sample."""
 
     environment: Environment
-    splits: Splits
+    splits: TaskSplits
     rewarding: Rewarding | None
 
-    def weighed(self, weights: dict[str, float] | None) -> _Opened:
-        """The same with other weights of reward parts, where they are named."""
+    def with_weights(self, weights: dict[str, float] | None) -> _Variant:
+        """A copy in which `weights` replaces the weights of the reward parts that it names."""
         if not weights:
             return self
         if self.rewarding is not None:
@@ -76,31 +75,34 @@ class _Opened:
 
 
 class Service:
-    """One environment, once it was opened, its variants, and the rollouts in progress."""
+    """One open environment with its variants, and the rollouts in progress."""
 
     def __init__(self) -> None:
         self.near = ""
         """Folder of the environment's code, for error messages."""
-        self._variants: dict[str, _Opened] = {}
-        """By name; the environment as it was opened has none."""
+        self._variants: dict[str, _Variant] = {}
+        """By name; the environment as `open` left it has the empty name."""
         self._asked: dict[str, Any] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._last_handle = 0
-        self._together = Together()
+        self._groups = GroupScoring()
         self._unsettled: dict[int, Rollout] = {}
-        """Done, and waiting for their groups."""
-        self._objects = Objects()
+        """Done, but not scored: they wait for their groups."""
+        self._objects = UserObjects()
 
     def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
-        """Carries out one request; where an environment plays by itself it gives a coroutine that does (always for
-        those in BESIDE), to be run on the one event loop that such an environment has.
+        """Carry out one request.
+
+        Returns:
+            The result, or a coroutine for it if user code is asynchronous (always for CONCURRENT). All coroutines of a
+            worker must run on one event loop.
 
         Raises:
             UnknownOperation, LoadError, InvalidRequest: See `kind_of`.
             BaseException: Whatever the environment's code raises.
         """
         if operation not in OPERATIONS:
-            raise UnknownOperation(f"There is no operation {operation!r}. {nearest(operation, OPERATIONS, 'Known')}")
+            raise UnknownOperation(f"No operation {operation!r}. {nearest(operation, OPERATIONS, 'Known')}")
         method = getattr(self, f"_{operation}")
         expected = method.__code__.co_varnames[1 : method.__code__.co_argcount]
         required = expected[: len(expected) - len(method.__defaults__ or ())]
@@ -116,7 +118,7 @@ class Service:
         return "pong"
 
     def _limit(self, memory_mb: int = 0, network: bool = True) -> None:
-        """Gives up memory beyond so many MB (0: none is given up) and the network, for good."""
+        """Give up memory above `memory_mb` MB (0: no limit) and the network, for good."""
         from toprope.sdk.worker.resource_limits import deny_network, limit_memory
 
         if memory_mb:
@@ -125,9 +127,9 @@ class Service:
             deny_network()
 
     def _mark(self, text: str) -> None:
-        """Writes a line to standard error, after everything that was printed before."""
+        """Write a line to standard error, after everything printed before."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # an author may have put anything in their place
+            with contextlib.suppress(Exception):  # an author may have replaced them
                 stream.flush()
         os.write(2, text.encode() + b"\n")
 
@@ -140,12 +142,12 @@ class Service:
         seed: int = 0,
         rewards: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Opens an environment in place of the one before.
+        """Open an environment in place of the one before.
 
-        `rewards`: reward functions to add, as `toprope.sdk.authoring.rewards.load_rewards` takes them.
+        `rewards`: reward functions to add, in the form that `toprope.sdk.authoring.rewards.load_rewards` takes.
         """
         self._rollouts.clear()
-        self._together.clear()
+        self._groups.clear()
         self._unsettled.clear()
         self._variants.clear()
         self._asked = {
@@ -158,9 +160,9 @@ class Service:
         return self._opening("", knobs)
 
     def _vary(self, variant: str, knobs: dict[str, Any]) -> dict[str, Any]:
-        """Opens the environment with other knobs beside what is open: rollouts in progress go on. No content is in
+        """Open the environment with other knobs beside what is open; rollouts in progress go on. No content is in
         different splits of two variants."""
-        self._opened()
+        self._variant()
         if not variant:
             raise InvalidRequest("A variant needs a name.")
         return self._opening(variant, knobs)
@@ -177,7 +179,7 @@ class Service:
         )
         rewarding = rewarding_of(environment, functions, weights)
         family = [other.splits for name, other in self._variants.items() if name != variant]
-        self._variants[variant] = _Opened(environment, Splits(environment, asked["seed"], family), rewarding)
+        self._variants[variant] = _Variant(environment, TaskSplits(environment, asked["seed"], family), rewarding)
         return _card(loaded, environment.knobs, rewarding)
 
     def _card(self, source: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +193,8 @@ class Service:
         return loaded
 
     def _tasks(self, split: str, start: int, count: int, variant: str = "") -> dict[str, Any]:
-        splits = self._opened(variant).splits
-        tasks = splits.some(split, start, count)
+        splits = self._variant(variant).splits
+        tasks = splits.page(split, start, count)
         return {
             "tasks": [{"id": t.id, "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
             "exhausted": splits.exhausted(split),
@@ -200,7 +202,7 @@ class Service:
         }
 
     def _survey(self, limit: int, seconds: float) -> dict[str, Any]:
-        splits = self._opened().splits
+        splits = self._variant().splits
         splits.survey(limit, seconds)
         return {
             split: {
@@ -227,16 +229,16 @@ class Service:
         weights: dict[str, float] | None = None,
         variant: str = "",
     ) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Has an environment that owns its loop play a task, once a session."""
-        opened = self._opened(variant).weighed(weights)
+        """Have an environment that owns its loop sample a task, once per session."""
+        opened = self._variant(variant).with_weights(weights)
         if not isinstance(opened.environment, OwnLoop):
-            raise InvalidRequest("This environment does not play by itself: `begin` and `advance` its rollouts.")
+            raise InvalidRequest("This environment does not sample by itself: `begin` and `advance` its rollouts.")
         task, epoch = opened.splits.get(split, index)
-        return self._played(opened, task, [Session.of(one) for one in sessions], epoch)
+        return self._sampled(opened, task, [Session.of(one) for one in sessions], epoch)
 
-    async def _played(self, opened: _Opened, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
+    async def _sampled(self, opened: _Variant, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
         assert isinstance(opened.environment, OwnLoop)
-        played = await play_group(opened.environment, task, sessions, self.near)
+        played = await sample_group(opened.environment, task, sessions, self.near)
         ended = [
             (outcome, opened.rewarding, functools.partial(seen_of, task, messages))
             for outcome, messages in zip(played.outcomes, played.messages, strict=True)
@@ -253,11 +255,11 @@ class Service:
     def _begin(
         self, split: str, index: int, count: int, weights: dict[str, float] | None = None, variant: str = ""
     ) -> dict[str, Any]:
-        """Begins `count` rollouts of a task, whose reward parts weigh `weights` where they are named there."""
-        opened = self._opened(variant).weighed(weights)
+        """Begin `count` rollouts of a task; `weights` replaces the weights of the reward parts that it names."""
+        opened = self._variant(variant).with_weights(weights)
         environment = opened.environment
         if isinstance(environment, OwnLoop):
-            raise InvalidRequest("This environment plays by itself: `run` its rollouts.")
+            raise InvalidRequest("This environment samples by itself: `run` its rollouts.")
         if not isinstance(count, int) or count < 1:
             raise InvalidRequest(f"count must be a whole number of at least 1, not {count!r}.")
         task, epoch = opened.splits.get(split, index)
@@ -267,12 +269,12 @@ class Service:
         first = [rollout.begin() for rollout in rollouts]
         handles = [self._keep(rollout) for rollout in rollouts]
         if grouped(environment):
-            self._together.begin(handles)
+            self._groups.begin(handles)
         answer: dict[str, Any] = {"task_id": task.id, "messages": first[0], "rollouts": handles, "epoch": epoch}
         if any(messages != first[0] for messages in first):
             answer["per_rollout"] = first
         if environment.wants_tokens:
-            answer["tokens"] = True  # moves should carry them
+            answer["tokens"] = True  # moves should carry the ids of tokens
         return answer
 
     def _keep(self, rollout: Rollout) -> int:
@@ -281,13 +283,15 @@ class Service:
         return self._last_handle
 
     def _advance(self, moves: list[Any]) -> Any:
-        """Hands rollouts their answers: [rollout, text, whether it was cut off, ids of its tokens], the last two may be
-        left out. A rollout that is done without an outcome waits for its group; see `_settle`. Gives a list with
-        `messages`, `done` and `outcome` for each."""
+        """Pass answers to rollouts.
+
+        A move is [rollout, text, truncated, token ids]; the last two can be left out. Returns `messages`, `done` and
+        `outcome` per move. A rollout that is done without an outcome waits for its group: see `_settle`.
+        """
         checked = [self._move(move) for move in moves]
         if len({move[0] for move in checked}) < len(checked):
             raise InvalidRequest("A rollout can be advanced once in a request.")
-        together = self._opened().environment if checked else None
+        together = self._variant().environment if checked else None
         alone = together is None or not grouped(together)
         turns, ended = [], []
         for handle, text, truncated, tokens in checked:
@@ -297,7 +301,7 @@ class Service:
             if turn.done:
                 del self._rollouts[handle]
                 ended.append((handle, rollout))
-        outcomes = {} if alone else self._together.done(ended)
+        outcomes = {} if alone else self._groups.done(ended)
         by_handle = dict(ended)
         self._unsettled.update((one, rollout) for one, rollout in ended if not alone and one not in outcomes)
         scored = [
@@ -313,9 +317,8 @@ class Service:
         )
 
     def _settle(self, rollouts: list[int]) -> Any:
-        """Outcomes of rollouts that were done without one, scored with the others of their groups that are done; None
-        for those that are not there."""
-        outcomes = self._together.settle(rollouts)
+        """Score rollouts that wait, together with the finished ones of their groups; None for unknown rollouts."""
+        outcomes = self._groups.settle(rollouts)
         scored = [_scored(outcomes.get(handle), self._unsettled.pop(handle, None)) for handle in rollouts]
         return rewarded(scored, lambda found: [_outcome(outcome) for outcome in found])
 
@@ -323,23 +326,23 @@ class Service:
         if not isinstance(move, list) or not 2 <= len(move) <= 4 or not isinstance(move[1], str):
             raise InvalidRequest(f"A move is [rollout, text, truncated, tokens], not {move!r:.80}.")
         if move[0] not in self._rollouts:
-            raise InvalidRequest(f"There is no rollout {move[0]!r}: it ended, was discarded, or never began.")
+            raise InvalidRequest(f"No rollout {move[0]!r}: it ended, was discarded, or never began.")
         return move[0], move[1], len(move) > 2 and bool(move[2]), move[3] if len(move) > 3 else []
 
     def _discard(self, rollouts: list[int]) -> int:
         for one in rollouts:
             self._unsettled.pop(one, None)
-        return sum((self._rollouts.pop(one, None) is not None) | self._together.discard(one) for one in rollouts)
+        return sum((self._rollouts.pop(one, None) is not None) | self._groups.discard(one) for one in rollouts)
 
     def _solve(self, asked: list[Any]) -> list[str | None]:
         """The environment's own next answer for each [rollout, variant]."""
         for one in asked:
             if not isinstance(one, list) or len(one) != 2 or one[0] not in self._rollouts or type(one[1]) is not int:
-                raise InvalidRequest(f"{one!r:.80} is no [rollout, variant] of a rollout that goes on.")
+                raise InvalidRequest(f"{one!r:.80} is not a [rollout, variant] of a rollout in progress.")
         return [self._rollouts[handle].solve(variant) for handle, variant in asked]
 
     def _score(self, split: str, index: int, answer: str, variant: str = "") -> Any:
-        opened = self._opened(variant)
+        opened = self._variant(variant)
         environment, task = opened.environment, opened.splits.get(split, index)[0]
         if isinstance(environment, OwnLoop):
             return self._scripted(opened, task, answer)
@@ -349,21 +352,21 @@ class Service:
         outcome = rollout.advance(answer, only=True).outcome
         return rewarded([_scored(outcome, rollout)], lambda found: _outcome(found[0]))
 
-    async def _scripted(self, opened: _Opened, task: Task, answer: str) -> dict[str, Any] | None:
-        with scripted(answer) as session:
-            answered = await self._played(opened, task, [session], 0)
+    async def _scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
+        with scripted_session(answer) as session:
+            answered = await self._sampled(opened, task, [session], 0)
         return answered["outcomes"][0]
 
-    def _opened(self, variant: str = "") -> _Opened:
+    def _variant(self, variant: str = "") -> _Variant:
         if not self._variants:
             raise InvalidRequest("No environment is open: send `open` first.")
         if variant not in self._variants:
-            raise InvalidRequest(f"There is no variant {variant!r}: `vary` opens it.")
+            raise InvalidRequest(f"No variant {variant!r}: open it with `vary`.")
         return self._variants[variant]
 
 
 def _scored(outcome: Outcome | None, rollout: Rollout | None) -> Scored:
-    """A rollout's outcome, with what reward functions need."""
+    """A rollout's outcome with the input of reward functions."""
     if outcome is None or rollout is None:
         return outcome, None, dict
     return outcome, rollout.rewarding, rollout.seen
@@ -391,7 +394,7 @@ def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A reference as JSON can say it; its text where it cannot."""
+    """The reference as a JSON value, or as text if it is not one."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -1,12 +1,12 @@
-"""Splits that share no content, made from a stream of tasks that may leak.
+"""Splits that share no content, built from a stream of tasks that may repeat itself.
 
-Seeds do not separate tasks: generators repeat themselves, and neighbouring seeds give shifted copies of one stream. So
-the content of a task decides where it belongs: a hash of its normalised text, the same in every process and for every
-seed. 80 of 100 fall to `train`, 10 to `validation`, 10 to `heldout`. Equal content counts once.
+Seeds do not separate tasks: generators repeat themselves, and neighbouring seeds give shifted copies of one stream. The
+split of a task is therefore decided by its content: a hash of its normalised text, the same in every process and for
+every seed. Of 100 tasks about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once.
 
-An environment that writes `tasks(self, split)` gives its own splits. Then held-out content is never seen elsewhere:
-what `heldout` has is dropped from `validation`, what either has is dropped from `train`. For that both are read in
-full, at most `OWN_SPLIT_LIMIT` tasks of each.
+An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
+content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
+this, up to `OWN_SPLIT_LIMIT` tasks each.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
-__all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "SPLITS", "Splits", "split_of"]
+__all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "SPLITS", "TaskSplits", "split_of"]
 
 SPLITS = ("train", "validation", "heldout")
 PATIENCE = 500
-"""After so many tasks in a row that were seen before, the content counts as finite."""
+"""After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
 _STRICTEST = ("heldout", "validation", "train")
 
@@ -54,7 +54,7 @@ def _digest(content: bytes) -> bytes:
 
 
 class _Stream:
-    """A stream of tasks, read once, that remembers how it failed."""
+    """A stream of tasks, read once, that remembers its failure."""
 
     def __init__(self, tasks: Any) -> None:
         self._tasks = tasks
@@ -63,7 +63,7 @@ class _Stream:
         self.ended = False
 
     def next(self) -> Task | None:
-        """The next task, None at the end; raises again what the author's code once raised."""
+        """The next task, or None at the end. Raises again whatever the author's code raised before."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -71,7 +71,7 @@ class _Stream:
                 self._iterator = iter(self._tasks())
             task = next(self._iterator, None)
         except BaseException as error:
-            self._failure = error  # the generator is dead now: it must not look like the end of the stream
+            self._failure = error  # a failed generator must not look like the end of the stream
             raise
         if task is None:
             self.ended = True
@@ -81,17 +81,17 @@ class _Stream:
         return task
 
 
-class Splits:
-    """Random access to the tasks of each split, scanned as far as was asked for.
+class TaskSplits:
+    """Random access to the tasks of each split; reads the stream only as far as needed.
 
     Args:
         environment: A configured environment.
         seed: Seed of the order of training tasks after the first pass over them.
-        family: Splits of the same environment with other knobs, read no further than their first tasks. Where it gives
-            its own splits, what one of them keeps apart no other trains on.
+        family: The same environment with other knobs. If it brings its own splits, a task held out by one of them is
+            trained on by none.
     """
 
-    def __init__(self, environment: Environment, seed: int = 0, family: Sequence[Splits] = ()) -> None:
+    def __init__(self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = ()) -> None:
         self._seed = seed
         self._family = list(family)
         for other in family:
@@ -99,7 +99,7 @@ class Splits:
         self._found: dict[str, list[Task]] = {split: [] for split in SPLITS}
         self._seen: set[bytes] = set()
         self._owner: dict[bytes, str] = {}
-        """Of an environment's own splits: which of them a content belongs to."""
+        """Split of each content digest, if the environment brings its own splits."""
         self._leaked: Counter[str] = Counter()
         self._orders: dict[int, list[int]] = {}
         self._repeats = 0
@@ -113,10 +113,10 @@ class Splits:
     def get(self, split: str, index: int) -> tuple[Task, int]:
         """A task and its epoch.
 
-        `train` never ends: after its last task it begins again, in another order. The others end.
+        `train` is endless: after its last task it starts again in another order. The other splits end.
 
         Raises:
-            InvalidRequest: There is no such split or task.
+            InvalidRequest: No such split or task.
         """
         self._check(split, index)
         self._scan(split, index + 1)
@@ -134,8 +134,8 @@ class Splits:
         epoch, position = divmod(index, len(found))
         return found[self._order(epoch)[position]], epoch
 
-    def some(self, split: str, start: int, count: int) -> list[Task]:
-        """Up to `count` distinct tasks from `start` on; fewer at the end."""
+    def page(self, split: str, start: int, count: int) -> list[Task]:
+        """Up to `count` distinct tasks from number `start` on; fewer at the end."""
         self._check(split, start)
         if count < 0:
             raise InvalidRequest(f"count must be at least 0, not {count}.")
@@ -147,16 +147,16 @@ class Splits:
         return len(self._found[split])
 
     def exhausted(self, split: str) -> bool:
-        """Whether `known` is all there is."""
+        """Whether `known` is the size of the split."""
         return self._streams[split].ended or (not self._own and self._repeats >= PATIENCE)
 
     def leaked(self, split: str) -> int:
-        """How often the environment itself gave this split a task that belongs to another one, as far as it was read;
-        such tasks are left out."""
+        """Tasks read so far that the environment put into this split although another one has them; they are left
+        out."""
         return self._leaked[split]
 
     def survey(self, limit: int, seconds: float) -> None:
-        """Scans on until every split has `limit` tasks or ended, or time is up."""
+        """Read until every split has `limit` tasks or is exhausted, or `seconds` have passed."""
         deadline = time.monotonic() + seconds
         for split in reversed(SPLITS):
             while self.known(split) < limit and not self.exhausted(split) and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ class Splits:
                 return
 
     def _kept_elsewhere(self, split: str, content: bytes) -> bool:
-        """Whether another of the family has this content in a split that is to be kept apart from this one."""
+        """Whether another member of the family has this content in a stricter split."""
         stricter = _STRICTEST[: _STRICTEST.index(split)]
         for other in self._family:
             for name in stricter:
@@ -227,7 +227,7 @@ class Splits:
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
-            while len(self._orders) > 3:  # groups of neighbouring epochs may be in flight together
+            while len(self._orders) > 3:  # groups of neighbouring epochs can be in flight together
                 del self._orders[min(self._orders)]
             order = list(range(len(self._found["train"])))
             random.Random(f"{self._seed}:{epoch}").shuffle(order)

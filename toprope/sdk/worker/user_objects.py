@@ -1,7 +1,7 @@
-"""A user's own objects in a worker: strategies for data and for search, scorers, generators.
+"""Objects of a user's own classes in a worker: strategies for data and search, scorers, generators.
 
-They are loaded from a file as environments are, live in the worker, and are asked by method with arguments that JSON
-can say. Coroutines are awaited.
+They are loaded from a file like environments, live in the worker, and are called by method name with JSON arguments.
+Coroutines are awaited.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from toprope.sdk.authoring.loading import attribute_of
 from toprope.sdk.errors import InvalidRequest, LoadError
 
-__all__ = ["Objects"]
+__all__ = ["UserObjects"]
 
 
-class Objects:
-    """The objects that were made in this worker, by handle."""
+class UserObjects:
+    """The objects created in this worker, by handle."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
         self.near = ""
-        """Folder of the code that was loaded last, for error messages."""
+        """Folder of the code loaded last, for error messages."""
 
     def make(self, file: str, attribute: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Loads `attribute` of a file; a class is called with `arguments`, anything else is taken as it is.
+        """Load `attribute` of a file; a class is called with `arguments`, anything else is used as it is.
 
         Returns:
-            `handle`, and `methods`: the names of its public methods; `call` where it can be called itself.
+            `handle` and `methods`: the names of its public methods, and `call` if the object itself is callable.
 
         Raises:
-            LoadError: The file does not load, has no such attribute, or does not take the arguments.
+            LoadError: The file does not load, has no such attribute, or rejects the arguments.
         """
         path = Path(file).absolute()
         found, self.near = attribute_of(path, attribute), str(path.parent)
@@ -44,20 +44,20 @@ class Objects:
             except TypeError as error:
                 raise LoadError(f"{attribute} of {path.name} is not made with these arguments: {error}") from error
         elif arguments:
-            raise LoadError(f"{attribute} of {path.name} is no class and takes no arguments.")
+            raise LoadError(f"{attribute} of {path.name} is not a class and takes no arguments.")
         handle = len(self._kept) + 1
         self._kept[handle] = found
         methods = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
         return {"handle": handle, "methods": (["call"] if callable(found) else []) + methods}
 
     def invoke(self, handle: int, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls a method (`call`: the object itself) once for each list of arguments, in order.
+        """Call a method (`call`: the object itself) once per list of arguments, in order.
 
         Returns:
-            What each returned, if JSON can say it.
+            One JSON value per call.
 
         Raises:
-            InvalidRequest: There is no such object or method, or a result cannot be said.
+            InvalidRequest: No such object or method, or a result that JSON cannot represent.
         """
         if handle not in self._kept:
             raise InvalidRequest(f"There is no object {handle!r}.")
@@ -73,7 +73,7 @@ class Objects:
             try:
                 json.dumps(result)
             except (TypeError, ValueError) as error:
-                raise InvalidRequest(f"{method} returned what JSON cannot say: {error}") from None
+                raise InvalidRequest(f"{method} returned a value that JSON cannot represent: {error}") from None
             results.append(result)
         return results
 

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from toprope.errors import ComponentFailed
-from toprope.records.worker_messages import PlayedGroup
+from toprope.records.worker_messages import SampledGroup
 from toprope.sdk.errors import WorkerError
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.keys import JUDGE
@@ -78,7 +78,7 @@ class OwnLoopMaker(RolloutMaker):
         size: int,
         sampling: Sampling,
         variant: str,
-    ) -> tuple[PlayedGroup, list[list[Turn]]]:
+    ) -> tuple[SampledGroup, list[list[Turn]]]:
         """What the environment made of a task with the policy, and what inference recorded of each rollout."""
         group = f"g{next(self.numbers)}"
         life = await policy.life()
@@ -104,7 +104,7 @@ class OwnLoopMaker(RolloutMaker):
         size: int,
         sampling: Sampling,
         variant: str,
-    ) -> tuple[PlayedGroup, list[list[Turn]]]:
+    ) -> tuple[SampledGroup, list[list[Turn]]]:
         """The same with a model at an endpoint, whose key stays here."""
         async with Relay(client, size, sampling) as relay:
             sessions = [
@@ -117,7 +117,7 @@ class OwnLoopMaker(RolloutMaker):
 
     async def _run(
         self, link: EnvironmentWorker, split: str, index: int, sessions: list[dict[str, Any]], variant: str
-    ) -> PlayedGroup:
+    ) -> SampledGroup:
         timeout = self.rollout_timeout_s + _GRACE_S
         return await link.run(split, index, sessions, timeout=timeout, weights=self.weights, variant=variant)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from toprope.records.journal.groups import Outcome
-from toprope.records.worker_messages import Advanced, Begun, Card, PlayedGroup, SplitSize, TaskPage, UserObject
+from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup, SplitSize, TaskPage, UserObject
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient
 
@@ -129,10 +129,10 @@ class EnvironmentWorker(WorkerClient):
         timeout: float,
         weights: Mapping[str, float] | None = None,
         variant: str = "",
-    ) -> PlayedGroup:
+    ) -> SampledGroup:
         """Have the environment sample a task itself, once per session, beside other requests."""
         arguments = {"split": split, "index": index, "sessions": sessions, **_weighted(weights), **_named(variant)}
-        return await self._ask(PlayedGroup, "run", timeout, arguments, beside=True)
+        return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
 
     async def make(self, file: str, attribute: str, arguments: Mapping[str, Any], *, timeout: float) -> UserObject:
         """Load a user's class or function and create an object of it in the worker."""
@@ -144,9 +144,15 @@ class EnvironmentWorker(WorkerClient):
         return await self._ask(list[Any], "invoke", timeout, {"handle": handle, "method": method, "calls": calls})
 
     async def _ask(
-        self, expected: type[_T], operation: str, timeout: float, arguments: Mapping[str, Any], *, beside: bool = False
+        self,
+        expected: type[_T],
+        operation: str,
+        timeout: float,
+        arguments: Mapping[str, Any],
+        *,
+        concurrent: bool = False,
     ) -> _T:
-        answer = await self.call(operation, timeout=timeout, beside=beside, **arguments)
+        answer = await self.call(operation, timeout=timeout, concurrent=concurrent, **arguments)
         try:
             return msgspec.convert(answer, expected)
         except msgspec.ValidationError as error:

@@ -45,7 +45,7 @@ async def watch_memory(link: WorkerClient, limit_mb: int, poll_s: float = _POLL_
     while link.alive:
         held = held_mb(link.pid)
         if held > limit_mb:
-            link.end(
+            link.kill(
                 f"The worker had {held:.0f} MB with what it started, more than environment.memory_mb ({limit_mb}), "
                 "and was ended."
             )

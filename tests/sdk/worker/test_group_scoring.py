@@ -1,7 +1,8 @@
-"""Rewards of a group that are computed together, when its last rollout is done; token ids for those that want them."""
+"""Group scoring: rewards are computed together once the last rollout is done, with token ids on request."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from toprope.sdk import Environment, Part, Task, play
 from toprope.sdk.worker.service import Service
 
 SOURCE = '''
+import json
+from pathlib import Path
+
 from toprope.sdk import Environment, Task
 
 
@@ -19,7 +23,6 @@ class Rank(Environment):
 
     max_turns = 3
     wants_tokens = True
-    seen = []
 
     def tasks(self):
         for number in range(30):
@@ -31,7 +34,8 @@ class Rank(Environment):
         return ("and?", False) if text == "go on" else (None, True)
 
     def score_group(self, rollouts):
-        type(self).seen.append([one.answer for one in rollouts])
+        with Path(__file__).with_name("scored.jsonl").open("a") as file:
+            print(json.dumps([one.answer for one in rollouts]), file=file)
         if any(one.answer == "all" for one in rollouts):
             raise RuntimeError("the group is lost")
         longest = max(len(one.answer) for one in rollouts)
@@ -60,30 +64,32 @@ def advance(service: Service, *moves: list[Any]) -> list[dict[str, Any] | None]:
     return [one["outcome"] for one in service.answer("advance", {"moves": [list(move) for move in moves]})]
 
 
-def seen(service: Service) -> list[list[str]]:
-    return type(service._opened().environment).seen
+def scored(folder: Path) -> list[list[str]]:
+    """The answers of each group that the environment scored."""
+    file = folder / "scored.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_group_that_is_done_at_once_is_scored_at_once_and_together(service: Service) -> None:
+def test_finished_group_is_scored_together(service: Service, tmp_path: Path) -> None:
     a, b, c = begun(service, 3)
     outcomes = advance(service, [a, "long answer"], [b, "short"], [c, "long answer", False, [7]])
     assert [one["reward"] for one in outcomes] == [1.0, 0.0, 0.0]  # the last has one token
-    assert seen(service) == [["long answer", "short", "long answer"]]
+    assert scored(tmp_path) == [["long answer", "short", "long answer"]]
     assert service.answer("settle", {"rollouts": [a, b]}) == [None, None]
 
 
-def test_who_is_done_early_waits_for_the_others(service: Service) -> None:
+def test_early_rollout_waits_for_its_group(service: Service, tmp_path: Path) -> None:
     a, b, c = begun(service, 3)
     assert advance(service, [a, "longest of all"], [b, "go on"], [c, "raise"]) == [None, None, None]
-    assert seen(service) == []
+    assert scored(tmp_path) == []
     [last] = advance(service, [b, "short"])
     first, failed = service.answer("settle", {"rollouts": [a, c]})
     assert (first["reward"], last["reward"], last["turns"]) == (1.0, 0.0, 2)
     assert failed["error"].startswith("ValueError: in step") and failed["reward"] == 0.0
-    assert seen(service) == [["longest of all", "short"]]  # the failed one is not among them
+    assert scored(tmp_path) == [["longest of all", "short"]]  # the failed one is not among them
 
 
-def test_a_rollout_that_is_given_up_holds_up_nobody(service: Service) -> None:
+def test_discarded_rollout_does_not_block_its_group(service: Service) -> None:
     a, b = begun(service, 2)
     assert advance(service, [a, "x"], [b, "go on"]) == [None, None]
     assert service.answer("discard", {"rollouts": [b]}) == 1
@@ -91,7 +97,7 @@ def test_a_rollout_that_is_given_up_holds_up_nobody(service: Service) -> None:
     assert service.answer("discard", {"rollouts": [a, b]}) == 0
 
 
-def test_an_error_is_of_one_or_of_all(service: Service) -> None:
+def test_scoring_error_hits_one_rollout_or_all(service: Service) -> None:
     a, b = begun(service, 2)
     mine, others = advance(service, [a, "me"], [b, "other"])
     assert "KeyError" in mine["error"] and others["error"] is None and others["reward"] == 1.0
@@ -99,9 +105,9 @@ def test_an_error_is_of_one_or_of_all(service: Service) -> None:
     assert all("RuntimeError: the group is lost" in one["error"] for one in advance(service, [a, "all"], [b, "other"]))
 
 
-def test_one_alone_and_one_answer_tried_are_groups_of_one(service: Service) -> None:
+def test_single_scored_answer_is_a_group_of_one(service: Service, tmp_path: Path) -> None:
     assert service.answer("score", {"split": "train", "index": 0, "answer": "x"})["reward"] == 1.0
-    assert seen(service) == [["x"]]
+    assert scored(tmp_path) == [["x"]]
 
 
 class Short(Environment):
@@ -129,10 +135,10 @@ class Spent(Environment):
         return self.answer == "x"
 
 
-def test_too_few_scores_are_an_error() -> None:
+def test_too_few_group_scores_are_an_error() -> None:
     assert "score_group() must return a list of 1" in (play(Short, ["a"]).error or "")
 
 
-def test_what_is_measured_is_left_out_of_score() -> None:
+def test_measured_part_need_not_be_scored() -> None:
     outcome = play(Spent, ["x"])
     assert outcome.parts == {"right": 1.0, "spent": 3.0} and outcome.reward == 1.0
