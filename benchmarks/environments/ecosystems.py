@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
 from toprope.sdk.worker.client import worker_environment
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.policy.tiny_model import Recipe, build
 from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker

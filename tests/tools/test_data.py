@@ -21,7 +21,7 @@ from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import make_workshop
 from tests.support.trajectories_house import place_tokenizer, words_run
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow
-from toprope.settings.owner import HttpDoor
+from toprope.settings.owner import HttpSettings
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.items import TrajectoryItem
@@ -240,7 +240,7 @@ TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
 
 def test_agent_frameworks_post_their_traces_with_the_owners_token(shop, settings):
     token = TokenFile(shop.home.configuration)
-    app = build_app(token, HttpDoor(), capture=shop.home)
+    app = build_app(token, HttpSettings(), capture=shop.home)
     secret = {"Authorization": f"Bearer {token.ensure()}"}
     client = TestClient(app)
     assert client.post("/trajectories/posted", json=TALK).status_code == 401

@@ -1,8 +1,8 @@
-"""The registry of algorithms: what a name means, which fields it sets, where it comes from, and which program trains.
+"""The registry of algorithms: the fields that each name sets, its source, and the class that trains.
 
-One place, so that the schema, drafts, presets, the trainer's program and the documentation agree. A name of the GRPO
-family is an alias: it decides the fields that make the method what its paper says (`means`), and proposes values that
-the paper uses and that may be changed (`advises`). `grpo` decides none, so that every field can be set by itself.
+The schema, drafts, presets, the trainer's program and the documentation all read it. A name of the GRPO family is an
+alias: it fixes the fields that define the method in its paper (`means`) and proposes other values that the paper uses
+(`advises`), which may be edited. `grpo` fixes none, so every field can be set by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied"]
 
 NAME = "algorithm.name"
-"""The field that names one."""
+"""The field that names an algorithm."""
 
 _GROUPS = "toprope.training.trainer.base:TrainingRun"
 """TRL's GRPOTrainer on delivered groups."""
@@ -22,16 +22,16 @@ _GROUPS = "toprope.training.trainer.base:TrainingRun"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One name.
+    """One algorithm.
 
     Args:
-        name: As `algorithm.name` has it.
+        name: Value of `algorithm.name`.
         summary: One sentence.
         source: Paper or specification.
         program: Class that trains, as `module:Class`; only the trainer's process imports it.
-        means: Values that make it this method, by dotted field.
-        advises: Values that its paper uses; set with the name, and free to be edited.
-        spread: Whether groups whose rewards are all equal teach it nothing.
+        means: Values that define the method, by dotted field.
+        advises: Values that its paper uses; set together with the name, and editable afterwards.
+        spread: Whether it learns nothing from groups whose rewards are all equal.
     """
 
     name: str
@@ -61,7 +61,7 @@ _ALL = (
         "Advantages relative to a task's group of answers, no value function; algorithm.loss_type and the other fields "
         "choose the form.",
         "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
-        # What another name set is taken back; loss_type stays what it is.
+        # Undo what another name set; loss_type stays as it is.
         advises={
             "algorithm.importance_sampling_level": "token",
             "algorithm.scale_rewards": "group",
@@ -157,11 +157,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {one.name: one for one in _ALL}
 def implied(
     values: Mapping[str, Any], allowed: Callable[[str, Any], bool] = lambda name, value: True
 ) -> dict[str, Any]:
-    """The fields that a change of `algorithm.name` sets beside it: those of the name that are not given themselves.
+    """The other fields that a change of `algorithm.name` sets, without those that are given explicitly.
 
     Args:
-        values: What is set, by dotted field.
-        allowed: Whether a field may have a value; advice that may not be taken is left out.
+        values: Values that are set, by dotted field.
+        allowed: Whether a field may have a value; advice that is not allowed is left out.
     """
     chosen = ALGORITHMS.get(str(values.get(NAME, "")).strip().lower())
     if chosen is None:
@@ -171,10 +171,10 @@ def implied(
 
 
 def contradictions(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Sentences about fields that are not what the name means.
+    """Sentences about fields that contradict the algorithm's name.
 
     Args:
-        name: An algorithm's.
+        name: Name of an algorithm.
         values: The fields of a configuration, by dotted name.
     """
     chosen = ALGORITHMS[name]

@@ -1,7 +1,7 @@
 """Models behind OpenAI-compatible endpoints, as an owner or a preset names them.
 
-An agent chooses among these names and nothing else: whoever could choose a URL could send the owner's keys and the
-tasks' texts to it. So base URLs and the names of keys stand in the owner's files, and the keys themselves beside them.
+An agent may only choose among these names: with a free choice of URL it could send the owner's keys and the texts of
+tasks anywhere. Base URLs, the names of keys and the keys themselves are therefore in the owner's files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toprope.errors import InvalidValue
 __all__ = ["BASE", "MODEL_NAME", "Endpoint", "parse_endpoints"]
 
 BASE = "base"
-"""How the draft's own policy is called among models under test."""
+"""Name of the draft's own policy among models under test."""
 
 MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _SECRET_NAME = re.compile(r"[A-Z][A-Z0-9_]{0,99}")
@@ -25,7 +25,7 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 class Endpoint(BaseModel):
-    """One model: where it is asked, under what name, with which key, and what it costs."""
+    """One model: its endpoint, its name there, the key that it needs, and its prices."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,11 +33,11 @@ class Endpoint(BaseModel):
     """Up to and with the version: http://127.0.0.1:8000/v1; `/chat/completions` is appended."""
     model: str = Field(min_length=1, max_length=200)
     key: str | None = None
-    """Name of the variable with the key; null where none is needed. Never the key itself."""
+    """Name of the variable that holds the key; null if none is needed. Never the key itself."""
     prompt_usd: float | None = Field(None, ge=0)
-    """US dollars for a million tokens of prompts."""
+    """US dollars per million tokens of prompts."""
     completion_usd: float | None = Field(None, ge=0)
-    """US dollars for a million tokens of answers."""
+    """US dollars per million tokens of answers."""
 
     @field_validator("base_url")
     @classmethod
@@ -54,7 +54,7 @@ class Endpoint(BaseModel):
     def _checked_key(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        # Names that say what they are: logs hide the values of such variables, and workers never inherit them.
+        # Logs hide the values of variables with such names, and workers never inherit them.
         if not _SECRET_NAME.fullmatch(value) or not any(word in value for word in _SECRET_WORDS):
             raise ValueError(
                 f"must be the name of a variable in capitals with one of {', '.join(_SECRET_WORDS)} in it, such as "
@@ -67,11 +67,11 @@ def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
     """The models in a mapping of names to entries.
 
     Args:
-        data: As YAML gave it; None is no models.
+        data: The mapping as read from YAML; None: no models.
         where: File and place, for errors.
 
     Raises:
-        InvalidValue: A name or an entry is wrong. Values are not repeated: somebody may have written a key there.
+        InvalidValue: A name or an entry is wrong. The message repeats no values: one of them may be a key.
     """
     if data is None:
         return {}
@@ -81,7 +81,7 @@ def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
     for name, entry in data.items():
         if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == BASE:
             raise InvalidValue(
-                f"{where}: {name!r} is no name for a model.",
+                f"{where}: {name!r} is not a valid name for a model.",
                 hint=f"Lower-case letters, digits, '.', '_' and '-'; {BASE!r} is the draft's own policy.",
             )
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from contextlib import suppress
 from typing import Annotated, Any, get_args, get_origin
 
@@ -41,7 +42,7 @@ def reader(
     else:
         *key, item = get_args(annotation)
         parts = (*key, item if item is Any else _READABLE[item])
-        found = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]  # type: ignore[index]
+        found = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]
     if metadata:
         found = Annotated[found, *metadata]
     return TypeAdapter(Annotated[found | None, BeforeValidator(_null)] if nullable else found)
@@ -54,8 +55,10 @@ def card_type(text: str) -> tuple[Any, bool]:
     """
     words = [word.strip() for word in text.lower().split("|")]
     found = [_CARD_TYPES.get(word.split("[")[0], Any) for word in words if word not in ("null", "none", "nonetype")]
-    if len(found) == 1 and get_origin(found[0]) is list and (item := _CARD_TYPES.get(text[:-1].partition("[")[2])):
-        found = [list[item]] if item in _READABLE else found
+    if len(found) == 1 and found[0] == list[Any]:
+        item = _CARD_TYPES.get(text.lower().strip().removesuffix("]").partition("[")[2], Any)
+        if item in _READABLE:
+            found = [types.GenericAlias(list, (item,))]
     single = found[0] if len(found) == 1 else float if {*found} == {int, float} else Any
     return single, len(found) < len(words)
 

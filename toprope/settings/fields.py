@@ -75,7 +75,7 @@ class Field:
     @property
     def type_text(self) -> str:
         """The type in a word or two, as an answer shows it."""
-        text = "choice" if self.choices is not None else self.kind
+        text: str = "choice" if self.choices is not None else self.kind
         if self._item is not None:
             text += f" of {self._item}"
         return f"{text} or null" if self.nullable else text

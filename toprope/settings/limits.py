@@ -1,8 +1,8 @@
-"""What runs may use, all together, each by itself, and in a day: the owner's limits, and what an hour costs.
+"""The owner's limits on runs (all together, each run, each day) and the price of an hour.
 
-The file is read anew whenever a run is to start, so a limit holds from the moment it is saved, and a file that cannot
-be read stops every start. What held at a run's start is frozen with it: its keeper stops it at the cap, whoever is
-connected. A limit is a number, or a number with the owner's reason:
+The file is read again before every start, so a limit holds as soon as it is saved, and a file that cannot be read stops
+every start. The limits that held at a run's start are frozen with it: its keeper stops the run at a cap, with or
+without a connected client. A limit is a number, or a number with the owner's reason:
 
     concurrent_runs: 4
     per_run:
@@ -21,7 +21,7 @@ run; GPU-hours are hours for which a run has a GPU to itself; wall time runs fro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class Limit(BaseModel):
 
 
 class Prices(BaseModel):
-    """USD for an hour of a CPU, and of a GPU by a part of its name (`*`: any other). None or absent: unknown."""
+    """USD for an hour of a CPU, and of a GPU by part of its name (`*`: any other). None or missing: unknown."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -70,13 +70,13 @@ class Prices(BaseModel):
     gpu_hour_usd: dict[str, float] = {}
 
     def of_gpu(self, name: str | None) -> float | None:
-        """The price of an hour of that GPU; None where none is named. The longest name that fits counts."""
+        """The price of an hour of that GPU, by the longest name that fits; None if the file has none."""
         fits = [key for key in self.gpu_hour_usd if key != _ANY and name and key.casefold() in name.casefold()]
         return self.gpu_hour_usd.get(max(fits, key=len) if fits else _ANY)
 
 
 class Cap(BaseModel):
-    """Where a run is stopped: the value, the limit that it comes from, and the owner's reason."""
+    """The value at which a run is stopped, the limit that sets it, and the owner's reason."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -86,16 +86,16 @@ class Cap(BaseModel):
 
 
 class FrozenLimits(BaseModel):
-    """What held when a run started, as its specification has it.
+    """The limits that held when a run started, as stored in its specification.
 
-    `caps` and `reserved` go by quantity (`wall_hours`, `cpu_hours`, ...). `reserved` is what the run may use at most of
-    what is limited over several runs: it counts as used until the run has ended.
+    `caps` and `reserved` are keyed by quantity (`wall_hours`, `cpu_hours`, ...). `reserved` is the most that the run
+    may use of quantities that several runs share; it counts as used until the run has ended.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     source: str
-    """Who set them, in words, with the file."""
+    """Who set them, and in which file, in words."""
     caps: dict[str, Cap] = {}
     reserved: dict[str, float] = {}
     cpu_hour_usd: float | None = None
@@ -121,10 +121,10 @@ class Limits:
         self.source = source
 
     def get(self, name: str) -> Limit | None:
-        """The limit of that name, if there is one."""
+        """The limit of that name, or None."""
         return self._limits.get(name)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Limit]:
         return iter(self._limits.values())
 
     @classmethod
@@ -133,7 +133,7 @@ class Limits:
 
         Args:
             path: The file.
-            owners: Whether it is the owner's; else it ships with Toprope.
+            owners: Whether the owner wrote it; otherwise it ships with Toprope.
 
         Raises:
             InvalidValue: The file or an entry is wrong; the message names it.
@@ -159,7 +159,7 @@ def _take(limits: dict[str, Limit], name: str, given: Any, path: Path) -> None:
         entry = check_keys(given, ("max", "reason"), f"{path}, {name}")
         given, reason = entry.get("max"), entry.get("reason") or ""
         if not isinstance(reason, str):
-            raise InvalidValue(f"{path}, {name}: reason must be a text.", hint="Mend the file.")
+            raise InvalidValue(f"{path}, {name}: reason must be text.", hint="Mend the file.")
     limits[name] = Limit(name=name, max=_number(given, f"{path}, {name}"), reason=reason.strip())
 
 

@@ -1,8 +1,8 @@
-"""The owner's locks: fields that an agent cannot move, or only within bounds, each with the owner's reason.
+"""The owner's locks: fields that an agent cannot change, or only within bounds, each with the owner's reason.
 
-They are enforced when a specification is frozen, whatever way a value came in; `refusal` lets an edit say so early. The
-file is read anew at each use, so that a lock holds from the moment it is saved, and a file that cannot be read stops
-every start: an owner's lock never fails open.
+They are enforced when a specification is frozen, however a value was set; `refusal` lets an edit fail early. The file
+is read again at each use, so a lock holds as soon as it is saved, and a file that cannot be read stops every start: a
+lock never fails open.
 
     locks:
       - field: launcher.kind
@@ -15,7 +15,7 @@ every start: an owner's lock never fails open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _KEYS = ("field", "value", "min", "max", "reason")
 
 @dataclass(frozen=True)
 class Lock:
-    """One lock: fixed to `value`, or bounded by `min` and `max` (both may be reached)."""
+    """One lock: fixed to `value`, or bounded by `min` and `max`, both inclusive."""
 
     field: str
     reason: str
@@ -44,7 +44,7 @@ class Lock:
 
     @property
     def says(self) -> str:
-        """What is allowed, in a few words."""
+        """The allowed values, in a few words."""
         if self.fixed:
             return f"fixed at {self.value!r}" if isinstance(self.value, str) else f"fixed at {self.value}"
         parts = [f"at least {self.min}"] if self.min is not None else []
@@ -52,7 +52,7 @@ class Lock:
         return " and ".join(parts)
 
     def allows(self, value: Any) -> bool:
-        """Whether the owner allows this value. Null is not within bounds."""
+        """Whether the owner allows this value. Null is outside any bounds."""
         if self.fixed:
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -70,7 +70,7 @@ class Lock:
         return self.max if self.max is not None and value > self.max else value
 
     def record(self) -> dict[str, Any]:
-        """As the file has it, for specifications and answers."""
+        """The lock as the file has it, for specifications and answers."""
         if self.fixed:
             return {"value": self.value, "reason": self.reason}
         bounds = {"min": self.min, "max": self.max}
@@ -104,15 +104,15 @@ class Locks:
             locks[lock.field] = lock
         return cls(locks, path)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Lock]:
         return iter(self._locks.values())
 
     def get(self, field: str) -> Lock | None:
-        """The lock of a field, if it has one."""
+        """The lock on a field, or None."""
         return self._locks.get(field)
 
     def refusal(self, field: str, value: Any) -> str | None:
-        """Why the owner does not allow this value, or None where it is allowed."""
+        """The reason why the owner does not allow this value, or None if it is allowed."""
         lock = self._locks.get(field)
         if lock is None or lock.allows(value):
             return None
@@ -120,9 +120,9 @@ class Locks:
         return f"{field} is locked by the owner: {lock.says}, not {given}. Reason: {lock.reason}"
 
     def adjust(self, config: Config, fields: dict[str, Field]) -> tuple[dict[str, Any], list[Change]]:
-        """What has to change in a configuration for it to be allowed: values by field, and the changes.
+        """The smallest edit that makes a configuration allowed: values by field, and the changes.
 
-        Locks on fields that this environment does not have are passed over.
+        Locks on fields that this environment does not have are ignored.
         """
         changes = []
         for lock in self:
@@ -134,10 +134,10 @@ class Locks:
         return {change.field: change.after for change in changes}, changes
 
     def enforce(self, config: Config, fields: dict[str, Field]) -> None:
-        """Passes a configuration that the owner allows.
+        """Require a configuration that the owner allows.
 
         Raises:
-            LockedField: It is not allowed; every violation is named with its reason.
+            LockedField: It is not allowed; the message names every violation with its reason.
         """
         refusals = [
             text
@@ -154,16 +154,17 @@ class Locks:
 
 
 def hold_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
-    """Passes knobs that the owner allows, as a worker has them: of an environment that nobody made a draft of nobody
-    could tell its defaults before.
+    """Require that the owner allows the knobs of an opened environment.
+
+    The defaults of an environment without a draft are known only when its worker has opened it.
 
     Args:
         knobs: Values by name.
-        kept: The owner's locks, as `Locks.record` gives them.
-        environment: Whose knobs they are.
+        kept: The owner's locks, as returned by `Locks.record`.
+        environment: Name of the environment.
 
     Raises:
-        LockedField: One is not.
+        LockedField: A knob has a value that is not allowed.
     """
     for name, value in knobs.items():
         field = f"{KNOBS}.{name}"
@@ -186,7 +187,7 @@ def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
         )
     where = f"{where} ({name})"
     if not isinstance(reason, str) or not reason.strip():
-        raise InvalidValue(f"{where}: reason is missing.", hint="An agent is told why; one sentence does.")
+        raise InvalidValue(f"{where}: reason is missing.", hint="Agents are shown the reason; one sentence is enough.")
     bounded, fixed = "min" in entry or "max" in entry, "value" in entry
     if bounded == fixed:
         raise InvalidValue(f"{where}: give either value, or min and max or one of them.")
@@ -202,14 +203,14 @@ def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
         for key in ("min", "max"):
             if key in entry:
                 limit = entry[key]
-                if isinstance(limit, str):  # YAML reads 1e-5 as a text
+                if isinstance(limit, str):  # YAML reads 1e-5 as text
                     limit = float(limit)
                 if isinstance(limit, bool) or not isinstance(limit, int | float):
                     raise InvalidValue(f"{key} must be a number, not {limit!r}.")
                 bounds[key] = limit if field is None else field.coerce(limit)
         if bounds.get("min", float("-inf")) > bounds.get("max", float("inf")):
             raise InvalidValue(f"min {bounds['min']} is above max {bounds['max']}.")
-        return Lock(name, reason.strip(), **bounds)
+        return Lock(name, reason.strip(), min=bounds.get("min"), max=bounds.get("max"))
     except (InvalidValue, NotFound) as problem:
         raise InvalidValue(f"{where}: {problem}") from None
     except ValueError:

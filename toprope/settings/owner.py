@@ -1,14 +1,14 @@
-"""Where things lie for the person who owns this machine, and what they set for all runs.
+"""The folders and settings of the person who owns this machine.
 
-Clients start servers with HOME, LOGNAME, PATH, SHELL, TERM and USER and nothing else, so every place has a default
+Clients start servers with HOME, LOGNAME, PATH, SHELL, TERM and USER and nothing else, so every folder has a default
 under HOME, and the variables that runs need (HF_TOKEN, CUDA_VISIBLE_DEVICES, WANDB_API_KEY) come from settings.yaml in
 the owner's configuration folder. Nothing is created until it is needed: clients start disposable servers as probes.
 
     home (TOPROPE_HOME)                 owner's configuration (TOPROPE_CONFIG)
-      runs/       one folder a run        locks.yaml     instead of the shipped one; so is limits.yaml
+      runs/       a folder per run        locks.yaml     replaces the shipped one, as limits.yaml does
       datasets/   files to train on       datasets/      the same
-      policies/   embedded policies       presets/       before the shipped ones
-      exports/    rollouts as files       strategies/    Python files that judge, make or score data
+      policies/   embedded policies       presets/       take precedence over the shipped ones
+      exports/    rollouts as files       strategies/    Python files that judge, generate or score data
       index.db    drafts, stamps          environments/  one Python file each
       ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
       interpreters/  of environments      http-token     of `toprope serve --http`
@@ -16,14 +16,17 @@ the owner's configuration folder. Nothing is created until it is needed: clients
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
@@ -32,17 +35,26 @@ from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.shipped import CONFIGS
 
-__all__ = ["DataLimit", "Home", "HttpDoor", "MachineLimit", "OwnerSettings", "ServeRole", "StatusLimit"]
+__all__ = [
+    "DataLimit",
+    "Home",
+    "HttpSettings",
+    "MachineLimit",
+    "OwnerSettings",
+    "ServeRole",
+    "StatusLimit",
+    "set_variable",
+]
 
 MODELS = "models"
-"""In the owner's variables: keys of models at endpoints, for a test that asks for such a model and for nothing else."""
+"""In the owner's variables: keys of models at endpoints. Only a test of such a model gets them."""
 
 RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", MODELS)
-"""Who can be given variables: every component, or one."""
+"""Recipients of variables: `*` for every component, or one."""
 
 
 class StatusLimit(BaseModel):
-    """How often an agent gets fresh numbers of one run: a share of the run's expected length, within bounds."""
+    """The interval at which an agent gets fresh numbers of a run: a share of its expected length, within bounds."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,65 +62,65 @@ class StatusLimit(BaseModel):
     min_s: float = Field(30.0, ge=0, le=86_400)
     max_s: float = Field(1800.0, ge=0, le=86_400)
     waits: dict[str, Annotated[float, Field(ge=0, le=3600)]] = Field(default_factory=dict)
-    """Seconds that a client holds out for one call, by the name it gives: {my-agent: 600}. Unknown ones get 45."""
+    """Seconds that a client waits for one call, by the client's name: {my-agent: 600}. Other clients get 45."""
 
     def interval(self, expected_s: float | None) -> float:
-        """Seconds between fresh numbers of a run that is expected to take `expected_s`; unknown: the shortest."""
+        """Seconds between fresh numbers of a run that should take `expected_s` (None: unknown, the shortest)."""
         return min(max(self.min_s, self.share * (expected_s or 0.0)), max(self.min_s, self.max_s))
 
 
-class HttpDoor(BaseModel):
-    """How `toprope serve --http` may be reached."""
+class HttpSettings(BaseModel):
+    """Access to `toprope serve --http`."""
 
     model_config = ConfigDict(extra="forbid")
 
     port: int = Field(8765, ge=0, le=65_535)
-    """Where it listens unless told otherwise; 0: any port that is free."""
+    """Port to listen on unless the command names one; 0: any free port."""
     hosts: list[str] = Field(default_factory=list)
-    """Addresses beside loopback at which it may listen. Other machines can reach those."""
+    """Addresses besides loopback to listen on. Other machines can reach them."""
     names: list[str] = Field(default_factory=list)
-    """More names by which clients may call it (the Host header), without a port: those of a proxy or a tunnel."""
+    """More values of the Host header that are accepted, without a port: names of a proxy or a tunnel."""
     origins: list[str] = Field(default_factory=list)
-    """Web pages that may call it (the Origin header), such as https://inspector.example."""
+    """Values of the Origin header (web pages) that are accepted, such as https://inspector.example."""
 
 
 class ServeRole(BaseModel):
-    """What servers offer their clients."""
+    """The tools that servers offer their clients."""
 
     model_config = ConfigDict(extra="forbid")
 
     read_only: bool = False
-    """Only what changes nothing."""
+    """Offer only tools that change nothing."""
     tools: list[str] = Field(default_factory=list)
-    """Sets of tools: plan, run, read; all when there are none."""
+    """Sets of tools (plan, run, read); empty: all of them."""
 
 
 class DataLimit(BaseModel):
-    """What agents may make of rollouts."""
+    """Limits on exports and data sets made of rollouts."""
 
     model_config = ConfigDict(extra="forbid")
 
     export: bool = True
     """Whether export_trajectories is allowed."""
     build: bool = True
-    """Whether build_dataset is."""
+    """Whether build_dataset is allowed."""
     max_items: int = Field(5_000_000, ge=1)
     """Most items of an export or a data set."""
     at_once: int = Field(2, ge=1, le=64)
-    """Exports and builds that go on beside each other."""
+    """Exports and builds at the same time."""
 
 
 class MachineLimit(BaseModel):
-    """What runs may have of this machine, all together. What is not set is found out."""
+    """The part of this machine that all runs together may use; unset limits are detected."""
 
     model_config = ConfigDict(extra="forbid")
 
     threads: int | None = Field(None, ge=1)
-    """CPU threads for training; tests may use as many beside it."""
+    """CPU threads for training; tests may use as many in addition."""
     gpus: list[str] | None = None
     """GPUs by the ids of CUDA_VISIBLE_DEVICES; an empty list: none."""
     disk_floor_mb: float | None = Field(None, ge=0)
-    """A run pauses when its disk has less room than this and a checkpoint; by default 2 % of it, at most 500 MB."""
+    """A run pauses if its disk has less room than this plus a checkpoint; by default 2 % of it, at most 500 MB."""
 
 
 class OwnerSettings(BaseModel):
@@ -117,40 +129,40 @@ class OwnerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     variables: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Environment variables by component, `*` for every one: {policy: {HF_TOKEN: ...}}. Each key goes to the component
-    that needs it and no other; the file should be readable by the owner alone."""
+    """Environment variables by component, `*` for every one: {policy: {HF_TOKEN: ...}}. Give each key only to the
+    component that needs it; the file should be readable by the owner alone."""
     installs: Literal["ask", "allow"] = "ask"
-    """Whether agents may install ecosystems and packages for environments; else they name the command to the owner."""
+    """allow: agents may install ecosystems and packages for environments; ask: they tell the owner the command."""
     environments: list[str] = Field(default_factory=list)
     """More folders with environments, one Python file each."""
     tools: dict[str, LentTool] = Field(default_factory=dict)
-    """Tools that the environment `orchestrator` may lend to policies, beside its own."""
+    """Tools that the environment `orchestrator` may lend to policies, besides its own."""
     trainers: list[str] = Field(default_factory=list)
-    """Folders with trainers of one's own, for algorithm.trainer. What lies there runs as the trainer of a run."""
+    """Folders with the owner's own trainers, for algorithm.trainer. Their code runs as the trainer of a run."""
     datasets: list[str] = Field(default_factory=list)
     """More folders whose files the environment `dataset` may read."""
     models: dict[str, Endpoint] = Field(default_factory=dict)
-    """Models at OpenAI-compatible endpoints that test_inference may be asked for, by name."""
+    """Models at OpenAI-compatible endpoints that test_inference may use, by name."""
     preset: str = "cpu-embedded"
-    """The preset of a draft that names none."""
+    """The preset of a draft that does not name one."""
     status: StatusLimit = Field(default_factory=StatusLimit)
     machine: MachineLimit = Field(default_factory=MachineLimit)
-    """Beyond it runs are queued."""
+    """Runs that need more are queued."""
     containment: Literal["auto", "bubblewrap", "guard"] = "auto"
-    """How the processes of runs are held: in pid namespaces by bubblewrap where that works, always, or never."""
+    """Pid namespaces by bubblewrap for the processes of runs: if they work here, always, or never (guard)."""
     data: DataLimit = Field(default_factory=DataLimit)
     """Exports and data sets."""
     serve: ServeRole = Field(default_factory=ServeRole)
     """Read when a server starts."""
-    http: HttpDoor = Field(default_factory=HttpDoor)
-    """The HTTP door."""
+    http: HttpSettings = Field(default_factory=HttpSettings)
+    """The HTTP server."""
 
     @classmethod
     def read(cls, path: Path) -> OwnerSettings:
-        """The settings in a file; the defaults where there is none.
+        """The settings in a file; the defaults if the file is missing.
 
         Raises:
-            InvalidValue: The file is wrong; the message names the key. Values are not repeated: they may be secrets.
+            InvalidValue: The file is wrong; the message names the key and repeats no value, which may be a secret.
         """
         if not path.is_file():
             return cls()
@@ -172,14 +184,14 @@ class OwnerSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Home:
-    """The owner's two folders and the places within. Paths only: nothing is read or made until asked."""
+    """The owner's two folders and the paths within. Nothing is read or created until it is asked for."""
 
     path: Path
     configuration: Path
 
     @classmethod
     def locate(cls, environ: Mapping[str, str] | None = None) -> Home:
-        """The folders that TOPROPE_HOME and TOPROPE_CONFIG name, else the platform's own for user data and settings."""
+        """The folders in TOPROPE_HOME and TOPROPE_CONFIG, else the platform's own for user data and settings."""
         environ = os.environ if environ is None else environ
         return cls(
             _folder(environ.get("TOPROPE_HOME"), "user_data_path"),
@@ -204,7 +216,7 @@ class Home:
 
     @property
     def interpreters(self) -> Path:
-        """Virtual environments that were made for environments."""
+        """Virtual environments that were created for environments."""
         return self.path / "interpreters"
 
     @property
@@ -214,12 +226,12 @@ class Home:
 
     @property
     def environments_file(self) -> Path:
-        """What the owner added to the environments."""
+        """The environments that the owner added."""
         return self.path / "environments.json"
 
     @property
     def datasets(self) -> Path:
-        """Data sets that were built, by name and version, beside files to train on."""
+        """Data sets by name and version, and files to train on."""
         return self.path / "datasets"
 
     @property
@@ -232,19 +244,19 @@ class Home:
 
     @property
     def locks_file(self) -> Path:
-        """The owner's locks where there is a file of them, else the shipped ones."""
+        """The file of the owner's locks if there is one, else the shipped file."""
         own = self.configuration / "locks.yaml"
         return own if own.exists() else CONFIGS / "locks.yaml"
 
     @property
     def limits_file(self) -> Path:
-        """The owner's limits where there is a file of them, else the shipped ones."""
+        """The file of the owner's limits if there is one, else the shipped file."""
         own = self.configuration / "limits.yaml"
         return own if own.exists() else CONFIGS / "limits.yaml"
 
     @property
     def strategies(self) -> Path:
-        """The owner's own strategies of sweeps, one Python file each."""
+        """The owner's own strategies for sweeps, one Python file each."""
         return self.configuration / "strategies"
 
     @property
@@ -265,38 +277,38 @@ class Home:
         return Limits.read(path, owners=path.parent == self.configuration)
 
     def environment_folders(self, settings: OwnerSettings) -> list[Path]:
-        """The owner's folders with environments. A relative path is one within the owner's configuration folder."""
+        """The owner's folders with environments; relative paths are within the configuration folder."""
         own = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
         return [*own, self.configuration / "environments"]
 
     def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
-        """Where users' strategies, scorers and generators for data may lie: beside the owner's environments too."""
+        """Folders for strategies, scorers and generators of data; the folders with environments are among them."""
         return [self.configuration / "strategies", *self.environment_folders(settings)]
 
     def trainer_folders(self, settings: OwnerSettings) -> list[Path]:
-        """The folders whose classes may train. A relative path is one within the configuration folder."""
+        """The folders with the owner's trainers; relative paths are within the configuration folder."""
         return [self.configuration / Path(folder).expanduser() for folder in settings.trainers]
 
     def lent_tools(self, settings: OwnerSettings) -> dict[str, dict[str, Any]]:
-        """The owner's tools as workers are told of them."""
+        """The owner's tools as they are sent to workers."""
         return {name: tool.declaration(self.configuration) for name, tool in settings.tools.items()}
 
     def dataset_folders(self, settings: OwnerSettings) -> list[Path]:
-        """The folders whose files may be trained on. A relative path is one within the configuration folder."""
+        """The folders with files to train on; relative paths are within the configuration folder."""
         own = [self.configuration / Path(folder).expanduser() for folder in settings.datasets]
         return [self.path / "datasets", self.configuration / "datasets", *own]
 
     def ensure(self) -> Home:
-        """Makes the home folder, readable by its owner only.
+        """Create the home folder, readable by its owner only.
 
         Raises:
-            InvalidValue: It cannot be made or written to.
+            InvalidValue: It cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise InvalidValue(
-                f"The home folder {self.path} cannot be made: {error.strerror or error}.",
+                f"The home folder {self.path} cannot be created: {error.strerror or error}.",
                 hint="Set TOPROPE_HOME to a folder that you may write to.",
             ) from None
         return self
@@ -305,7 +317,80 @@ class Home:
 def _folder(named: str | None, default: str) -> Path:
     if named:
         return Path(named).expanduser().absolute()
-    import platformdirs  # only where no folder is named
+    import platformdirs  # only if no folder is named
 
     found: Any = getattr(platformdirs, default)("toprope", appauthor=False)
     return Path(found)
+
+
+def set_variable(path: Path, component: str, name: str, value: str) -> bool:
+    """Set variables.<component>.<name> in a settings file; create the file if it is missing.
+
+    Comments, order and quotes in the file stay as they are. The result is read back before it replaces the file: if it
+    does not say exactly what was meant, nothing is written. The file holds keys, so only its owner may read it.
+
+    Args:
+        path: The owner's settings.yaml.
+        component: The component that gets the variable; `*` for every component.
+        name: The variable's name.
+        value: Its value. No message contains it.
+
+    Returns:
+        Whether anything changed.
+
+    Raises:
+        InvalidValue: The file is wrong, too unusual to be edited, or cannot be written.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = read_yaml(path) if path.exists() else {}
+    except OSError as error:
+        raise InvalidValue(f"{path} cannot be read: {error.strerror or error}.") from None
+    known = before.get("variables") or {}
+    if not isinstance(known, dict) or not isinstance(known.get(component) or {}, dict):
+        raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Mend the file.")
+    wanted = {**before, "variables": {**known, component: {**(known.get(component) or {}), name: value}}}
+    if wanted == before:
+        return False
+    try:
+        edited = _with_value(text, ("variables", component, name), value)
+        sound = yaml.safe_load(edited) == wanted
+    except Exception:  # whatever the library makes of an unusual file
+        sound = False
+    if not sound:
+        raise InvalidValue(
+            f"{path} is written in a way that cannot be edited safely; it was left as it is.",
+            hint=f"Add {name} below variables, {component!r} yourself.",
+        )
+    target = path.resolve()  # an owner may keep settings elsewhere, behind a link
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_text(target, edited)
+    except OSError as error:
+        raise InvalidValue(
+            f"{path} cannot be written: {error.strerror or error}.", hint="Check the folder and the room on the disk."
+        ) from None
+    return True
+
+
+def _with_value(text: str, place: tuple[str, str, str], value: str) -> str:
+    """The YAML text with a value at a place of three keys."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+    from ruamel.yaml.util import load_yaml_guess_indent
+
+    editor = YAML()
+    editor.preserve_quotes, editor.width = True, 1 << 20
+    data, indent, _ = load_yaml_guess_indent(text, yaml=editor)
+    editor.indent = indent or 2
+    root = data if data is not None else {}
+    mapping: Any = root
+    for key in place[:-1]:
+        if mapping.get(key) is None:
+            mapping[key] = {}
+        mapping = mapping[key]
+    mapping[place[-1]] = DoubleQuotedScalarString(value)
+    out = io.StringIO()
+    editor.dump(root, out)
+    # A file without entries holds comments at most, which the library does not keep.
+    return out.getvalue() if data is not None or not text.strip() else f"{text.rstrip()}\n{out.getvalue()}"

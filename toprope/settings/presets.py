@@ -8,7 +8,7 @@
     models:                      # models at endpoints, for test_inference(models=["<preset>"])
       small: {base_url: "https://...", model: vendor/name, key: SOME_API_KEY}
 
-The owner's folder is looked at first, so that an owner can replace a shipped preset by one of the same name.
+The owner's folder comes first, so an owner can replace a shipped preset by one of the same name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Preset:
     models: dict[str, Endpoint] = field(default_factory=dict)
 
     def config(self, environment: str) -> Config:
-        """The configuration that this preset gives to a draft of an environment, before the owner's locks."""
+        """The configuration of a draft of an environment under this preset, before the owner's locks."""
         data = Config().model_dump()
         for name, value in {**self.values, **implied(self.values)}.items():
             section, _, field = name.partition(".")
@@ -66,7 +66,7 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
     """The preset of that name.
 
     Raises:
-        NotFound: There is none; the message names those there are.
+        NotFound: No preset has it; the message names the nearest.
         InvalidValue: Its file is wrong.
     """
     files = list_presets(folders)

@@ -1,4 +1,4 @@
-"""Tools that the owner lends to policies, as settings.yaml names them: what a tool is, is the owner's word alone.
+"""Tools that the owner lends to policies, as declared in settings.yaml. Nobody else can declare one.
 
 tools:
   web_search: {corpus: notes/}                      # or {provider: brave}, with its key among the variables
@@ -20,28 +20,28 @@ _KINDS = ("corpus", "provider", "python", "command", "url")
 
 
 class LentTool(BaseModel):
-    """One tool. Exactly one of corpus, provider, python, command and url says what it is."""
+    """One tool. Exactly one of corpus, provider, python, command and url is its kind."""
 
     model_config = ConfigDict(extra="forbid")
 
     corpus: str | None = None
-    """Folder or file that is searched, offline."""
+    """Folder or file to search offline."""
     provider: str | None = Field(None, pattern="^(brave|tavily)$")
-    """Search on the web; its key is a variable of `environment`: BRAVE_API_KEY, TAVILY_API_KEY."""
+    """Search of the web; its key is a variable of `environment`: BRAVE_API_KEY, TAVILY_API_KEY."""
     python: str | None = Field(None, pattern=r"^.+\.py:[A-Za-z_]\w*$")
-    """A function of a file: `tools/units.py:convert`."""
+    """A function in a file: `tools/units.py:convert`."""
     command: list[str] | None = Field(None, min_length=1)
-    """What starts an MCP server over stdio."""
+    """Command that starts an MCP server over stdio."""
     url: str | None = None
-    """An MCP server over HTTP; beside `provider`: another address of it."""
+    """An MCP server over HTTP; together with `provider`, another address of that provider."""
     tool: str | None = None
-    """Which tool of the MCP server; by default the one of this name."""
+    """A tool of the MCP server; by default the one with the same name."""
     variables: dict[str, str] = {}
-    """Environment variables of an MCP server that is started."""
+    """Environment variables for the MCP server that `command` starts."""
     description: str | None = None
-    """For the policy, instead of the tool's own."""
+    """Shown to the policy instead of the tool's own."""
     usd: float | None = Field(None, ge=0)
-    """What a call costs. What is not declared is measured, or estimated and labelled so."""
+    """Cost of a call. Costs that are not declared are measured, or estimated and marked as estimates."""
     seconds: float | None = Field(None, ge=0)
     joules: float | None = Field(None, ge=0)
     watts: float | None = Field(None, ge=0)
@@ -57,10 +57,10 @@ class LentTool(BaseModel):
         return self
 
     def declaration(self, folder: Path) -> dict[str, Any]:
-        """What a worker is told; relative paths are below `folder`, the owner's configuration."""
-        told = self.model_dump(exclude_none=True)
+        """The tool as sent to a worker; relative paths are resolved below `folder`, the owner's configuration."""
+        sent = self.model_dump(exclude_none=True)
         if self.corpus is not None:
-            told["corpus"] = str(folder / Path(self.corpus).expanduser())
+            sent["corpus"] = str(folder / Path(self.corpus).expanduser())
         if self.python is not None:
-            told["python"] = str(folder / Path(self.python).expanduser())
-        return told
+            sent["python"] = str(folder / Path(self.python).expanduser())
+        return sent

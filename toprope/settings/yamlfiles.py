@@ -1,6 +1,6 @@
-"""Reading the owner's YAML files: strictly, and with errors that name file, key and the nearest valid key.
+"""Read the owner's YAML files strictly: errors name the file, the key and the nearest valid key.
 
-A misspelt key in a file of locks would otherwise be a lock that does not hold.
+A misspelt key in the file of locks would otherwise be a lock that does not hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["check_keys", "nearest", "read_yaml"]
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, which refuses a key that is given twice; YAML itself would keep the last one silently."""
+    """The safe loader; it refuses a key that is given twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -35,8 +35,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 @functools.lru_cache(maxsize=32)
 def _parsed(text: str) -> Any:
-    """Files are read at every call, because they hold as they are now; the same text is parsed once."""
-    # A SafeLoader underneath: no tags that make objects.
+    """Parse a text once; files are read at every call, because their present content counts."""
+    # _UniqueKeys is a SafeLoader: no tags that create objects.
     return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506
 
 
@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
     Raises:
-        InvalidValue: It cannot be read, is no YAML, or no mapping with text keys.
+        InvalidValue: It cannot be read, is not valid YAML, or is not a mapping with text keys.
     """
     try:
         data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
@@ -65,14 +65,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """ "Did you mean x?" or the names there are."""
+    """A sentence with the nearest name ("Did you mean x?"), or with all of them."""
     names = list(names)
     near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.5)
     return f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(names) or 'none'}."
 
 
 def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
-    """`data` if it is a mapping whose keys are all allowed.
+    """Return `data` if it is a mapping whose keys are all allowed.
 
     Raises:
         InvalidValue: It is not; the message names the nearest key.

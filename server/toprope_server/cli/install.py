@@ -223,8 +223,7 @@ def main(
         return [f"# {planned.path}", json.dumps({"mcpServers": {NAME: planned.entry}}, indent=2)]
     lines = []
     if kept:
-        from toprope.settings.owner import Home
-        from toprope.settings.owner_variables import set_variable
+        from toprope.settings.owner import Home, set_variable
 
         file = Home.locate().settings_file
         for component, name in kept:

@@ -23,7 +23,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from starlette.datastructures import Headers
 
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
-from toprope.settings.owner import Home, HttpDoor
+from toprope.settings.owner import Home, HttpSettings
 from toprope_server.http.token import TokenFile
 from toprope_server.http.trace_intake import capture_route
 from toprope_server.mcp.app import TopropeServer, leave
@@ -87,7 +87,7 @@ def _bearer(header: str | None) -> str | None:
 
 
 def build_app(
-    token: TokenFile, door: HttpDoor, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
+    token: TokenFile, door: HttpSettings, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
 ) -> ASGIApp:
     """The ASGI application of the door.
 
@@ -215,7 +215,7 @@ def _told(url: str) -> str:
     )
 
 
-def _check_host(host: str, door: HttpDoor, home: Home) -> None:
+def _check_host(host: str, door: HttpSettings, home: Home) -> None:
     if host == "localhost" or host in door.hosts:
         return
     try:

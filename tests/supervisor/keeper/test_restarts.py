@@ -14,8 +14,7 @@ from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
-from toprope.settings.allowance import Allowance
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection, RestartAllowance
 from toprope.supervisor.keeper.hang_detector import HangDetector
 from toprope.supervisor.keeper.making import GroupCounts
 from toprope.supervisor.keeper.status_writer import StatusWriter
@@ -204,11 +203,11 @@ def test_silence_is_a_hang_only_where_the_keeper_was_awake_and_the_member_had_a_
 
 
 def test_an_allowance_is_of_a_window_and_waits_longer_each_time():
-    allowance = Allowance(LauncherSection(restarts=3, restart_window_s=100.0, restart_backoff_s=0.5))
+    allowance = RestartAllowance(LauncherSection(restarts=3, restart_window_s=100.0, restart_backoff_s=0.5))
     assert [allowance.take(at) for at in (0.0, 1.0, 2.0, 3.0)] == [0.5, 1.0, 2.0, None]
     assert allowance.take(100.5) == 2.0 and allowance.take(100.6) is None
     assert allowance.total == 4
-    assert Allowance(LauncherSection(restarts=0)).take(0.0) is None
+    assert RestartAllowance(LauncherSection(restarts=0)).take(0.0) is None
 
 
 def test_groups_of_a_driver_that_ended_are_given_up_and_counted(tmp_path):

@@ -14,7 +14,7 @@ from toprope.records.journal.groups import Group, Outcome
 from toprope.records.messages import Checked, Making
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
-from toprope.settings.mixing import members_of
+from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import Producer
 from toprope.training.driver.program import Driver

@@ -12,7 +12,8 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.messages import Renewed
 from toprope.records.worker_messages import Card
-from toprope.settings.schema import EnvironmentSection, LauncherSection
+from toprope.settings.environment import EnvironmentSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.driver.reward_signal_check import require_teaching
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import Worker

@@ -16,7 +16,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.run.digests import environment_digest, measuring
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.driver.contamination import Contents, words_of, write_contents
 from toprope.training.evaluation.evaluator import Evaluator
 from toprope.training.rollouts.environment_worker import EnvironmentWorker

@@ -13,7 +13,7 @@ from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.evaluation.model_comparison import best_of, contest
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered

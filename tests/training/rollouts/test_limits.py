@@ -12,7 +12,7 @@ import pytest
 from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
 from toprope.sdk.worker.resource_limits import network_can_be_denied
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.driver.mishaps import Errors, reason_of
 from toprope.training.rollouts import restarting_worker as workers
 from toprope.training.rollouts.environment_worker import EnvironmentWorker

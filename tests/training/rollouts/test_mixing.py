@@ -12,7 +12,8 @@ from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder
 from toprope.settings.changes import apply
-from toprope.settings.mixing import Curriculum, members_of
+from toprope.settings.environment import members_of
+from toprope.settings.mixture import Curriculum
 from toprope.settings.schema import Config
 from toprope.training.rollouts.curriculum import Climb
 from toprope.training.rollouts.mixture_weights import Claim, Mixer, shares
@@ -153,7 +154,7 @@ def test_where_curricula_stand_is_read_as_it_was_written(tmp_path: Path) -> None
         ("mixture", [{"name": "a", "weight": 0}], "weight: Input should be greater than 0"),
         ("mixture", [{"name": "a", "curriculum": {"knob": "k", "levels": [1]}}], "entry 1 (a): the curriculum: levels"),
         ("curriculum", {"knob": "k", "levels": [1, 1]}, "levels holds a value twice"),
-        ("curriculum", {"knob": "k", "levels": [1, 2], "measured_level": 2}, "is no number of its 2 levels"),
+        ("curriculum", {"knob": "k", "levels": [1, 2], "measured_level": 2}, "measured_level 2 is not one of 0 to 1"),
         ("rewards", [{"name": "x", "fn": "x.py"}], "entry 1: fn is not of the form 'file.py:function'"),
         ("rewards", [{"name": "x", "fn": "x.py:f", "low": 2}], "low 2 is above high 1"),
     ],

@@ -14,7 +14,7 @@ import torch
 from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.sdk.errors import WorkerError
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling

@@ -12,7 +12,7 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.records.run.folder import RunFolder
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.evaluation.evaluator import Evaluator, summarize
 from toprope.training.inference.client import Answer, PromptTooLong, Sampling
 from toprope.training.inference.sessions import Turn

@@ -13,7 +13,7 @@ import pytest
 
 from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import Answer, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.environment_worker import EnvironmentWorker

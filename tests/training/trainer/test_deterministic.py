@@ -16,7 +16,7 @@ from tests.support.training_api_server import group, served
 from tests.training.inference.test_inference import ask
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
-from toprope.settings.mixing import members_of
+from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import Producer
 from toprope.training.inference.client import Sampling

@@ -13,7 +13,7 @@ from toprope.records.run.digests import measuring
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
 from toprope.settings.locks import Lock, Locks
-from toprope.settings.mixing import RewardFunction
+from toprope.settings.mixture import RewardFunction
 from toprope.settings.presets import Preset
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft, Drafts
@@ -81,7 +81,7 @@ def test_every_environment_becomes_a_source_and_every_function_a_file(tmp_path: 
         ({"rewards": [{**BRIEF, "fn": "../elsewhere.py:brevity"}]}, InvalidValue, "not in a folder with the owner's"),
         ({"rewards": [{**BRIEF, "fn": "out.py:brevity"}]}, InvalidValue, "not in a folder with the owner's"),
         ({"rewards": [{**BRIEF, "fn": "/etc/passwd.py:brevity"}]}, InvalidValue, "not in a folder with the owner's"),
-        ({"curriculum": {"knob": "lenght", "levels": [1, 2]}}, InvalidValue, "no knob of mine, which has length"),
+        ({"curriculum": {"knob": "lenght", "levels": [1, 2]}}, InvalidValue, "not a knob of mine; it has length"),
         ({"curriculum": {"knob": "length", "levels": [3, 12]}}, InvalidValue, "environment.knobs.length: 12 is not"),
     ],
 )

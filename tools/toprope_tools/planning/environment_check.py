@@ -12,7 +12,7 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import EnvironmentFailed
-from toprope.settings.mixing import members_of
+from toprope.settings.environment import members_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.entries import Entry

@@ -13,8 +13,7 @@ from toprope.records.run.folder import LEFT, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
-from toprope.settings.mixing import members_of, rewards_of
-from toprope.settings.schema import EnvironmentSection
+from toprope.settings.environment import EnvironmentSection, members_of, rewards_of
 
 __all__ = ["cost_of", "measured"]
 

@@ -21,7 +21,7 @@ from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_asi
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure
-from toprope.settings.allowance import Allowance
+from toprope.settings.launcher import RestartAllowance
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.report_handler import ReportHandler
@@ -67,7 +67,7 @@ class RestartPolicy:
         self._folder, self._spec, self._section = folder, specification, specification.config.launcher
         self._life, self._crew, self._hearing = life, crew, hearing
         self._decided, self._fail, self._launch, self._background = decided, fail, launch, background
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, RestartAllowance] = {}
         self._hung: dict[Component, str] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -91,7 +91,7 @@ class RestartPolicy:
         if self._decided.done():
             return
         name, failure = component.name, self._failure(component)
-        allowance = self._allowances.setdefault(name, Allowance(self._section))
+        allowance = self._allowances.setdefault(name, RestartAllowance(self._section))
         now = self._loop.time()
         before = allowance.used(now)
         wait_s = allowance.take(now) if self._may_again(component) else None

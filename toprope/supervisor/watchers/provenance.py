@@ -34,7 +34,7 @@ from toprope.records.run.manifest import (
     Policy,
 )
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
-from toprope.settings.mixing import members_of
+from toprope.settings.environment import members_of
 from toprope.supervisor.capacity.budget_ledger import gpu_names
 
 if TYPE_CHECKING:

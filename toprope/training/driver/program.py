@@ -35,7 +35,7 @@ from toprope.records.run.lines import NO_ROOM
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.run.tested import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerDied, WorkerFailure
-from toprope.settings.mixing import MemberPlan
+from toprope.settings.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import Member, beating
 from toprope.training.component.peer_addresses import PeerAway

@@ -7,7 +7,7 @@ groups stay at earlier levels, so that what was learned there is not unlearned. 
 from __future__ import annotations
 
 from toprope.records.run.curriculum import Climbed, Measure
-from toprope.settings.mixing import Curriculum
+from toprope.settings.mixture import Curriculum
 
 __all__ = ["Climb"]
 

@@ -21,8 +21,8 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.worker_messages import Card, TaskView
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.worker.client import worker_environment
+from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.locks import hold_knobs
-from toprope.settings.mixing import MemberPlan, members_of
 from toprope.training.driver.reward_signal_check import require_teaching
 from toprope.training.inference.client import PolicyClient
 from toprope.training.rollouts.endpoint_client import EndpointClient

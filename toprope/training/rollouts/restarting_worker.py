@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager
 
 from toprope.records.messages import Renewed, Report
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
-from toprope.settings.allowance import Allowance
-from toprope.settings.schema import LauncherSection
+from toprope.settings.launcher import LauncherSection, RestartAllowance
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
 __all__ = ["ENOUGH_WORK", "Worker"]
@@ -45,7 +44,7 @@ class Worker:
         report: Callable[[Report], None],
     ) -> None:
         self._opened, self._link, self._report = opened, link, report
-        self._allowance = Allowance(section)
+        self._allowance = RestartAllowance(section)
         self._lock = asyncio.Lock()
         self._done = 0
         """Groups that were played since the last start."""

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from toprope.records.journal.groups import MASKED, Batch, Group
 from toprope.settings.algorithms import ALGORITHMS
-from toprope.settings.mixing import members_of
+from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
 from toprope.training.trainer.environment_metrics import Several, is_flat, rewards_of
 

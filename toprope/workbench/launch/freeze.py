@@ -15,9 +15,9 @@ import toprope
 from toprope.errors import InvalidValue
 from toprope.records.run.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan, TrainerSource
 from toprope.settings.changes import apply
+from toprope.settings.environment import curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
-from toprope.settings.mixing import curriculum_of
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.mixture_sources import Ingredients, hold_locks
 

@@ -15,9 +15,10 @@ from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.run.specification import EnvironmentSource, RewardSource
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import parse
+from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.fields import KNOBS, all_fields
 from toprope.settings.locks import Locks
-from toprope.settings.mixing import MemberPlan, RewardFunction, members_of
+from toprope.settings.mixture import RewardFunction
 from toprope.settings.schema import Config
 from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
