@@ -4,17 +4,20 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 # Two files of tests at a time: most of them wait for processes more than they compute.
-TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -q
+TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -q --durations=10
+ENGINES_MINUTES ?= 40
 PY = $(VENV)/bin/python
 NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup demo test tools-node tools-atropos lint docs clean
+.PHONY: help setup demo test test-engines tools-node tools-atropos lint docs clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
 	@echo "make test    set up if need be and run the tests"
+	@echo "make test-engines   tests of other ecosystems, Node tools, bubblewrap and downloads; installs what it can"
+	@echo "                    and takes at most $(ENGINES_MINUTES) minutes (ENGINES_MINUTES)"
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
 	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
@@ -33,13 +36,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(PY) -P -m toprope_server.cli.demo
+	@$(PY) -P -m toprope_server.cli demo
 
-# A test that fails and passes when it is run again, alone, hangs on timing: it is named, and does not fail the rest.
+# Failed tests are repeated alone to show if they depend on timing or load. They count as failures all the same.
 test: $(STAMP)
-	@$(PY) -P -m pytest $(TEST_ARGS) || { [ $$? -eq 1 ] || exit 1; echo "Running once more what failed:"; \
-		$(PY) -P -m pytest --last-failed --last-failed-no-failures none && \
-		echo "What failed at first has passed alone: mend it all the same, it hangs on timing."; }
+	@$(PY) -P -m pytest $(TEST_ARGS) || { status=$$?; [ $$status -ne 1 ] || { echo "Repeating the failed tests alone:"; \
+		$(PY) -P -m pytest -q --last-failed --last-failed-no-failures none && \
+		echo "They passed when repeated, so they depend on timing or load: fix that."; }; exit $$status; }
+
+test-engines: $(STAMP)
+	@PIP_ARGS="$(PIP_ARGS)" $(PY) -P -m tests.support.run_engines --minutes $(ENGINES_MINUTES)
 
 # The tools ask for a newer Node than many systems have, so one is installed beside them.
 tools-node:

@@ -1,8 +1,13 @@
-"""What tests share: one torch thread, and a tiny policy with random weights that loads in milliseconds."""
+"""Shared by all tests: an environment that does not depend on the caller's, and a tiny policy.
+
+The tests must pass in a terminal, in the background, under nohup and in cron, and their children inherit all they find
+there: ignored signals, the terminal's size and type, the locale.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,14 @@ from tests.support.tiny_policy import make_tiny_policy
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+os.environ.update(TERM="dumb", LANG="C.UTF-8", LC_ALL="C.UTF-8")
+# A shell ignores SIGINT and SIGQUIT for background jobs, nohup ignores SIGHUP. Children inherit that across exec, but
+# not a handler: with one that does nothing this process still ignores the signal and its children start with defaults.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

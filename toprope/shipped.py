@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHECKOUT", "CONFIGS", "ENVIRONMENTS"]
+__all__ = ["CONFIGS", "CONSTRAINTS", "ENVIRONMENTS"]
 
 _PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = _PACKAGE.parent
-"""The repository's root in a checkout; site-packages in a wheel."""
 
 
 def _shipped(name: str) -> Path:
     inside = _PACKAGE / name
-    return inside if inside.is_dir() else CHECKOUT / name
+    return inside if inside.exists() else _PACKAGE.parent / name
 
 
 CONFIGS = _shipped("configs")
+CONSTRAINTS = _shipped("constraints.txt")
+"""The versions that were tested."""
 ENVIRONMENTS = _shipped("environments")

@@ -71,6 +71,7 @@ async def reference(link: WorkerClient) -> str:
     return str(found["tasks"][0]["reference"])
 
 
+@pytest.mark.engines
 def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         weights = {name: part["weight"] for name, part in card["parts"].items()}
@@ -90,6 +91,7 @@ def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Pa
     with_worker("verifiers", tmp_path, body, words=50)
 
 
+@pytest.mark.engines
 def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         assert card["parts"].keys() == {"reward"} and card["max_turns"] == 16
@@ -104,6 +106,7 @@ def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_
     with_worker("openenv", tmp_path, body)
 
 
+@pytest.mark.engines
 def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         assert {name: part["weight"] for name, part in card["parts"].items()} == {"exact": 0.5, "includes": 0.5}
@@ -116,6 +119,7 @@ def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
     with_worker("inspect_ai", tmp_path, body, args={"words": 60})
 
 
+@pytest.mark.engines
 def test_an_atropos_environment_is_played_without_an_api(tmp_path: Path, tiny_policy: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         right = await reference(link)

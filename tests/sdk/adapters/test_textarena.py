@@ -292,6 +292,7 @@ def test_what_does_not_start_says_why(packages: Path) -> None:
     with_games(packages, body)
 
 
+@pytest.mark.engines
 def test_the_real_games_play(tmp_path: Path) -> None:
     python = REAL / "bin" / "python"
     if not python.exists():

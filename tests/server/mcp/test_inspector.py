@@ -15,6 +15,7 @@ from benchmarks.server import node_tools as _node_tools
 
 INSPECTOR = _node_tools.command("mcp-inspector")
 SERVER = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
+pytestmark = pytest.mark.engines
 needs_inspector = pytest.mark.skipif(INSPECTOR is None, reason=_node_tools.MISSING)
 needs_suite = pytest.mark.skipif(_node_tools.command("conformance") is None, reason=_node_tools.MISSING)
 

@@ -25,12 +25,14 @@ def harness(tmp_path):
     made.close()
 
 
+@pytest.mark.engines
 @bubblewrap
 def test_in_a_namespace_nothing_is_left_when_keeper_and_guard_are_killed_at_once(harness):
     """Not even the daemon that cleared its environment, and before anybody looks."""
     assert left_over(harness, "bubblewrap", "keeper and guard") == ([], [])
 
 
+@pytest.mark.engines
 @bubblewrap
 def test_a_member_is_told_by_the_process_id_that_it_has_out_here(harness):
     harness.contained = "bubblewrap"
@@ -45,6 +47,7 @@ def test_a_member_is_told_by_the_process_id_that_it_has_out_here(harness):
     harness.nothing_left(folder)
 
 
+@pytest.mark.engines
 @bubblewrap
 def test_a_killed_guard_in_a_namespace_is_a_lost_guard_and_no_exit(harness):
     harness.contained = "bubblewrap"

@@ -33,7 +33,7 @@ from toprope.training.api.intake.version_matching import InferenceMatcher
 VENV = Path(os.environ.get("TOPROPE_BENCH_VENV") or Path.home() / ".cache" / "toprope" / "bench-atropos")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.engines,
     pytest.mark.skipif(
         not (VENV / "bin" / "run-api").exists(),
         reason=f"atroposlib is not installed in {VENV}: `make tools-atropos` does it, TOPROPE_BENCH_VENV names another "

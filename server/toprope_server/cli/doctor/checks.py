@@ -23,12 +23,13 @@ from typing import Any, Literal
 from toprope.errors import TopropeError
 from toprope.settings.owner import Home
 from toprope.settings.presets import list_presets, load_preset
-from toprope.shipped import CHECKOUT
+from toprope.shipped import CONSTRAINTS
 
 __all__ = ["CHECKS", "Finding"]
 
 Level = Literal["ok", "note", "warning", "broken"]
 
+_REINSTALL = f"Install Toprope again: make setup in a checkout, or: {sys.executable} -m pip install --upgrade toprope"
 LITTLE_SPACE = 5_000_000_000
 NO_SPACE = 500_000_000
 TORCH_LIMIT_S = 90
@@ -84,7 +85,7 @@ def packages(home: Home) -> Iterator[Finding]:
     try:
         required = metadata.requires("toprope") or []
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "broken", "toprope itself is not installed here.", "Run: make setup")
+        yield Finding("packages", "broken", "toprope itself is not installed here.", _REINSTALL)
         return
     from packaging.requirements import Requirement
 
@@ -104,11 +105,12 @@ def packages(home: Home) -> Iterator[Finding]:
         elif (pin := pins.get(_plain(requirement.name))) and have.partition("+")[0] != pin:
             other.append(f"{requirement.name} {have} (tested: {pin})")
     if wrong:
-        yield Finding("packages", "broken", "; ".join(wrong), "Run: make setup")
+        yield Finding("packages", "broken", "; ".join(wrong), _REINSTALL)
     if other:
         yield Finding("packages", "note", "other versions than were tested: " + ", ".join(other))
     if not wrong and not other:
-        yield Finding("packages", "ok", f"all {count} are there, in the versions that were tested")
+        tested = "the versions that were tested" if pins else "versions within the ranges asked for"
+        yield Finding("packages", "ok", f"all {count} are installed, in {tested}")
 
 
 def torch(home: Home) -> Iterator[Finding]:
@@ -119,11 +121,11 @@ def torch(home: Home) -> Iterator[Finding]:
         )
         seen = json.loads(done.stdout) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError, OSError) as error:
-        yield Finding("torch", "broken", f"it does not load: {type(error).__name__}.", "Run: make setup")
+        yield Finding("torch", "broken", f"it does not load: {type(error).__name__}.", _REINSTALL)
         return
     if seen is None:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        yield Finding("torch", "broken", f"it does not load: {last[0][:300]}", "Run: make setup")
+        yield Finding("torch", "broken", f"it does not load: {last[0][:300]}", _REINSTALL)
         return
     build = f"CUDA {seen['cuda']}" if seen["cuda"] else "CPU only"
     yield Finding("torch", "ok", f"{seen['version']}, built for {build}")
@@ -357,7 +359,7 @@ def index(home: Home) -> Iterator[Finding]:
 
 def _pins() -> dict[str, str]:
     try:
-        lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+        lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     pairs = (line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))

@@ -1,0 +1,158 @@
+"""Run the tests marked `engines`: install what each engine needs, run its tests, and name what was skipped.
+
+An engine that cannot be installed or does not fit into the time limit is named and is no failure; a failed test is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.server import node_tools
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path.home() / ".cache" / "toprope"
+ECOSYSTEMS = Path(os.environ.get("TOPROPE_ECOSYSTEMS") or CACHE / "ecosystems")
+ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
+_NO_TESTS_COLLECTED = 5
+Command = Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Tests of one engine, and how to install it.
+
+    Attributes:
+        name: For the report.
+        tests: Paths of tests, for pytest.
+        present: True if nothing has to be installed.
+        install: Commands to install it, in the repository's root.
+        needs: Programs without which the commands cannot work.
+        only: A pytest expression that selects its tests in files shared with other engines.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    present: bool = True
+    install: tuple[Command, ...] = ()
+    needs: tuple[str, ...] = ()
+    only: str = ""
+
+
+def engines() -> list[Engine]:
+    """All engines, quick ones first."""
+    node = all(node_tools.command(name) for name in ("mcp-inspector", "conformance"))
+    return [
+        Engine(
+            "bubblewrap",
+            ("tests/supervisor/keeper",),
+            shutil.which("bwrap") is not None,
+            (("apt-get", "install", "--yes", "--quiet", "bubblewrap"),),
+            ("apt-get",),
+        ),
+        Engine(
+            "MCP Inspector and conformance suite",
+            ("tests/server/mcp",),
+            node,
+            (("make", "tools-node"),),
+            ("npm",),
+        ),
+        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests="tests/sdk/adapters/test_textarena.py"),
+        _ecosystem("inspect_ai", "inspect-ai", "openai"),
+        _ecosystem("openenv", "openenv==0.10.*"),
+        _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
+        Engine("wheel with downloads", ("tests/packaging",)),
+        Engine(
+            "atroposlib",
+            ("tests/training/api", "tests/sdk/adapters/test_ecosystems.py"),
+            (ATROPOS / "bin" / "run-api").exists(),
+            (("make", "tools-atropos"),),
+            only="atropos",
+        ),
+    ]
+
+
+def _ecosystem(name: str, *packages: str, tests: str = "tests/sdk/adapters/test_ecosystems.py") -> Engine:
+    folder = ECOSYSTEMS / name
+    python = folder / "bin" / "python"
+    pip_args = os.environ.get("PIP_ARGS", "").split()
+    return Engine(
+        name,
+        (tests,),
+        (folder / "installed").exists(),
+        (
+            (sys.executable, "-m", "venv", folder),
+            (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_args, *packages),
+            ("touch", folder / "installed"),
+        ),
+        only=name.partition("_")[0],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all engines within the time limit; return 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=40.0, help="The time limit for everything.")
+    parser.add_argument("--install-minutes", type=float, default=10.0, help="The time limit for one installation.")
+    given = parser.parse_args(arguments)
+    deadline = time.monotonic() + given.minutes * 60
+    outcomes: list[tuple[str, str]] = []
+    for engine in engines():
+        print(f"--- {engine.name}", flush=True)
+        outcome = _try(engine, deadline, given.install_minutes * 60)
+        print(f"--- {engine.name}: {outcome}", flush=True)
+        outcomes.append((engine.name, outcome))
+    print("\nEngines:")
+    for name, outcome in outcomes:
+        print(f"  {name}: {outcome}")
+    return int(any(outcome.startswith("FAILED") for _, outcome in outcomes))
+
+
+def _try(engine: Engine, deadline: float, install_limit: float) -> str:
+    if time.monotonic() >= deadline:
+        return "skipped: no time left"
+    if not engine.present:
+        if missing := [program for program in engine.needs if shutil.which(program) is None]:
+            return f"skipped: {', '.join(missing)} is missing"
+        limit = time.monotonic() + install_limit
+        for command in engine.install:
+            code = _run(command, min(deadline, limit))
+            if code is None:
+                return "skipped: its installation did not fit into the time limit"
+            if code:
+                return f"skipped: cannot be installed ({command[0]} ended with status {code})"
+    selection = ["-k", engine.only] if engine.only else []
+    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "engines", *selection, *engine.tests]
+    code = _run(pytest, deadline)
+    if code is None:
+        return "stopped: its tests did not fit into the time limit"
+    return {0: "passed", _NO_TESTS_COLLECTED: "FAILED: no tests found"}.get(code, f"FAILED (status {code})")
+
+
+def _run(command: Command, deadline: float) -> int | None:
+    """Run a command in a process group of its own; None if it was killed at the deadline."""
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
