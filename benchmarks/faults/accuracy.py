@@ -13,7 +13,7 @@ from toprope_tools.workshop import Workshop
 
 from benchmarks.faults.judge import Story
 from benchmarks.faults.rounds import Stage, play
-from toprope.records.run.specification import Specification
+from toprope.records.run.specification import Specification, TrainPlan
 from toprope.settings.owner import Home
 from toprope.workbench.launch.freeze import freeze
 
@@ -52,4 +52,4 @@ def demo_specification(stage: Stage) -> Specification:
         return draft
 
     draft = workshop.drafts.get(anyio.run(drafted))
-    return freeze(draft, workshop.home.locks(), kind="train", policy_cache=str(workshop.home.policies))
+    return freeze(draft, workshop.home.locks(), TrainPlan(), policy_cache=str(workshop.home.policies))

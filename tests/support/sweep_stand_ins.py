@@ -28,7 +28,8 @@ from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.sweeps.planning import make_plan
 from toprope.workbench.drafts import Draft
-from toprope.workbench.launch import launch
+from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.freeze import freeze_drafts
 
 PATH = Path(__file__).resolve()
 sys.path.append(str(PATH.parent))  # as a program it is started with -P
@@ -96,7 +97,7 @@ def runs_in(home: Home, table: Path) -> RunManager:
         home.runs,
         LocalLauncher(command, contained=lambda: "guard"),
         lambda: Machine(threads=4),
-        lambda specification: launch.to_go_on(home, specification),
+        lambda specification: open_runs.variables_to_resume(home, specification),
     )
 
 
@@ -123,7 +124,7 @@ def sweep_in(home: Home, **plan: Any) -> Specification:
         "evaluate": "train",
     }
     made = make_plan(draft, home.locks(), strategies=home.strategies, **{**asked, **plan})
-    [found] = launch.frozen(home, [draft], "sweep", name="dice", sweep=made)
+    [found] = freeze_drafts(home, [draft], made, name="dice")
     return found
 
 
@@ -134,8 +135,7 @@ def main() -> int:
 
         return keeper(sys.argv[3:], programs=json.loads(Path(table).read_text()))
     if sys.argv[1] == "conductor":
-        launch.runs_of = lambda home: runs_in(home, Path(table))
-        launch.machine_of = lambda settings: Machine(threads=4)
+        open_runs.open_runs = lambda home: runs_in(home, Path(table))
         from toprope.sweeps.conductor import main as conductor
 
         return conductor()

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 
-from toprope_tools.workshop import Workshop, machine_of
+from toprope_tools.workshop import Workshop
 
 from toprope.records.index.index import Index
 from toprope.records.run.folder import RunFolder
@@ -18,6 +18,7 @@ from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.interpreters.registry import Registry
+from toprope.workbench.launch.open_runs import machine_of
 
 
 class StandInLauncher:

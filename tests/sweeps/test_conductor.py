@@ -35,7 +35,8 @@ from toprope.settings.owner import Home
 from toprope.supervisor.lock import is_held
 from toprope.sweeps.conductor import Conductor
 from toprope.sweeps.planning import create_strategy
-from toprope.workbench.launch import launch
+from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.start import RunStarter
 
 LIMIT_S = 90.0
 
@@ -53,7 +54,7 @@ class SweepHouse:
             self.home, sweep_stand_ins.table_in(self.path, behaviours or {}, self.token)
         )
         specification = sweep_stand_ins.sweep_in(self.home, **plan)
-        launch.start(self.home, self.runs, specification)
+        RunStarter(self.home, self.runs).start_frozen([specification])
         return self.runs.folder(specification.run_id)
 
     def ended(self, folder):
@@ -187,7 +188,7 @@ def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(
     known = lines_of(folder, "generation")
     for table in house.path.glob("programs-*.json"):
         table.write_text(table.read_text().replace("30.0", "0.0"))
-    house.runs.resume(folder.run_id, launch.variables_of(Specification.read(folder), house.home))
+    house.runs.resume(folder.run_id, open_runs.variables_of(Specification.read(folder), house.home))
     status = house.ended(folder)
     assert status.state == "completed", (status.reason, status.failure)
     assert lines_of(folder, "generation") == known

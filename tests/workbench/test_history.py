@@ -13,7 +13,7 @@ from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.history import beside_preset, difference
-from toprope.workbench.launch.reproduce import freeze_again
+from toprope.workbench.launch.freeze import freeze_again
 
 SOURCE = EnvironmentSource(name="words", file="/words.py", attribute="Words")
 KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1}, {"name": "easy", "type": "bool", "default": True}]

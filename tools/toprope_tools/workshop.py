@@ -18,10 +18,10 @@ from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
-from toprope.workbench.launch import launch
-from toprope.workbench.launch.launch import machine_of
+from toprope.workbench.launch.open_runs import open_runs, variables_of
+from toprope.workbench.launch.start import RunStarter
 
-__all__ = ["Workshop", "machine_of"]
+__all__ = ["Workshop"]
 
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0
@@ -60,7 +60,7 @@ class Workshop:
                 registry=Registry(home.environments_file),
             ),
             drafts=Drafts(index),
-            runs=launch.runs_of(home),
+            runs=open_runs(home),
             index=index,
         )
 
@@ -68,12 +68,10 @@ class Workshop:
         """The owner's settings as they are now."""
         return self.home.settings()
 
-    def start(self, specification: Specification) -> None:
-        """Gives a frozen run its keeper, with the owner's variables; one without limits gets those that hold now.
-
-        Raises: see `Runs.start`, and `workbench.budgets.reserve`.
-        """
-        launch.start(self.home, self.runs, specification)
+    @property
+    def starter(self) -> RunStarter:
+        """Starts runs of this home."""
+        return RunStarter(self.home, self.runs, self.index)
 
     def resume(self, run_id: str) -> tuple[Status, Specification]:
         """Gives a run that has ended its next attempt, with the owner's variables as they are now.
@@ -82,7 +80,7 @@ class Workshop:
             The status it begins with, and what it is. Raises: see `Runs.resume`.
         """
         specification = Specification.read(self.runs.folder(run_id))
-        return self.runs.resume(run_id, launch.variables_of(specification, self.home)), specification
+        return self.runs.resume(run_id, variables_of(specification, self.home)), specification
 
     async def stop(self, run_id: str) -> Status:
         """Orders a run to stop and waits until it has ended, or 40 s.

@@ -12,16 +12,18 @@ from typing import Any
 from toprope.errors import NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import last_row
-from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan
+from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.changes import apply
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
-from toprope.workbench.drafts import Draft
-from toprope.workbench.launch import launch
+from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lineage import RUN, base_of
 from toprope.workbench.launch.reserve_budget import may_go_on
+from toprope.workbench.launch.start import RunStarter
+from toprope.workbench.launch.sweep_budget import draft_of_sweep
 
 __all__ = ["SweepMembers", "hopeless_reason"]
 
@@ -61,7 +63,8 @@ class SweepMembers:
     def __init__(self, home: Home, sweep: Specification) -> None:
         assert sweep.sweep is not None
         self._home, self._sweep, self._plan = home, sweep, sweep.sweep
-        self.runs = launch.runs_of(home)
+        self.runs = open_runs.open_runs(home)
+        self._starter = RunStarter(home, self.runs)
 
     @property
     def plan(self) -> SweepPlan:
@@ -70,7 +73,7 @@ class SweepMembers:
 
     def width(self) -> int:
         """How many of its runs this machine has room for at the same time."""
-        launcher, machine = self._sweep.config.launcher, launch.machine_of(self._home.settings())
+        launcher, machine = self._sweep.config.launcher, self.runs.machine()
         if machine.gpus and launcher.device != "cpu":
             return len(machine.gpus)
         return max(1, machine.threads // (launcher.threads * (2 if self._plan.evaluate == "train" else 1)))
@@ -149,7 +152,7 @@ class SweepMembers:
         specification = Specification.read(RunFolder(self.runs.path / run_id))
         with ledger_lock(self.runs.path):
             may_go_on(specification, self._home.limits(), self._home.runs)
-            self.runs.resume(run_id, launch.variables_of(specification, self._home))
+            self.runs.resume(run_id, open_runs.variables_of(specification, self._home))
 
     def _launch(
         self,
@@ -161,18 +164,9 @@ class SweepMembers:
     ) -> None:
         sweep = self._sweep
         config, _ = apply(sweep.config, changes, self._plan.knobs)
-        draft = Draft(
-            id=sweep.draft_id or "",
-            environment=sweep.environment,
-            preset=sweep.preset or "",
-            config=config,
-            knobs=self._plan.knobs,
-            revision=sweep.draft_revision or 0,
-            created_at=sweep.created_at,
-            updated_at=sweep.created_at,
-        )
-        [made] = launch.frozen(self._home, [draft], "train" if test is None else "test", test=test, base=base)
-        launch.start(self._home, self.runs, made.model_copy(update={"run_id": run_id, "member": member}))
+        plan = test or training_plan(config)
+        [made] = freeze_drafts(self._home, [draft_of_sweep(sweep, config)], plan, base=base)
+        self._starter.start_frozen([made.model_copy(update={"run_id": run_id, "member": member})])
 
     def status(self, run_id: str) -> Status:
         """How a member stands; one that was lost goes on by itself where its own settings say so."""

@@ -51,12 +51,14 @@ async def preview_to_show(
     if preview or confirm is not None or not _can_ask(ctx):
         return None
     from toprope_tools.planning.preview_text import said
-    from toprope_tools.runs.start import consent_wanted
+
+    from toprope.records.run.specification import training_plan
+    from toprope.workbench.launch.start import StartRequest
 
     workshop = workshop_of(ctx)
-    found = await to_thread.run_sync(
-        lambda: consent_wanted(workshop, draft_id=draft_id, name=name, seeds=seeds, key=key)
-    )
+    draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
+    request = StartRequest(draft, training_plan(draft.config), name, seeds, key=key)
+    found = await to_thread.run_sync(workshop.starter.consent_wanted, request)
     return None if found is None else Preview(said(found), found.hash)
 
 

@@ -12,7 +12,6 @@ from toprope_tools.planning.environments import select_environment
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.inference import test_inference
 from toprope_tools.runs.training import start_training
-from toprope_tools.workshop import Workshop
 
 from tests.support.tools_house import become, make_workshop
 from toprope.atomic import write_json
@@ -175,14 +174,14 @@ def test_reproduce_reserves_budget_and_releases_ledger_lock(house, monkeypatch):
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(start_training, shop, draft_id=draft).data.run_id
     ended(shop, launcher, run)
-    start, seen = Workshop.start, []
+    start, seen = shop.runs.start, []
 
-    def starting(workshop, specification):
-        with ledger_lock(workshop.home.runs):
-            seen.extend(account.run_id for account in read_accounts(workshop.home.runs) if account.live)
-        return start(workshop, specification)
+    def starting(specification, variables):
+        with ledger_lock(shop.home.runs):
+            seen.extend(account.run_id for account in read_accounts(shop.home.runs) if account.live)
+        return start(specification, variables)
 
-    monkeypatch.setattr(Workshop, "start", starting)
+    monkeypatch.setattr(shop.runs, "start", starting)
     monkeypatch.setattr("toprope.supervisor.capacity.budget_ledger.LOCK_WITHIN_S", 0.2)
     assert seen == [] and do(reproduce_run, shop, run_id=run).data.run_id in seen
 

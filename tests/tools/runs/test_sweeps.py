@@ -30,8 +30,7 @@ from toprope.records.sweep_journal import (
 )
 from toprope.settings.presets import load_preset
 from toprope.sweeps.members import SweepMembers
-from toprope.workbench.launch import launch
-from toprope.workbench.launch.reproduce import freeze_again
+from toprope.workbench.launch.freeze import freeze_again
 
 SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
 
@@ -157,7 +156,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
         "locks: [{field: evaluation.heldout_tasks, min: 100, reason: reports count}]"
     )
     folder = shop.runs.folder(started(shop).data.run_id)
-    monkeypatch.setattr("toprope.workbench.launch.launch.runs_of", lambda home: shop.runs)
+    monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
     members, log = SweepMembers(shop.home, Specification.read(folder)), SweepLog(folder)
     one = Candidate(id="c002", values={"optimizer.learning_rate": 0.002}, steps=3)
     log.append(Generation(epoch=1, candidates=[one]))
@@ -171,7 +170,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert "candidate c002 of the sweep" in run_row(shop.runs.status(made.run_id))
     assert "It is candidate c002" in do(get_results, shop, run_id=made.run_id).text
     again = freeze_again(made, shop.home.locks())
-    launch.start(shop.home, shop.runs, again)
+    shop.starter.start_frozen([again])
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 
 
@@ -213,7 +212,7 @@ def test_the_best_values_become_a_draft_of_the_sweeps_own_configuration(house, m
 def test_a_stop_stops_the_members_that_a_lost_keeper_left(house, monkeypatch):
     shop, launcher = house
     folder = shop.runs.folder(started(shop).data.run_id)
-    monkeypatch.setattr("toprope.workbench.launch.launch.runs_of", lambda home: shop.runs)
+    monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
     log = SweepLog(folder)
     one = Candidate(id="c001", values={"optimizer.learning_rate": 0.002}, steps=3)
     log.append(Generation(epoch=1, candidates=[one]))

@@ -5,7 +5,7 @@ import pytest
 from toprope.errors import InvalidValue, LockedField
 from toprope.records.index.index import Index
 from toprope.records.run.folder import RUN_ID
-from toprope.records.run.specification import EnvironmentSource, TestPlan
+from toprope.records.run.specification import EnvironmentSource, TestPlan, TrainPlan, training_plan
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
 from toprope.workbench.drafts import Drafts
@@ -23,7 +23,7 @@ def draft(tmp_path):
 
 def test_a_specification_is_the_drafts_copy_with_the_locks_as_read(draft):
     locks = Locks({"budget.steps": Lock("budget.steps", "a day", max=20000)})
-    specification = freeze(draft, locks, kind="train", policy_cache="/cache")
+    specification = freeze(draft, locks, TrainPlan(), policy_cache="/cache")
     assert specification.config == draft.config
     assert specification.config is not draft.config
     assert (specification.draft_id, specification.draft_revision, specification.preset) == (draft.id, 1, "p")
@@ -46,7 +46,7 @@ def test_every_lock_holds_whatever_way_the_value_came_in(draft):
         }
     )
     with pytest.raises(LockedField) as refused:
-        freeze(draft, locks, kind="train", policy_cache="")
+        freeze(draft, locks, TrainPlan(), policy_cache="")
     for reason in ("a day at most", "no downloads", "short words"):
         assert reason in str(refused.value)
 
@@ -55,18 +55,19 @@ def test_what_does_not_fit_does_not_start(draft):
     draft.config.rollout.max_new_tokens = 100_000
     draft.config.environment.knobs |= {"length": 10, "colour": 1}
     with pytest.raises(InvalidValue) as refused:
-        freeze(draft, NONE, kind="train", policy_cache="")
+        freeze(draft, NONE, TrainPlan(), policy_cache="")
     for part in ("leaves no room", "environment.knobs.length: 10", "environment.knobs.colour"):
         assert part in str(refused.value)
 
 
-def test_a_plan_belongs_to_a_test(draft):
+def test_plan_decides_the_kind_of_the_run(draft):
     plan = TestPlan(tasks=4, group_size=2)
-    assert freeze(draft, NONE, kind="test", policy_cache="", test=plan).test == plan
-    with pytest.raises(ValueError):
-        freeze(draft, NONE, kind="train", policy_cache="", test=plan)
-    with pytest.raises(ValueError):
-        freeze(draft, NONE, kind="test", policy_cache="")
+    test = freeze(draft, NONE, plan, policy_cache="")
+    assert (test.kind, test.test, test.sweep) == ("test", plan, None)
+    training = freeze(draft, NONE, training_plan(draft.config), policy_cache="")
+    assert (training.kind, training.test) == ("train", None)
+    draft.config.algorithm.name = "sft"
+    assert freeze(draft, NONE, training_plan(draft.config), policy_cache="").kind == "sft"
 
 
 @pytest.mark.parametrize("name", ["", "../..", "ÄÖÜ", "a" * 200, "My Run!", "x/y/z", "-", "--flag", "a\x00b", "9"])

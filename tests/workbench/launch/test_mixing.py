@@ -10,16 +10,15 @@ from toprope.analysis.reports.report import build
 from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.records.index.index import Index
 from toprope.records.run.digests import measuring
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.mixture import RewardFunction
 from toprope.settings.presets import Preset
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft, Drafts
-from toprope.workbench.launch.freeze import freeze
+from toprope.workbench.launch.freeze import freeze, freeze_again
 from toprope.workbench.launch.mixture_sources import blend, reward_source
-from toprope.workbench.launch.reproduce import freeze_again
 
 NONE = Locks({})
 KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1, "le": 9}]
@@ -47,7 +46,7 @@ def draft(tmp_path: Path, **section: object) -> Draft:
 
 def frozen(made: Draft, folder: Path, locks: Locks = NONE) -> Specification:
     ingredients = blend(made, Catalog([folder]).find, [folder])
-    return freeze(made, locks, kind="train", policy_cache="", ingredients=ingredients)
+    return freeze(made, locks, TrainPlan(), policy_cache="", ingredients=ingredients)
 
 
 def test_every_environment_becomes_a_source_and_every_function_a_file(tmp_path: Path, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,7 +12,7 @@ from anyio import to_thread
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
 from toprope.analysis.statistics.intervals import Proportion
-from toprope.errors import ComponentFailed, Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
@@ -21,17 +20,14 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
-from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.workbench.history import Side, config_of_preset, difference
-from toprope.workbench.launch.preview import needs_confirmation, preview
-from toprope.workbench.launch.reproduce import freeze_again
-from toprope.workbench.launch.reserve_budget import demand, reserve
+from toprope.workbench.launch.freeze import freeze_again
+from toprope.workbench.launch.start import ConfirmationNeeded
 from toprope_tools.answers import memory_answers as answers
 from toprope_tools.answers.base import Answer, call, clip, cut, fitting, value
 from toprope_tools.planning.config import said_changes
 from toprope_tools.runs.sweeps import best_of_sweep
-from toprope_tools.workshop import machine_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -180,7 +176,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        again = _started(workshop, freeze_again(run, workshop.home.locks()))
+        again = _start_again(workshop, run)
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."
@@ -201,29 +197,17 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
     return await to_thread.run_sync(work)
 
 
-def _started(workshop: Workshop, again: Specification) -> Specification:
-    """Hands it to a keeper, within the owner's limits."""
-    limits, machine = workshop.home.limits(), machine_of(workshop.settings())
-    with ExitStack() as pencil:
-        with ledger_lock(workshop.home.ensure().runs):
-            [again] = reserve([again], limits, machine, workshop.home.runs)
-            if limits.confirm != "never":
-                shown = preview([again], limits, demand(again, machine), workshop.home.runs)
-                if why := needs_confirmation(limits, shown):
-                    fork = call("fork_config", run_id=again.reproduces)
-                    raise NotPossibleNow(
-                        f"{why} Nothing was started.",
-                        hint=f"{fork} makes a draft of it; start_training shows what it takes and how to confirm.",
-                    )
-            pencil.enter_context(reserved(workshop.home.runs, [again]))
-        try:
-            workshop.start(again)
-        except ComponentFailed as error:
-            raise ComponentFailed(
-                f"{error.message} The run {again.run_id} is recorded as failed; nothing is running.",
-                hint=call("read_logs", run_id=again.run_id, component="keeper"),
-            ) from error
-    return again
+def _start_again(workshop: Workshop, run: Specification) -> Specification:
+    """Start a run once more, within the owner's limits."""
+    try:
+        started = workshop.starter.start_frozen([freeze_again(run, workshop.home.locks())])
+    except ConfirmationNeeded as refused:
+        raise NotPossibleNow(
+            f"{refused.why} Nothing was started.",
+            hint=f"{call('fork_config', run_id=run.run_id)} makes a draft of it; start_training shows what it takes "
+            "and how to confirm.",
+        ) from None
+    return started.specifications[0]
 
 
 def compared_with_original(workshop: Workshop, specification: Specification) -> Reproduction | None:

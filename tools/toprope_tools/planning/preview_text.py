@@ -8,9 +8,10 @@ from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import Usage
 from toprope.workbench.launch.preview import Estimate, Preview
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers.base import call, duration
 
-__all__ = ["confirmation_wanted", "said", "structured", "used"]
+__all__ = ["ask_to_confirm", "said", "structured", "used"]
 
 _SAID = (
     ("wall_hours", "time"),
@@ -69,23 +70,18 @@ def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
     return [f"Taken: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
 
 
-def confirmation_wanted(
-    draft_id: str, name: str | None, shown: Preview, why: str, given: str | None, source: str
-) -> NotPossibleNow:
-    """The refusal of a start that nobody has confirmed as it would be now."""
-    if given is None:
-        head = f"Nothing was started: {why} (confirm, set by {source})"
-    else:
-        head = f"Nothing was started: {given!r} confirms something else than what would start now, which is this"
-    arguments: dict[str, Any] = {"draft_id": draft_id}
-    if name is not None:
-        arguments["name"] = name
-    if shown.count > 1:
-        arguments["seeds"] = shown.count
+def ask_to_confirm(request: StartRequest, refused: ConfirmationNeeded) -> NotPossibleNow:
+    """Word the refusal of a training start that a person must confirm."""
+    found = refused.preview
+    arguments: dict[str, Any] = {"draft_id": request.draft.id}
+    if request.name is not None:
+        arguments["name"] = request.name
+    if found.count > 1:
+        arguments["seeds"] = found.count
     return NotPossibleNow(
-        f"{head}\n{said(shown)}",
-        hint="Show this to the person whom you work for. Once they agree: "
-        f"{call('start_training', **arguments, confirm=shown.hash)}. A changed draft has another hash.",
+        f"{refused.message}\n{said(found)}",
+        hint="Show this to the person you work for. Once they agree: "
+        f"{call('start_training', **arguments, confirm=found.hash)}. A changed draft has another hash.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -14,9 +15,9 @@ from toprope.records.run.status import Status
 from toprope.records.run.tested import AnswersTo, read_answers
 from toprope.settings.schema import Config
 from toprope.workbench.launch.freeze import freeze_question
+from toprope.workbench.launch.start import StartRequest
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import Answer, call, clip
-from toprope_tools.runs.training import launch
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -87,22 +88,19 @@ async def ask_checkpoint(
     if run_id is not None:
         specification = await to_thread.run_sync(lambda: _of_run(workshop, run_id, plan))
     else:
-        draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
+        draft = await to_thread.run_sync(workshop.drafts.get, draft_id or "")
         asked = f"the untrained policy {draft.config.policy.model} of {draft.id}"
-        specification = await launch(
-            workshop,
-            draft_id=draft.id,
-            kind="ask",
-            name=f"ask-{draft.environment.name.rsplit('/', 1)[-1]}",
-            ask=plan(draft.config, asked),
-        )
+        name = f"ask-{draft.environment.name.rsplit('/', 1)[-1]}"
+        request = StartRequest(draft, plan(draft.config, asked), name)
+        started = await to_thread.run_sync(workshop.starter.start, request)
+        specification = started.specifications[0]
     status, _ = await workshop.runs.wait(
         specification.run_id, lambda now, _: now.ended and now.ended_at is not None, _WAIT_S
     )
     return await to_thread.run_sync(lambda: _answer(workshop, specification, status))
 
 
-def _of_run(workshop: Workshop, run_id: str, plan: Any) -> Specification:
+def _of_run(workshop: Workshop, run_id: str, plan: Callable[[Config, str], AskPlan]) -> Specification:
     status = workshop.runs.status(run_id)
     folder = workshop.runs.folder(run_id)
     if not status.ended:
@@ -124,10 +122,8 @@ def _of_run(workshop: Workshop, run_id: str, plan: Any) -> Specification:
     if damaged:
         asked += f" ({damaged[0]})"
     weights = found.path / "model"
-    workshop.home.ensure()
     specification = freeze_question(run, str(weights), workshop.home.locks(), plan(run.config, asked))
-    workshop.start(specification)
-    return specification
+    return workshop.starter.start_frozen([specification]).specifications[0]
 
 
 def _conversations(prompts: list[Any]) -> list[list[dict[str, str]]]:

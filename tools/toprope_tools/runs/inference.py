@@ -10,9 +10,9 @@ from toprope.errors import InvalidValue
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import BASE
 from toprope.workbench.endpoints import require_keys, resolve_models
+from toprope.workbench.launch.start import StartRequest
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import Answer, call
-from toprope_tools.runs.training import launch
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -72,7 +72,8 @@ async def test_inference(
             f"({config.policy.max_context}) of the draft's policy.",
             hint=f"Leave {BASE!r} out, or ask for less.",
         )
-    specification = await launch(workshop, draft_id=draft_id, kind="test", test=plan)
+    started = await to_thread.run_sync(workshop.starter.start, StartRequest(draft, plan))
+    specification = started.specifications[0]
     whom = f"policy {config.policy.model}"
     if plan.models:
         whom = "models " + ", ".join(model.name for model in plan.models)
@@ -91,7 +92,7 @@ async def test_inference(
         f"{call('get_results', run_id=specification.run_id)}"
     )
     data = answers.Started(
-        run_id=specification.run_id, kind="test", draft_id=draft.id, revision=draft.revision, state="queued"
+        run_id=specification.run_id, kind=plan.kind, draft_id=draft.id, revision=draft.revision, state="queued"
     )
     return Answer(text, data)
 

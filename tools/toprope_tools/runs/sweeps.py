@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import to_thread
@@ -15,21 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder, misfits
-from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan
+from toprope.records.run.specification import Specification, SweepPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply
-from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.sweeps.planning import longest_run_steps, make_plan
-from toprope.workbench.drafts import Draft
-from toprope.workbench.launch.launch import frozen
-from toprope.workbench.launch.preview import Preview, needs_confirmation, preview
-from toprope.workbench.launch.reserve_budget import NoRoomWithin, demand, reserve
+from toprope.text_format import plural
+from toprope.workbench.launch.preview import Preview
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import Answer, call, number, percent
 from toprope_tools.planning.preview_text import said, structured
-from toprope_tools.runs.start import Taken, start_frozen, started_by
-from toprope_tools.workshop import machine_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -111,12 +104,9 @@ async def start_sweep(
     """
 
     chosen = _options(options or {})
-    key = chosen.key
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
-        if key is not None and not chosen.preview and (known := _of_key(workshop, key, draft_id)) is not None:
-            return known
         plan = make_plan(
             draft,
             workshop.home.locks(),
@@ -130,130 +120,59 @@ async def start_sweep(
             evaluate=chosen.evaluate,
             strategies=workshop.home.strategies,
         )
+        request = StartRequest(
+            draft,
+            plan,
+            chosen.name,
+            again=chosen.again,
+            key=chosen.key,
+            confirm=chosen.confirm,
+            longest_member_steps=longest_run_steps(plan),
+        )
         if chosen.preview:
-            return _previewed(workshop, draft, plan, chosen.name)
-        return _started(workshop, draft, plan, chosen)
+            return _answer_preview(workshop, request, plan)
+        try:
+            started = workshop.starter.start(request)
+        except ConfirmationNeeded as refused:
+            raise NotPossibleNow(
+                f"{refused.message}\n{_said(refused.preview, plan)}",
+                hint="Show this to the person you work for. Once they agree, repeat the call with "
+                f"confirm {refused.preview.hash!r} in options. A changed draft or sweep has another hash.",
+            ) from None
+        [sweep] = started.specifications
+        if started.repeated:
+            text = f"{sweep.run_id} was started with this key before; no second one was started.\n{_next(sweep.run_id)}"
+            return Answer(text, _data(sweep).model_copy(update={"state": "started before"}), brief=True)
+        return _answer_started(sweep, plan)
 
     return await to_thread.run_sync(work)
 
 
-def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
-    taken = started_by(workshop, key, draft_id)
-    if taken is None:
-        return None
-    return _known(taken.run_id, taken.draft_id)
-
-
-def _known(run_id: str, draft_id: str) -> Answer:
-    text = f"{run_id} was started with this key before; no second one was started.\n{_next(run_id)}"
-    data = answers.Started(run_id=run_id, kind="sweep", draft_id=draft_id, revision=0, state="started before")
-    return Answer(text, data, brief=True)
-
-
-def _frozen(
-    workshop: Workshop, draft: Draft, plan: SweepPlan, name: str | None, stack: ExitStack
-) -> tuple[Specification, Preview]:
-    """The sweep's specification, pencilled in within the owner's limits, and what all of it would take.
-
-    Raises:
-        NotPossibleNow: There is no room for it and one member, or for all members today.
-    """
-    home = workshop.home
-    limits, machine, runs = home.limits(), machine_of(home.settings()), home.ensure().runs
-    [made] = frozen(home, [draft], "sweep", name=name, sweep=plan)
-    [sweep] = reserve([made], limits, machine, runs)
-    stack.enter_context(reserved(runs, [sweep]))
-    per_day = limits.get("per_day.runs")
-    today = sum(account.started_today for account in read_accounts(runs, leave_out=[sweep.run_id]))
-    if per_day is not None and today + 1 + plan.runs > per_day.max:
-        raise NoRoomWithin(
-            f"Nothing was started: per_day.runs is {per_day.max:g}, set by {limits.source}; {today} were started "
-            f"today, and the sweep is 1 and its members up to {plan.runs}.",
-            hint="A smaller population or fewer epochs fit; tomorrow counts anew.",
-        )
-    # The longest member must be allowed beside the sweep; each reserves what it may use when it starts.
-    longest = _member(workshop, draft, plan, longest_run_steps(plan))
-    reserve([longest], limits, machine, runs)
-    count = plan.runs - 1
-    usual = _member(workshop, draft, plan, max(1, math.ceil(plan.total_steps / count)))
-    found = preview([usual] * count, limits, demand(usual, machine), runs)
-    return sweep, _of_all(found, plan, sweep, draft)
-
-
-def _member(workshop: Workshop, draft: Draft, plan: SweepPlan, steps: int) -> Specification:
-    """A member as the sweep will start them, for what it takes."""
-    config, test = draft.config, None
-    if plan.evaluate == "train":
-        changes = {"budget.steps": steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps)}
-        config, _ = apply(config, changes, draft.knobs)
-    else:
-        test = TestPlan(tasks=config.evaluation.validation_tasks, group_size=config.rollout.group_size)
-    one = dataclasses.replace(draft, config=config)
-    [made] = frozen(workshop.home, [one], "train" if test is None else "test", test=test)
-    return made.model_copy(update={"member": SweepMember(sweep=made.run_id, candidate="c001", epoch=1)})
-
-
-def _of_all(found: Preview, plan: SweepPlan, sweep: Specification, draft: Draft) -> Preview:
-    """The preview of a sweep: time is that of all members one after the other, steps are all together."""
-    estimates = dict(found.estimates)
-    if (wall := estimates.get("wall_hours")) is not None:
-        estimates["wall_hours"] = wall.times(found.count)
-    content = [found.hash, plan.model_dump(mode="json"), sweep.config.model_dump(mode="json"), draft.id, draft.revision]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-    return dataclasses.replace(found, estimates=estimates, steps=max(plan.total_steps, 1), hash=digest)
-
-
-def _said(found: Preview, plan: SweepPlan) -> str:
-    """What all of a sweep would take."""
-    text = said(dataclasses.replace(found, count=1)).replace("What one run of", f"What {plan.runs} runs of", 1)
-    return f"{text}\nRuns wait for the machine as others do; time is as if they came one after the other."
-
-
-def _previewed(workshop: Workshop, draft: Draft, plan: SweepPlan, name: str | None) -> Answer:
-    with ExitStack() as stack:
-        with ledger_lock(workshop.home.ensure().runs):
-            sweep, found = _frozen(workshop, draft, plan, name, stack)
-    why = needs_confirmation(workshop.home.limits(), found)
+def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) -> Answer:
+    found, why, [sweep] = workshop.starter.preview(request)
     lines = ["Nothing was started.", _said(found, plan)]
     if why:
-        lines.append(f"{why} Show this to the person whom you work for; then pass confirm in options.")
+        lines.append(f"{why} Show this to the person you work for; then pass confirm in options.")
     lines.append(f"Next: the same call without preview{f', with confirm {found.hash!r} in options' if why else ''}.")
     data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": structured(found)})
     return Answer("\n".join(lines), data)
 
 
-def _started(
-    workshop: Workshop,
-    draft: Draft,
-    plan: SweepPlan,
-    chosen: Options,
-) -> Answer:
-    with ExitStack() as stack:
-        with ledger_lock(workshop.home.ensure().runs):
-            sweep, found = _frozen(workshop, draft, plan, chosen.name, stack)
-            limits, confirm = workshop.home.limits(), chosen.confirm
-            why = needs_confirmation(limits, found)
-            if confirm != found.hash and (why or confirm is not None):
-                head = f"{why} (confirm, set by {limits.source})"
-                if confirm is not None:
-                    head = f"{confirm!r} confirms something else than what would start now, which is this"
-                raise NotPossibleNow(
-                    f"Nothing was started: {head}\n{_said(found, plan)}",
-                    hint="Show this to the person whom you work for. Once they agree repeat the call with "
-                    f"confirm {found.hash!r} in options. A changed draft or sweep has another hash.",
-                )
-        try:
-            start_frozen(workshop, draft, [sweep], again=chosen.again, key=chosen.key)
-        except Taken as other:
-            return _known(other.start.run_id, other.start.draft_id)
+def _answer_started(sweep: Specification, plan: SweepPlan) -> Answer:
     trains = f" and {plan.total_steps} optimizer steps" if plan.evaluate == "train" else ""
     text = (
-        f"Started the sweep {sweep.run_id}: {plan.strategy} over {', '.join(plan.space)}, {plan.population} "
-        f"candidates, {plan.epochs} epochs, at most {plan.runs} runs{trains}; then the best is measured on held-out "
-        f"tasks, once. "
-        f"It goes on whatever happens to this server.\n{_next(sweep.run_id)}"
+        f"Started the sweep {sweep.run_id}: {plan.strategy} over {', '.join(plan.space)}, "
+        f"{plural(plan.population, 'candidate')}, {plural(plan.epochs, 'epoch')}, at most {plan.runs} runs{trains}; "
+        "then the best candidate is measured on held-out tasks, once. It goes on if this server ends.\n"
+        f"{_next(sweep.run_id)}"
     )
     return Answer(text, _data(sweep), brief=True)
+
+
+def _said(found: Preview, plan: SweepPlan) -> str:
+    """Say what all of a sweep would take."""
+    text = said(dataclasses.replace(found, count=1)).replace("What one run of", f"What {plan.runs} runs of", 1)
+    return f"{text}\nRuns queue for the machine; the time assumes that they run one after the other."
 
 
 def _data(sweep: Specification) -> answers.Started:

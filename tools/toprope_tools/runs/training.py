@@ -1,8 +1,7 @@
-"""Starting, stopping and resuming runs."""
+"""Tools that start, stop and resume training."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,28 +9,25 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio import to_thread
 
-from toprope.errors import NotFound, NotPossibleNow, shown
-from toprope.records.index.idempotency_keys import StartKey
-from toprope.records.run.specification import Specification
+from toprope.records.run.specification import Specification, training_plan
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.watchers.sweep_members import stop_members
 from toprope.workbench.launch.reserve_budget import may_go_on
-from toprope.workbench.launch.seeds import expand, group_of, members
+from toprope.workbench.launch.seeds import expand
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import Answer, call, duration
-from toprope_tools.planning.preview_text import said, structured
-from toprope_tools.runs.start import NOT_THERE_YET_S, Taken, launch, launch_group, preview_of, started_by
+from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["launch", "resume_training", "start_training", "stop_training"]
+__all__ = ["resume_training", "start_training", "stop_training"]
 
-_LOOK_AGAIN_S = 0.02
 _WAIT_S = 900
-"""What a start advises to wait; a client that holds out less is cut to that and told so."""
+"""Seconds that a start advises to wait; a client with a shorter call limit gets an earlier answer that says so."""
 
 
 async def start_training(
@@ -45,47 +41,35 @@ async def start_training(
     preview: bool = False,
     confirm: str | None = None,
 ) -> Answer:
-    """Freezes a draft and starts training; answers as soon as the run has its keeper.
+    """Freeze a draft and start training; answer as soon as every run has its keeper.
 
     Args:
         workshop: The server's.
-        draft_id: Which draft.
+        draft_id: Id of the draft.
         name: Begins the run's id.
         again: Start although a run of this draft's revision is live.
-        key: Names this start. A call with a key that was used is answered with the run that it started.
-        seeds: So many runs that differ in their seed alone, as a group.
-        preview: Start nothing; tell what starting would take.
-        confirm: The hash of a preview that the owner's person agreed to.
+        key: Names this start. A call with a used key is answered with the runs that it started.
+        seeds: Number of runs that differ in their seed alone, as a group.
+        preview: Start nothing; say what a start would take.
+        confirm: The hash of a preview that a person agreed to.
 
     Raises:
-        NotFound, LockedField, InvalidValue: The draft cannot run, or the key is another draft's; nothing was started.
-        NotPossibleNow: A run of this draft's revision is live, a limit does not allow it, or it is to be confirmed.
+        NotFound, LockedField, InvalidValue: The draft cannot run, or the key belongs to another draft.
+        NotPossibleNow: A run of this revision is live, a limit forbids the start, or a person must confirm it.
+        ComponentFailed: A keeper did not come up.
     """
+    draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
+    request = StartRequest(draft, training_plan(draft.config), name, seeds, again, key, confirm)
     if preview:
-        return await to_thread.run_sync(lambda: _previewed(workshop, draft_id, name, seeds))
-    if key is not None:
-        taken = await to_thread.run_sync(_of_key, workshop, key, draft_id)
-        if taken is not None:
-            return taken
+        return await to_thread.run_sync(_answer_preview, workshop, request)
     try:
-        specifications = await launch_group(
-            workshop, draft_id=draft_id, name=name, again=again, key=key, seeds=seeds, confirm=confirm
-        )
-    except Taken as other:
-        return await to_thread.run_sync(_awaited, workshop, other.start)
-    specification = specifications[0]
-    budget = specification.config.budget
-    limit = f"{budget.steps} steps"
-    if budget.max_train_seconds is not None:
-        limit += f" or {duration(budget.max_train_seconds)} of training"
-    if specification.seed_group is not None:
-        return _group_started(specifications, limit)
-    text = (
-        f"Started {specification.run_id}: {specification.environment.name}, {draft_id} revision "
-        f"{specification.draft_revision}, at most {limit}. It goes on whatever happens to this server.\n"
-        f"{_next(specification.run_id)}"
-    )
-    return Answer(text, _started(specification), brief=True)
+        started = await to_thread.run_sync(workshop.starter.start, request)
+    except ConfirmationNeeded as refused:
+        raise ask_to_confirm(request, refused) from None
+    if started.repeated:
+        status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
+        return _answer_repeated(started.specifications, status)
+    return _answer_started(started.specifications)
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
@@ -201,77 +185,67 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
-def _previewed(workshop: Workshop, draft_id: str, name: str | None, seeds: int) -> Answer:
-    found, why, specifications = preview_of(workshop, draft_id=draft_id, name=name, seeds=seeds)
-    arguments: dict[str, Any] = {"draft_id": draft_id}
-    if name is not None:
-        arguments["name"] = name
-    if seeds > 1:
-        arguments["seeds"] = seeds
+def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
+    found, why, specifications = workshop.starter.preview(request)
+    arguments: dict[str, Any] = {"draft_id": request.draft.id}
+    if request.name is not None:
+        arguments["name"] = request.name
+    if request.seeds > 1:
+        arguments["seeds"] = request.seeds
     if why:
         arguments["confirm"] = found.hash
-        why = f"\n{why} Show this to the person whom you work for first."
+        why = f"\n{why} Show this to the person you work for first."
     text = f"Nothing was started.\n{said(found)}{why}\nNext: {call('start_training', **arguments)}"
-    data = _started(specifications[0]).model_copy(
+    data = _started(specifications).model_copy(
         update={"run_id": None, "state": "not started", "preview": structured(found)}
     )
     return Answer(text, data)
 
 
-def _group_started(specifications: Sequence[Specification], limit: str) -> Answer:
+def _answer_started(specifications: Sequence[Specification]) -> Answer:
+    first, budget = specifications[0], specifications[0].config.budget
+    limit = f"{budget.steps} steps"
+    if budget.max_train_seconds is not None:
+        limit += f" or {duration(budget.max_train_seconds)} of training"
+    where = f"{first.environment.name}, {first.draft_id} revision {first.draft_revision}"
+    if (group := first.seed_group) is None:
+        text = (
+            f"Started {first.run_id}: {where}, at most {limit}. It goes on if this server ends.\n{_next(first.run_id)}"
+        )
+    else:
+        seeds = ", ".join(str(one.config.algorithm.seed) for one in specifications)
+        text = (
+            f"Started the group {group.id}: {len(specifications)} runs of {where}, seeds {seeds}, each at most "
+            f"{limit}. They queue for the machine and go on if this server ends: "
+            f"{', '.join(one.run_id for one in specifications)}.\n"
+            f"{_next(group.id, grouped=True)}; then compare_runs compares the group with another."
+        )
+    return Answer(text, _started(specifications), brief=True)
+
+
+def _answer_repeated(specifications: Sequence[Specification], status: Status) -> Answer:
+    """Answer a call whose key started these runs before."""
     first = specifications[0]
-    assert first.seed_group is not None
-    group, ids = first.seed_group.id, [one.run_id for one in specifications]
-    seeds = ", ".join(str(one.config.algorithm.seed) for one in specifications)
-    text = (
-        f"Started the group {group}: {len(ids)} runs of {first.environment.name}, {first.draft_id} revision "
-        f"{first.draft_revision}, seeds {seeds}, each at most {limit}. They queue for the machine and go on whatever "
-        f"happens to this server: {', '.join(ids)}.\n"
-        f"{_next(group, grouped=True)}; compare_runs then holds the group against another."
-    )
-    return Answer(text, _started(first).model_copy(update={"run_ids": ids, "group_id": group}), brief=True)
+    data = _started(specifications).model_copy(update={"state": status.state})
+    if (group := first.seed_group) is not None:
+        ids = ", ".join(one.run_id for one in specifications)
+        text = f"The group {group.id} ({ids}) was started with this key before; no second one was started."
+        return Answer(f"{text}\n{_next(group.id, grouped=True)}", data, brief=True)
+    text = f"{first.run_id} was started with this key before and is {status.state}; no second run was started."
+    return Answer(f"{text}\n{_next(first.run_id)}", data, brief=True)
 
 
-def _of_key(workshop: Workshop, key: str, draft_id: str) -> Answer | None:
-    """The answer to a call whose key was used before; None where it was not."""
-    taken = started_by(workshop, key, draft_id)
-    if taken is None:
-        return None
-    return _awaited(workshop, taken)
-
-
-def _awaited(workshop: Workshop, start: StartKey) -> Answer:
-    """Answers with the run of a key, which another call may be starting right now."""
-    limit = time.monotonic() + NOT_THERE_YET_S
-    while True:
-        try:
-            status = workshop.runs.status(start.run_id)
-            specification = Specification.read(workshop.runs.folder(start.run_id))
-            break
-        except NotFound:
-            if time.monotonic() > limit:
-                raise NotPossibleNow(
-                    f"Another call with the key {shown(start.key)} is starting {start.run_id}, which is not there yet.",
-                    hint="Repeat the call with the same key in a few seconds.",
-                ) from None
-            time.sleep(_LOOK_AGAIN_S)
-    data = _started(specification).model_copy(update={"state": status.state})
-    if (found := group_of(start.run_id)) is not None:
-        group, ids = found[0], members(workshop.home.runs, found[0])
-        data = data.model_copy(update={"group_id": group, "run_ids": ids})
-        text = f"The group {group} ({', '.join(ids)}) was started with this key before; no second one was started."
-        return Answer(f"{text}\n{_next(group, grouped=True)}", data, brief=True)
-    text = f"{start.run_id} was started with this key before and is {status.state}; no second run was started."
-    return Answer(f"{text}\n{_next(start.run_id)}", data, brief=True)
-
-
-def _started(specification: Specification) -> answers.Started:
+def _started(specifications: Sequence[Specification]) -> answers.Started:
+    first = specifications[0]
+    grouped = first.seed_group is not None
     return answers.Started(
-        run_id=specification.run_id,
-        kind=specification.kind,
-        draft_id=specification.draft_id or "",
-        revision=specification.draft_revision or 0,
+        run_id=first.run_id,
+        kind=first.kind,
+        draft_id=first.draft_id or "",
+        revision=first.draft_revision or 0,
         state="queued",
+        group_id=first.seed_group.id if first.seed_group else None,
+        run_ids=[one.run_id for one in specifications] if grouped else None,
     )
 
 

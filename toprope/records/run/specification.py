@@ -5,7 +5,8 @@ It is written before the keeper starts and never again. Secrets are not in it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,14 +23,18 @@ __all__ = [
     "Dimension",
     "DatasetSource",
     "EnvironmentSource",
+    "FineTunePlan",
     "ModelUnderTest",
     "RewardSource",
+    "RunPlan",
     "SeedGroup",
     "Specification",
     "SweepMember",
     "SweepPlan",
     "TestPlan",
+    "TrainPlan",
     "TrainerSource",
+    "training_plan",
 ]
 
 SPECIFICATION_VERSION = 1
@@ -102,10 +107,25 @@ class DatasetSource(BaseModel):
     items: int
 
 
+@dataclass(frozen=True)
+class TrainPlan:
+    """Plan of a run of kind `train`: its configuration says everything."""
+
+    kind: ClassVar[KindName] = "train"
+
+
+@dataclass(frozen=True)
+class FineTunePlan:
+    """Plan of a run of kind `sft`: its configuration says everything."""
+
+    kind: ClassVar[KindName] = "sft"
+
+
 class TestPlan(BaseModel):
-    """What a run of kind `test` does: `tasks` tasks of the validation split, `group_size` rollouts each."""
+    """Plan of a run of kind `test`: `tasks` tasks of the validation split, `group_size` rollouts each."""
 
     __test__ = False
+    kind: ClassVar[KindName] = "test"
     model_config = ConfigDict(extra="forbid")
 
     tasks: int
@@ -120,8 +140,9 @@ class TestPlan(BaseModel):
 
 
 class AskPlan(BaseModel):
-    """What a run of kind `ask` does: put conversations to the policy and keep the answers."""
+    """Plan of a run of kind `ask`: put conversations to the policy and keep the answers."""
 
+    kind: ClassVar[KindName] = "ask"
     model_config = ConfigDict(extra="forbid")
 
     conversations: list[list[dict[str, str]]]
@@ -159,8 +180,9 @@ class Dimension(BaseModel):
 
 
 class SweepPlan(BaseModel):
-    """What a run of kind `sweep` does: a population over `space`, for some epochs."""
+    """Plan of a run of kind `sweep`: a population over `space`, for some epochs."""
 
+    kind: ClassVar[KindName] = "sweep"
     model_config = ConfigDict(extra="forbid")
 
     space: dict[str, Dimension]
@@ -186,6 +208,15 @@ class SweepPlan(BaseModel):
     """The most optimizer steps of all of them together."""
     knobs: list[dict[str, Any]] = []
     """The knobs on the environment's card when this was planned."""
+
+
+RunPlan = TrainPlan | FineTunePlan | TestPlan | AskPlan | SweepPlan
+"""What a run is to do, tagged by the kind of the run."""
+
+
+def training_plan(config: Config) -> TrainPlan | FineTunePlan:
+    """Return the plan of a training run: `algorithm.name` decides between rewards and demonstrations."""
+    return FineTunePlan() if config.algorithm.name == "sft" else TrainPlan()
 
 
 class SweepMember(BaseModel):

@@ -62,7 +62,7 @@ class RunManager:
         variables: Callable[[Specification], OwnerVariables] | None = None,
     ) -> None:
         self.path = path
-        self._launcher, self._machine, self._variables = launcher, machine, variables
+        self._launcher, self.machine, self._variables = launcher, machine, variables
         self._seen, self._seen_events = StatusCache(), EventCache()
         self._reviving = threading.Lock()
 
@@ -96,7 +96,7 @@ class RunManager:
             making.path.rename(folder.path)
             ours = True
             making.path.parent.rmdir()
-            Reservations(self.path).announce(self._machine())
+            Reservations(self.path).announce(self.machine())
             self._launcher.submit(folder, variables or {}, lock)
         except TopropeError as error:
             if ours:
@@ -195,7 +195,7 @@ class RunManager:
                     hint="start_training starts a new run from a draft. To train on from this run's weights, set the "
                     f"draft's policy.model to the folder model/ of its checkpoint below {folder.checkpoints}.",
                 )
-            Reservations(self.path).announce(self._machine())
+            Reservations(self.path).announce(self.machine())
             status = prepare_attempt(folder, former, by_itself=by_itself)
             try:
                 self._launcher.submit(folder, variables or {}, lock)

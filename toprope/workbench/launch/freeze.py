@@ -1,7 +1,7 @@
-"""Freezing: from a draft to a specification that never changes again.
+"""Freezing: from a draft, or from an earlier run, to a specification that never changes again.
 
-This is the one place where the owner's locks are enforced. A value may have come by an edit, a preset, a database that
-somebody touched, or a lock may be newer than the draft: what the owner does not allow does not run.
+The owner's locks are enforced here and nowhere else. A value may come from an edit, a preset or a database that
+somebody changed, and a lock may be newer than the draft; a value that the locks do not allow does not run.
 """
 
 from __future__ import annotations
@@ -9,103 +9,167 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Literal
+from collections.abc import Sequence
 
 import toprope
 from toprope.errors import InvalidValue
-from toprope.records.run.specification import AskPlan, ModelUnderTest, Specification, SweepPlan, TestPlan, TrainerSource
+from toprope.records.run.kinds import KINDS
+from toprope.records.run.specification import (
+    AskPlan,
+    ModelUnderTest,
+    RunPlan,
+    Specification,
+    SweepPlan,
+    TestPlan,
+    TrainerSource,
+)
 from toprope.settings.changes import apply
 from toprope.settings.environment import curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
+from toprope.settings.owner import Home
+from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
-from toprope.workbench.launch.mixture_sources import Ingredients, hold_locks
+from toprope.workbench.endpoints import resolve_teacher
+from toprope.workbench.interpreters.registry import Registry
+from toprope.workbench.launch.custom_trainers import trainer_of
+from toprope.workbench.launch.lineage import base_of, with_dataset
+from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
+from toprope.workbench.launch.requirements import require_interpreters, require_wandb
 
-__all__ = ["freeze", "freeze_question", "new_run_id"]
+__all__ = ["freeze", "freeze_again", "freeze_drafts", "freeze_question", "new_run_id"]
 
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 
 
 def new_run_id(name: str, now: float | None = None) -> str:
-    """A readable id that is free with all but certainty: `spell-backward-261121-0158-k7f3` (local time).
+    """Return a readable id that is almost certainly free: `spell-backward-261121-0158-k7f3` (local time).
 
     Args:
-        name: The environment's name or one that an agent chose; its last part is used, shortened.
-        now: Seconds since the epoch.
+        name: The environment's name, or one that an agent chose; its last part is used, shortened.
+        now: Seconds since the epoch; the clock's if None.
     """
     short = re.sub(r"[^a-z0-9]+", "-", name.rsplit("/", 1)[-1].lower()).strip("-")[:32].strip("-") or "run"
     stamp = time.strftime("%y%m%d-%H%M", time.localtime(now))
     return f"{short}-{stamp}-{''.join(secrets.choice(_ALPHABET) for _ in range(4))}"
 
 
+def freeze_drafts(
+    home: Home,
+    drafts: Sequence[Draft],
+    plan: RunPlan,
+    *,
+    name: str | None = None,
+    locks: Locks | None = None,
+    base: tuple[str, str] | None = None,
+) -> list[Specification]:
+    """Freeze drafts that start together, one specification for each, under the owner's present locks.
+
+    Args:
+        home: The owner's.
+        drafts: Alike but for what the caller varies.
+        plan: What each run is to do.
+        name: Begins the runs' ids.
+        locks: The owner's; read from the home if None.
+        base: The run that the policy begins as, and the folder of its weights; `policy.model` decides if None.
+
+    Raises:
+        NotFound, LockedField, InvalidValue: A draft cannot run.
+        NotPossibleNow: The run that `policy.model` names has no weights yet.
+    """
+    first, locks, settings = drafts[0].config, locks or home.locks(), home.settings()
+    teacher, trainer = None, None
+    kind = KINDS[plan.kind]
+    if kind.demonstrates and not first.sft.dataset:
+        teacher = resolve_teacher(first.sft.teacher, settings, home.preset_folders, home.settings_file)
+    if kind.trains or kind.starts_runs:
+        trainer = trainer_of(first, home.trainer_folders(settings), home.settings_file)
+    found = []
+    for draft in drafts:
+        specification = freeze(
+            draft,
+            locks,
+            plan,
+            policy_cache=str(home.policies),
+            name=name,
+            teacher=teacher,
+            trainer=trainer,
+            base=base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs)),
+            ingredients=_ingredients(home, draft),
+        )
+        if kind.demonstrates:
+            specification = with_dataset(specification, home.datasets)
+        require_interpreters(specification)
+        found.append(specification)
+    if kind.trains or kind.starts_runs:
+        require_wandb(found[0].config, settings, home.settings_file)
+    return found
+
+
+def _ingredients(home: Home, draft: Draft) -> Ingredients | None:
+    """Find the sources of a draft's mixture and reward functions; None if it has neither."""
+    section = draft.config.environment
+    if not (section.mixture or section.rewards):
+        return None
+    settings = home.settings()
+    catalog = Catalog(
+        home.environment_folders(settings),
+        datasets=home.dataset_folders(settings),
+        tools=home.lent_tools(settings),
+        registry=Registry(home.environments_file),
+    )
+    return blend(draft, catalog.find, home.environment_folders(settings))
+
+
 def freeze(
     draft: Draft,
     locks: Locks,
+    plan: RunPlan,
     *,
-    kind: Literal["train", "sft", "test", "ask", "sweep"],
     policy_cache: str,
     name: str | None = None,
-    test: TestPlan | None = None,
-    ask: AskPlan | None = None,
-    sweep: SweepPlan | None = None,
     teacher: ModelUnderTest | None = None,
     trainer: TrainerSource | None = None,
     base: tuple[str, str] | None = None,
     ingredients: Ingredients | None = None,
     now: float | None = None,
 ) -> Specification:
-    """The specification of a run that is to start from a draft.
+    """Freeze a draft whose sources are known.
 
     Args:
         draft: What to run; its configuration is copied.
-        locks: The owner's, as they are now.
-        kind: `train`, `sft`, `test`, `ask` or `sweep`, the last three with their plans.
+        locks: The owner's present locks.
+        plan: What the run is to do.
         policy_cache: Folder under which embedded policies are kept.
         name: Begins the run's id instead of the environment's name.
-        test: The plan of a run of kind `test`.
-        ask: The plan of a run of kind `ask`.
-        sweep: The plan of a run of kind `sweep`.
-        teacher: Who demonstrates in a run of kind `sft`; None: the environment's own solver.
-        trainer: Who trains, where it is a class of the owner's own.
-        base: Where `policy.model` names a run: its id, and the folder of the weights that it left.
-        ingredients: What its mixture and its reward functions are made of; may be left out where it has none.
-        now: Seconds since the epoch; the clock where it is None.
+        teacher: Who demonstrates in a run of kind `sft`; the environment's own solver if None.
+        trainer: The owner's own trainer class, if one trains.
+        base: If `policy.model` names a run: its id, and the folder of the weights that it left.
+        ingredients: Sources of the mixture and the reward functions; None if the draft has neither.
+        now: Seconds since the epoch; the clock's if None.
 
     Raises:
-        LockedField: The configuration is not what the owner allows.
-        InvalidValue: Its fields do not fit each other, or a knob has a value that it cannot have.
+        LockedField: The owner does not allow the configuration.
+        InvalidValue: Its fields contradict each other, or a knob has an impossible value.
     """
     now = time.time() if now is None else now
-    fields = draft.fields
-    locks.enforce(draft.config, fields)
+    locks.enforce(draft.config, draft.fields)
     hold_locks(draft.config, locks)
     section = draft.config.environment
     if ingredients is None:
         if section.mixture or section.rewards:
-            raise ValueError("a mixture and reward functions have to be found before they are frozen")
+            raise ValueError("sources of a mixture and of reward functions must be found before freezing")
         ingredients = Ingredients(draft.environment)
-    problems = draft.config.conflicts() + knob_problems(draft.config, fields)
-    curriculum = curriculum_of(section.curriculum)
-    moved = fields.get(f"{KNOBS}.{curriculum.knob}") if curriculum is not None else None
-    for level in curriculum.levels if curriculum is not None and moved is not None else ():
-        try:
-            moved.coerce(level)
-        except InvalidValue as problem:
-            problems.append(f"environment.curriculum: {problem}")
-    unknown = [knob for knob in draft.config.environment.knobs if f"{KNOBS}.{knob}" not in fields]
-    problems += [f"{KNOBS}.{knob} is no setting of {draft.environment.name}." for knob in unknown]
-    if problems:
+    if problems := _problems(draft):
         raise InvalidValue(
             f"{draft.id} cannot start: {' '.join(problems)}", hint="edit_config changes several fields at once."
         )
-    if any((kind == name) != (plan is not None) for name, plan in (("test", test), ("ask", ask), ("sweep", sweep))):
-        raise ValueError("runs of kinds test, ask and sweep have their plan, and no other has")
     config = draft.config.model_copy(deep=True)
     if base is not None:
         config.policy = config.policy.model_copy(update={"model": base[1], "revision": None})
     return Specification(
         run_id=new_run_id(name or draft.environment.name, now),
-        kind=kind,
+        kind=plan.kind,
         created_at=now,
         toprope_version=toprope.__version__,
         draft_id=draft.id,
@@ -115,9 +179,9 @@ def freeze(
         mixture=ingredients.mixture,
         config=config,
         locks=locks.record(),
-        test=test,
-        ask=ask,
-        sweep=sweep,
+        test=plan if isinstance(plan, TestPlan) else None,
+        ask=plan if isinstance(plan, AskPlan) else None,
+        sweep=plan if isinstance(plan, SweepPlan) else None,
         teacher=teacher,
         trainer=trainer,
         base_run=base[0] if base else None,
@@ -125,20 +189,35 @@ def freeze(
     )
 
 
+def _problems(draft: Draft) -> list[str]:
+    """Say what contradicts in a draft's configuration, and which knobs have impossible values."""
+    fields, section = draft.fields, draft.config.environment
+    problems = draft.config.conflicts() + knob_problems(draft.config, fields)
+    curriculum = curriculum_of(section.curriculum)
+    if curriculum is not None and (moved := fields.get(f"{KNOBS}.{curriculum.knob}")) is not None:
+        for level in curriculum.levels:
+            try:
+                moved.coerce(level)
+            except InvalidValue as problem:
+                problems.append(f"environment.curriculum: {problem}")
+    unknown = [knob for knob in section.knobs if f"{KNOBS}.{knob}" not in fields]
+    return problems + [f"{KNOBS}.{knob} is not a setting of {draft.environment.name}." for knob in unknown]
+
+
 def freeze_question(
     run: Specification, model: str, locks: Locks, plan: AskPlan, now: float | None = None
 ) -> Specification:
-    """The specification of a run that puts questions to what another run trained.
+    """Freeze a run that puts questions to the policy that another run trained.
 
-    The policy is that run's and stays so, whatever the owner locks for new training; what the asking takes of the
-    machine (`launcher`, `rollout`) is moved to what the locks allow.
+    Locks for new training do not apply to that policy. Fields that decide what asking costs (`launcher`, `rollout`)
+    are moved to what the locks allow.
 
     Args:
-        run: Which was trained.
+        run: The run that trained the policy.
         model: Folder of its weights.
-        locks: The owner's, as they are now.
+        locks: The owner's present locks.
         plan: The questions.
-        now: Seconds since the epoch; the clock where it is None.
+        now: Seconds since the epoch; the clock's if None.
     """
     now = time.time() if now is None else now
     config = run.config.model_copy(deep=True)
@@ -160,4 +239,38 @@ def freeze_question(
         locks=locks.record(),
         ask=plan,
         policy_cache=run.policy_cache,
+    )
+
+
+def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> Specification:
+    """Freeze a run that repeats another: equal but for its id, its time and the version of Toprope.
+
+    Args:
+        run: The run to repeat.
+        locks: The owner's present locks.
+        now: Seconds since the epoch; the clock's if None.
+
+    Raises:
+        LockedField: The owner does not allow that configuration any more.
+        InvalidValue: Runs of this kind cannot be repeated.
+    """
+    if not run.run_kind.measures:
+        raise InvalidValue(
+            f"{run.run_id} is a run of kind {run.kind}, which cannot be repeated.", hint=run.run_kind.repeat_hint
+        )
+    now = time.time() if now is None else now
+    own = [{"name": name, "default": value} for name, value in run.config.environment.knobs.items()]
+    locks.enforce(run.config, all_fields(own))
+    hold_locks(run.config, locks)
+    return run.model_copy(
+        update={
+            "run_id": new_run_id(f"again-{run.environment.name.rsplit('/', 1)[-1]}", now),
+            "created_at": now,
+            "toprope_version": toprope.__version__,
+            "config": run.config.model_copy(deep=True),
+            "locks": locks.record(),
+            "reproduces": run.run_id,
+            "seed_group": None,
+            "limits": None,
+        }
     )

@@ -192,7 +192,9 @@ def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool
 
 def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], bool]:
     """The runs to go by, newest first, and whether they are this draft's."""
-    shape, own, alike = _shape(first.config.model_dump(mode="json")), [], []
+    shape = _shape(first.config.model_dump(mode="json"))
+    own: list[_Measured] = []
+    alike: list[_Measured] = []
     for folder, spec in _newest(runs, first.kind):
         if _shape(spec.get("config") or {}) != shape:
             continue

@@ -1,0 +1,101 @@
+"""Numbers, times and texts as people and agents read them. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import unicodedata
+from typing import Any
+
+__all__ = ["accuracy", "ago", "call", "clip", "cut", "duration", "moment", "number", "percent", "plural", "value"]
+
+
+def cut(given: Any, limit: int) -> Any:
+    """Return the value, or its truncated JSON if that is longer than `limit` characters."""
+    text = json.dumps(given, ensure_ascii=False, default=str)
+    return given if len(text) <= limit else f"{clip(text, limit)} [cut; {len(text)} characters]"
+
+
+def clip(text: str, limit: int) -> str:
+    """Return the text on one line of at most `limit` characters, without control and invisible characters.
+
+    Text from environments, models and logs must not be able to hide anything from a reader.
+    """
+    line = re.sub(r"\s+", " ", str(text)).strip()
+    line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def number(value: Any) -> str:
+    """Format a number for reading: 1450, 0.431, 1e-05."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return str(round(value))
+    return f"{value:.3g}"
+
+
+def percent(value: Any) -> str:
+    """Format a share between 0 and 1 as 43.0%; anything but a number as n/a."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "n/a"  # a foreign program may have written the status
+    return f"{100 * value:.1f}%"
+
+
+def accuracy(share: float, low: float, high: float) -> str:
+    """Format an accuracy with the ends of its interval: 43.0% [33.7%, 52.8%]."""
+    return f"{percent(share)} [{percent(low)}, {percent(high)}]"
+
+
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """Format a count with its noun: 1 run, 3 runs."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
+def value(given: Any) -> str:
+    """Format a configuration value the way a caller would send it."""
+    if given is None:
+        return "null"
+    if isinstance(given, bool):
+        return "true" if given else "false"
+    if isinstance(given, str):
+        return clip(given, 80) if given else '""'
+    if isinstance(given, float):
+        return f"{given:g}"
+    return clip(str(given), 120)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 52 s, 12 min, 3 h 20 min or 2 d 4 h."""
+    seconds = max(0.0, seconds)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def ago(at: float, now: float | None = None) -> str:
+    """Format the time since a moment: 12 min ago."""
+    return f"{duration((time.time() if now is None else now) - at)} ago"
+
+
+def moment(at: float) -> str:
+    """Format seconds since the epoch as local date and time: 2026-11-22 14:05."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def call(tool: str, **arguments: Any) -> str:
+    """Format a tool call the way an answer proposes it: check_status(run_ids=["x"], wait_s=45)."""
+    shown = ", ".join(f"{name}={_literal(argument)}" for name, argument in arguments.items())
+    return f"{tool}({shown})"
+
+
+def _literal(argument: Any) -> str:
+    if isinstance(argument, list):
+        return "[" + ", ".join(_literal(one) for one in argument) + "]"
+    return f'"{argument}"' if isinstance(argument, str) else value(argument)

@@ -1,0 +1,288 @@
+"""The one way from a draft or a frozen specification to live runs, for tools, commands and sweeps.
+
+`RunStarter.start` freezes a draft under the owner's locks; `start_frozen` checks the owner's limits and a person's
+confirmation while it holds the lock of the budget ledger, reserves the budget, and gives each run its keeper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
+from toprope.records.index import idempotency_keys
+from toprope.records.index.idempotency_keys import StartKey
+from toprope.records.index.index import Index, StartRow
+from toprope.records.run.specification import RunPlan, Specification
+from toprope.records.run.status import LIVE
+from toprope.settings.owner import Home
+from toprope.settings.presets import load_preset
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
+from toprope.supervisor.runs.manager import RunManager
+from toprope.text_format import call
+from toprope.workbench.drafts import Draft
+from toprope.workbench.history import beside_preset
+from toprope.workbench.launch.freeze import freeze_drafts
+from toprope.workbench.launch.open_runs import variables_of
+from toprope.workbench.launch.preview import Preview, needs_confirmation, preview
+from toprope.workbench.launch.reserve_budget import demand, reserve
+from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
+from toprope.workbench.launch.sweep_budget import require_room_for_members
+
+__all__ = ["ConfirmationNeeded", "RunStarter", "StartRequest", "Started"]
+
+_APPEARS_WITHIN_S = 10.0
+"""A run that was recorded so recently may not have its folder yet; it counts as live."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """A draft to start, and how."""
+
+    draft: Draft
+    plan: RunPlan
+    name: str | None = None
+    """Begins the runs' ids."""
+    seeds: int = 1
+    """Number of runs that differ in their seed alone."""
+    again: bool = True
+    """Start although a run of this kind and of the draft's revision is live."""
+    key: str | None = None
+    """Idempotency key: a repeated request is answered with the runs that the first one started."""
+    confirm: str | None = None
+    """Hash of the preview that a person agreed to."""
+    longest_member_steps: int | None = None
+    """Of a sweep: optimizer steps of its longest single run, for which there must be room."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """Runs that have their keepers."""
+
+    specifications: list[Specification]
+    repeated: bool = False
+    """An earlier request with the same key started them."""
+
+
+class ConfirmationNeeded(NotPossibleNow):
+    """The owner wants a person to confirm a start, and nobody confirmed what would start now."""
+
+    def __init__(self, preview: Preview, why: str, given: str | None, source: str) -> None:
+        if given is None:
+            message = f"Nothing was started: {why} (confirm, set by {source})"
+        else:
+            message = f"Nothing was started: {given!r} confirms something else than what would start now, which is this"
+        super().__init__(message)
+        self.preview, self.why = preview, why
+
+
+class RunStarter:
+    """Starts runs in one home.
+
+    Args:
+        home: The owner's.
+        runs: The run manager of its folder of runs.
+        index: Records starts and their keys; only `start` needs it.
+    """
+
+    def __init__(self, home: Home, runs: RunManager, index: Index | None = None) -> None:
+        self._home, self._runs, self._index = home, runs, index
+
+    def start(self, request: StartRequest) -> Started:
+        """Freeze a draft and start its runs, all or none.
+
+        Raises:
+            NotFound, LockedField, InvalidValue: The draft cannot run, or the key belongs to another draft.
+            ConfirmationNeeded: A person must confirm it first.
+            NotPossibleNow: A limit forbids it, or the revision is running already.
+            ComponentFailed: A keeper did not come up.
+        """
+        if (earlier := self._earlier(request)) is not None:
+            return earlier
+        return self.start_frozen(self._frozen(request), request)
+
+    def start_frozen(self, specifications: Sequence[Specification], request: StartRequest | None = None) -> Started:
+        """Start frozen runs, all or none. Raises: as `start`.
+
+        Args:
+            specifications: Of runs that differ in their seed alone.
+            request: The draft's, if they come from a draft: the start is recorded with it.
+        """
+        with ExitStack() as stack:
+            with ledger_lock(self._home.ensure().runs):
+                specifications, make_preview = self._reserve(specifications, request, stack)
+                self._require_confirmation(specifications[0], make_preview, request.confirm if request else None)
+            if request is not None and (earlier := self._record(specifications, request)) is not None:
+                return earlier
+            begun: list[str] = []
+            for place, one in enumerate(specifications):
+                try:
+                    self._runs.start(self._beside_preset(one), variables_of(one, self._home))
+                except ComponentFailed as error:
+                    self._give_up(specifications[place + 1 :], begun, request)
+                    others = f" {', '.join(begun)} had been started and were stopped." if begun else ""
+                    raise ComponentFailed(
+                        f"{error.message} The run {one.run_id} is recorded as failed; nothing is running.{others}",
+                        hint=call("read_logs", run_id=one.run_id, component="keeper"),
+                    ) from error
+                except BaseException:
+                    self._give_up(specifications[place:], begun, request)
+                    raise
+                begun.append(one.run_id)
+        return Started(list(specifications))
+
+    def preview(self, request: StartRequest) -> tuple[Preview, str, list[Specification]]:
+        """Return what a start would take, why the owner wants it confirmed (empty if not), and what would start.
+
+        Raises: As `start`; a limit that forbids the start is found here, too.
+        """
+        specifications = self._frozen(request)
+        with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
+            specifications, make_preview = self._reserve(specifications, request, stack)
+            found = make_preview()
+        return found, needs_confirmation(self._home.limits(), found), specifications
+
+    def consent_wanted(self, request: StartRequest) -> Preview | None:
+        """Return what a person must be shown before this start; None if nobody must be asked."""
+        if self._home.limits().confirm == "never":
+            return None
+        if request.key is not None and self._index and idempotency_keys.taken(self._index, request.key) is not None:
+            return None
+        found, why, _ = self.preview(request)
+        return found if why else None
+
+    def _frozen(self, request: StartRequest) -> list[Specification]:
+        locks, draft = self._home.locks(), request.draft
+        drafts = seeded(draft, check_seeds(request.seeds), locks) if request.seeds != 1 else [draft]
+        return as_group(freeze_drafts(self._home, drafts, request.plan, name=request.name, locks=locks))
+
+    def _reserve(
+        self, specifications: Sequence[Specification], request: StartRequest | None, stack: ExitStack
+    ) -> tuple[list[Specification], Callable[[], Preview]]:
+        """Reserve the budget of runs until `stack` is closed. The caller holds the lock of the ledger.
+
+        Returns:
+            The specifications with the limits that they are held to, and a function that estimates what they take.
+        """
+        limits, machine, runs = self._home.limits(), self._runs.machine(), self._home.runs
+        found = reserve(specifications, limits, machine, runs)
+        stack.enter_context(reserved(runs, found))
+        if found[0].sweep is not None and request is not None and request.longest_member_steps is not None:
+            longest = request.longest_member_steps
+            return found, require_room_for_members(found[0], found[0].sweep, longest, self._home, machine)
+        return found, lambda: preview(found, limits, demand(found[0], machine), runs)
+
+    def _require_confirmation(
+        self, first: Specification, make_preview: Callable[[], Preview], confirm: str | None
+    ) -> None:
+        """Pass a start that needs no confirmation, or that a person confirmed as it would be now."""
+        limits, kind = self._home.limits(), first.run_kind
+        if limits.confirm == "never" and confirm is None:
+            return
+        if first.member is not None or not (kind.trains or kind.starts_runs or first.reproduces):
+            return
+        found = make_preview()
+        why = needs_confirmation(limits, found)
+        if confirm != found.hash and (why or confirm is not None):
+            raise ConfirmationNeeded(found, why, confirm, limits.source)
+
+    def _record(self, specifications: Sequence[Specification], request: StartRequest) -> Started | None:
+        """Take the request's key and record the starts; return the runs of the key if somebody else has it."""
+        assert self._index is not None
+        draft, first = request.draft, specifications[0]
+        if request.key is not None:
+            taken = idempotency_keys.take(self._index, request.key, draft.id, first.run_id, self._appears)
+            if taken is not None:
+                return self._await_runs(taken)
+        for place, one in enumerate(specifications):
+            row = StartRow(one.run_id, draft.id, draft.revision, one.kind, one.created_at)
+            # The later runs of a group start beside the first.
+            live = self._index.record_start(row, None if request.again or place > 0 else self._is_live)
+            if live is not None:
+                if request.key is not None:
+                    idempotency_keys.forget(self._index, request.key, first.run_id)
+                raise NotPossibleNow(
+                    f"{draft.id} at revision {draft.revision} is running already, as {live.run_id}; no second run was "
+                    "started.",
+                    hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it; "
+                    f"{call(first.run_kind.start_tool, draft_id=draft.id, again=True)} starts another beside it.",
+                )
+        return None
+
+    def _beside_preset(self, specification: Specification) -> Specification:
+        """Add the fields that differ from the preset, for the run's manifest."""
+        if specification.beside_preset or not specification.preset:
+            return specification
+        try:
+            preset = load_preset(specification.preset, self._home.preset_folders)
+        except (NotFound, InvalidValue):
+            return specification
+        beside = beside_preset(specification.config, preset, specification.environment.name)
+        return specification.model_copy(update={"beside_preset": beside})
+
+    def _give_up(self, never: Sequence[Specification], begun: Sequence[str], request: StartRequest | None) -> None:
+        """Take back the records of runs that did not start, and stop those that did."""
+        if request is not None and self._index is not None:
+            for one in never:
+                self._index.forget_start(one.run_id)
+            if request.key is not None and never and not begun:
+                idempotency_keys.forget(self._index, request.key, never[0].run_id)
+        for run_id in begun:
+            self._runs.stop(run_id)
+
+    def _earlier(self, request: StartRequest) -> Started | None:
+        """Return the runs that a request with the same key started; None if there are none.
+
+        Raises:
+            InvalidValue: The key started another draft; nothing was started.
+        """
+        if request.key is None or self._index is None:
+            return None
+        taken = idempotency_keys.taken(self._index, request.key)
+        if taken is None or not self._appears(taken):
+            return None
+        if taken.draft_id != request.draft.id:
+            raise InvalidValue(
+                f"The key {shown(request.key)} started {taken.run_id} from {taken.draft_id}; it cannot start "
+                f"{request.draft.id}.",
+                hint="Give every intended start a key of its own; repeat a key only to repeat its call.",
+            )
+        return self._await_runs(taken)
+
+    def _await_runs(self, start: StartKey) -> Started:
+        """Return the runs of a key; another request may be starting them right now."""
+        limit = time.monotonic() + _APPEARS_WITHIN_S
+        while True:
+            try:
+                first = Specification.read(self._runs.folder(start.run_id))
+                break
+            except NotFound:
+                if time.monotonic() > limit:
+                    raise NotPossibleNow(
+                        f"Another call with the key {shown(start.key)} is starting {start.run_id}, which does not "
+                        "exist yet.",
+                        hint="Repeat the call with the same key in a few seconds.",
+                    ) from None
+                time.sleep(_POLL_S)
+        if first.seed_group is None:
+            return Started([first], repeated=True)
+        ids = members(self._home.runs, first.seed_group.id)
+        return Started([Specification.read(self._runs.folder(one)) for one in ids], repeated=True)
+
+    def _appears(self, start: StartKey) -> bool:
+        """Whether the run of a key was started, or may be about to appear."""
+        return (self._home.runs / start.run_id).is_dir() or _was_just_now(start.at)
+
+    def _is_live(self, start: StartRow) -> bool:
+        try:
+            return self._runs.status(start.run_id).state in LIVE
+        except NotFound:
+            return _was_just_now(start.at)
+
+
+def _was_just_now(at: float) -> bool:
+    """Whether a start was recorded so recently that its run may still appear; False if the clock was set back since."""
+    return 0 <= time.time() - at < _APPEARS_WITHIN_S
