@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.trajectory_api import kills as _kills
 from benchmarks.trajectory_api.trajectory import Server, bare, bodies, ours, run_api, run_folder
 from toprope.records.journal.journal import EnvironmentRegistered, FileJournal, GroupNote
-from toprope.training.api.intake.validation import Door
+from toprope.training.api.intake.validation import GroupValidator
 
 __all__ = ["atropos_venv", "main"]
 
@@ -227,8 +227,8 @@ def _fill(folder: Path, made: list[bytes], groups: int, allocation: float) -> No
     values: dict[str, Any] = {"max_token_length": 512, "desired_name": "bench", "weight": 1.0, "group_size": 8}
     for env_id in (0, 1):
         journal.mark(EnvironmentRegistered(env_id, values | {"min_batch_allocation": allocation or None}))
-    door = Door()
-    notes = [door.open(body).note for body in made]
+    validator = GroupValidator()
+    notes = [validator.validate(body).note for body in made]
     for number in range(groups):
         note = notes[number % len(notes)]
         journal.append(

@@ -35,7 +35,7 @@ from toprope.records.sweep_journal import (
 from toprope.settings.owner import Home
 from toprope.sweeps.members import SweepMembers, hopeless_reason
 from toprope.sweeps.strategy_runner import StrategyRunner
-from toprope.training.component.member import Member, beating
+from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.workbench.launch.reserve_budget import NoRoomWithin
 
 __all__ = ["Conductor", "main"]
@@ -61,7 +61,7 @@ class Conductor:
         home: The owner's.
     """
 
-    def __init__(self, member: Member, home: Home) -> None:
+    def __init__(self, member: CrewMember, home: Home) -> None:
         assert member.spec.sweep is not None
         self._member, self._plan = member, member.spec.sweep
         self._members = SweepMembers(home, member.spec)
@@ -366,13 +366,13 @@ class Conductor:
 
 def main() -> int:
     """The component program."""
-    member = Member.join()
+    member = CrewMember.join()
     signal.signal(signal.SIGTERM, lambda *_: member.ending.set())
     # The members' keepers take their surroundings from here, and outlive the temporary folder of this run.
     os.environ.pop("TMPDIR", None)
 
     async def run() -> None:
-        pulse = asyncio.create_task(beating(member.report))
+        pulse = asyncio.create_task(send_heartbeats(member.report))
         try:
             await Conductor(member, Home.locate()).run()
         finally:

@@ -1,6 +1,6 @@
-"""A real, unmodified environment of atroposlib, from its own virtual environment, against our API and inference.
+"""A real, unmodified atroposlib environment in its own virtual environment, with our API and inference.
 
-`make tools-atropos` makes that environment (3 GB); without it these tests are skipped.
+`make tools-atropos` creates that environment (3 GB); without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(
         not (VENV / "bin" / "run-api").exists(),
-        reason=f"atroposlib is not installed in {VENV}: `make tools-atropos` does it, TOPROPE_BENCH_VENV names another "
-        "place",
+        reason=f"atroposlib is not installed in {VENV}: `make tools-atropos` installs it; TOPROPE_BENCH_VENV names "
+        "another folder",
     ),
 ]
 
@@ -157,7 +157,7 @@ def batch(api: Served, cursor: int, running: subprocess.Popen[bytes], folder: Pa
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_it_serves_through_our_api_and_inference_and_survives_a_restart(
+def test_atropos_environment_serves_and_survives_restart(
     tmp_path: Path, tiny_policy: Path, inference: str, kind: str
 ) -> None:
     matcher = InferenceMatcher(SECRET)
@@ -181,12 +181,12 @@ def test_it_serves_through_our_api_and_inference_and_survives_a_restart(
                 assert [value <= 0 for value in logprobs] == [mask != MASKED for mask in masks]
     with served(tmp_path / "journal") as api:
         assert api.get("/counts")["accepted"] == counts["accepted"]
-        assert api.call("GET", "/status-env", {"env_id": 0})[0] == 200, "it goes on under its id"
+        assert api.call("GET", "/status-env", {"env_id": 0})[0] == 200, "the environment keeps its id"
 
 
 @contextmanager
 def crew_api(folder: RunFolder, listener: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], SyncApiClient]]:
-    """The API as a process, on a socket that stays open when it is killed; and a trainer's client."""
+    """The API as a process, on a socket that stays open when it is killed, and a trainer's client."""
     variables = {
         ENV_FOLDER: str(folder.path), ENV_COMPONENT: "api", ENV_SECRET: SECRET, ENV_REPORT_FD: "2",
         ENV_LISTENER_FD: str(listener.fileno()),
@@ -204,7 +204,7 @@ def crew_api(folder: RunFolder, listener: socket.socket) -> Iterator[tuple[subpr
         process.communicate()
 
 
-def test_it_lives_through_a_kill_of_the_api(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
+def test_atropos_environment_survives_kill_of_api(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
     folder = RunFolder.create(tmp_path / "runs", "run-1")
     config = Config()
     config.rollout.group_size, config.rollout.groups_per_step, config.policy.max_context = 2, 2, 64
@@ -239,10 +239,10 @@ def test_it_lives_through_a_kill_of_the_api(tmp_path: Path, tiny_policy: Path, i
                 counts = client.counts()
     assert len(prompts) == 12 and counts.accepted >= max(12, accepted) and counts.balanced()
     assert counts.waiting + counts.delivered == counts.accepted and not counts.dropped
-    assert len({tuple(prompt) for prompt in prompts}) == 12, "each item was asked about and came once"
+    assert len({tuple(prompt) for prompt in prompts}) == 12, "each item was sampled and delivered once"
 
 
-def test_its_process_mode_works_with_our_inference_alone(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
+def test_atropos_process_mode_works_with_our_inference(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
     out = tmp_path / "groups.jsonl"
     flags = (f"--env.data_path_to_save_groups={out}", "--env.total_steps=2", "--env.group_size=2")
     with environment(tmp_path, tiny_policy, inference, "sglang", "process", *flags) as running:
@@ -251,7 +251,7 @@ def test_its_process_mode_works_with_our_inference_alone(tmp_path: Path, tiny_po
     assert len(groups) == 2 and all(len(group["tokens"]) == 2 for group in groups), log_of(tmp_path)
 
 
-def test_the_journal_of_such_a_run_reads_like_any_other(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
+def test_journal_of_atropos_run_is_readable(tmp_path: Path, tiny_policy: Path, inference: str) -> None:
     with served(tmp_path / "journal") as api:
         api.post("/register", REGISTRATION | {"batch_size": 4})
         url = f"--env.rollout_server_url={api.url}/{SECRET}"

@@ -1,4 +1,4 @@
-"""The API as a crew's member: address, account, orders, restarts after SIGKILL."""
+"""The API as a process: address, account, orders, restarts after SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -32,7 +33,7 @@ from toprope.records.messages import (
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
-from toprope.training.api.__main__ import vocabulary_of
+from toprope.training.api.__main__ import vocabulary_size
 from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.api.http.errors import Refused
 
@@ -98,7 +99,7 @@ def program(folder: RunFolder) -> Iterator[Program]:
         os.close(readable)
 
 
-def test_it_reports_its_address_and_the_account_and_stops_when_told(folder: RunFolder) -> None:
+def test_api_reports_address_and_account_and_obeys_stop(folder: RunFolder) -> None:
     with program(folder) as api:
         client = SyncApiClient(api.address(), SECRET)
         for mark in range(3):
@@ -108,12 +109,12 @@ def test_it_reports_its_address_and_the_account_and_stops_when_told(folder: RunF
         client.close()
         api.order(Stop())
         assert api.process.wait(10) == 0
-        assert api.accepted()[-1] == 4, "the last account is complete"
+        assert api.accepted()[-1] == 4, "the last report is complete"
         assert len(api.accepted()) <= 5, "at most one a second and one at the end"
         assert api.process.stderr is not None and api.process.stderr.read() == b""
 
 
-def test_it_ends_with_its_keeper_and_answers_those_who_wait(folder: RunFolder) -> None:
+def test_api_ends_with_its_keeper(folder: RunFolder) -> None:
     with program(folder) as api:
         address = api.address()
         client = SyncApiClient(address, SECRET)
@@ -124,15 +125,16 @@ def test_it_ends_with_its_keeper_and_answers_those_who_wait(folder: RunFolder) -
         api.process.stdin = None
 
 
-def test_the_run_is_its_first_registration(folder: RunFolder) -> None:
+def test_run_is_the_first_registered_trainer(folder: RunFolder) -> None:
     with program(folder) as api:
-        client = SyncApiClient(api.address(), SECRET)
-        assert client._request("GET", "/info", None, 0)[1] == b'{"batch_size":4,"max_token_len":64}'
-        assert json.loads(client._request("GET", "/wandb_info", None, 0)[1])["group"] == "run-1"
-        client.close()
+        url = f"{api.address()}/{SECRET}"
+        with urlopen(f"{url}/info") as answer:
+            assert json.load(answer) == {"batch_size": 4, "max_token_len": 64}
+        with urlopen(f"{url}/wandb_info") as answer:
+            assert json.load(answer)["group"] == "run-1"
 
 
-def test_the_policys_vocabulary_bounds_token_ids(folder: RunFolder, tmp_path: Path) -> None:
+def test_token_ids_are_bounded_by_policy_vocabulary(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 10}}')
     with program(folder) as api:
         client = SyncApiClient(api.address(), SECRET)
@@ -151,13 +153,13 @@ def test_the_policys_vocabulary_bounds_token_ids(folder: RunFolder, tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"vocab_size": "many"}', '{"text_config": 3}'])
-def test_a_policy_that_says_nothing_bounds_nothing(tmp_path: Path, content: str) -> None:
-    assert vocabulary_of(tmp_path) is None
+def test_vocabulary_size_is_none_without_usable_config(tmp_path: Path, content: str) -> None:
+    assert vocabulary_size(tmp_path) is None
     (tmp_path / "config.json").write_text(content)
-    assert vocabulary_of(tmp_path) is None
+    assert vocabulary_size(tmp_path) is None
 
 
-def test_what_was_acknowledged_survives_sigkill(folder: RunFolder) -> None:
+def test_acknowledged_groups_survive_sigkill(folder: RunFolder) -> None:
     with program(folder) as api:
         client = SyncApiClient(api.address(), SECRET)
         for mark in range(5):
@@ -180,10 +182,10 @@ def test_what_was_acknowledged_survives_sigkill(folder: RunFolder) -> None:
         client.close()
 
 
-def test_it_comes_back_where_it_was_so_that_environments_go_on(folder: RunFolder) -> None:
+def test_api_returns_at_its_former_port(folder: RunFolder) -> None:
     with program(folder) as api:
         address = api.address()
-        client = SyncApiClient(address, SECRET)  # keeps its connection, which is then half dead
+        client = SyncApiClient(address, SECRET)  # keeps its connection, which then breaks
         client.post_group(Group([[1, 2]] * 2, [[-100, 2]] * 2, [0.0, 1.0]))
         os.kill(api.process.pid, signal.SIGKILL)
         api.process.wait(10)
@@ -191,7 +193,7 @@ def test_it_comes_back_where_it_was_so_that_environments_go_on(folder: RunFolder
         assert api.address() == address
         client.post_group(Group([[2, 2]] * 2, [[-100, 2]] * 2, [0.0, 1.0]))
         assert client.counts().accepted == 2
-        with program(folder) as other:  # while its port is taken, another one does
+        with program(folder) as other:  # its port is taken, so it uses another one
             assert other.address() != address
     (folder.journal / "api.port").write_text("nonsense")
     with program(folder) as api:
@@ -199,7 +201,7 @@ def test_it_comes_back_where_it_was_so_that_environments_go_on(folder: RunFolder
     client.close()
 
 
-def test_the_policies_of_the_configuration_hold(folder: RunFolder, tmp_path: Path) -> None:
+def test_configured_staleness_and_sync_are_used(folder: RunFolder, tmp_path: Path) -> None:
     spec = Specification.read(folder)
     config = spec.config.model_copy(deep=True)
     config.logging.journal_sync, config.logging.keep_rollouts, config.rollout.max_staleness = "always", False, 1
@@ -217,7 +219,7 @@ def test_the_policies_of_the_configuration_hold(folder: RunFolder, tmp_path: Pat
         client.close()
 
 
-def test_it_starts_quickly_and_without_the_heavy_libraries(folder: RunFolder) -> None:
+def test_api_starts_quickly_without_heavy_libraries(folder: RunFolder) -> None:
     with program(folder) as api:
         began = time.monotonic()
         api.address()
@@ -230,7 +232,7 @@ def test_it_starts_quickly_and_without_the_heavy_libraries(folder: RunFolder) ->
     assert "starlette" in loaded and not loaded & {"torch", "transformers", "numpy", "aiohttp", "trl", "wandb"}
 
 
-def test_it_says_why_it_cannot_start(folder: RunFolder) -> None:
+def test_api_reports_why_it_cannot_start(folder: RunFolder) -> None:
     folder.journal.rmdir()
     folder.journal.mkdir()
     (folder.journal / "00000001.journal").mkdir()
@@ -239,7 +241,7 @@ def test_it_says_why_it_cannot_start(folder: RunFolder) -> None:
         assert any(type(report).__name__ == "Failed" for report in api.read())
 
 
-def test_it_is_no_program_of_its_own() -> None:
+def test_api_refuses_to_start_without_a_keeper() -> None:
     result = subprocess.run(
         [sys.executable, "-P", "-m", "toprope.training.api"], capture_output=True, text=True, timeout=30,
         env={name: value for name, value in os.environ.items() if not name.startswith("TOPROPE_")},

@@ -168,7 +168,7 @@ class Api:
     async def counts(self) -> Any:
         return SimpleNamespace(accepted=len(self.groups))
 
-    async def wanted(self, wait_s: float) -> Any:
+    async def missing_rows(self, wait_s: float) -> Any:
         if len(self.groups) >= self.enough:
             await asyncio.Event().wait()
         return SimpleNamespace(rows=8, version=len(self.groups))

@@ -87,7 +87,7 @@ class Api:
     async def counts(self) -> Any:
         return SimpleNamespace(accepted=0)
 
-    async def wanted(self, wait_s: float) -> Any:
+    async def missing_rows(self, wait_s: float) -> Any:
         if not self.demands:
             await asyncio.sleep(3600)
         version, rows = self.demands.pop(0)

@@ -1,8 +1,8 @@
-"""The trajectory API as a member of a run's crew: `python -P -m toprope.training.api`, started by the keeper.
+"""The trajectory API as a component of a run: `python -P -m toprope.training.api`, started by the keeper.
 
-It takes the run's journal up where the last attempt left it and serves on loopback: on a socket that it is given, else
-on the port that it had before if that is free, else on one of the system's choice. It tells the keeper its address and,
-at most once a second, the account of groups. It ends when the keeper says so or is gone.
+It recovers the run's journal and serves on loopback: on a socket that the keeper passes, else on its former port if
+that is free, else on a port that the system chooses. It reports its address and, at most once a second, the account of
+groups. It ends on a Stop order or when the keeper is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from toprope.errors import NotPossibleNow, TopropeError
 from toprope.records.journal.journal import FileJournal
@@ -27,22 +28,21 @@ from toprope.records.messages import ENV_LISTENER_FD, CountsReport, Failed, Orde
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.training.api.http.app import create_app
-from toprope.training.api.http.auth import watched
-from toprope.training.api.http.body_protocol import direct
+from toprope.training.api.http.auth import track_delivery
 from toprope.training.api.intake.version_matching import InferenceMatcher
 from toprope.training.api.queue.registry import TrainerRegistration
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore
 from toprope.training.component.http_server import serve
-from toprope.training.component.member import beating
+from toprope.training.component.member import send_heartbeats
 
-__all__ = ["MemberLike", "main", "protocol", "run", "vocabulary_of"]
+__all__ = ["ApiMember", "main", "protocol", "run", "vocabulary_size"]
 
 _COUNTS_EVERY_S = 1.0
 
 
-class MemberLike(Protocol):
-    """What this program needs of `toprope.training.component.member.Member`."""
+class ApiMember(Protocol):
+    """The part of `toprope.training.component.member.CrewMember` that this program uses."""
 
     folder: RunFolder
     spec: Specification
@@ -53,8 +53,8 @@ class MemberLike(Protocol):
     def orders(self) -> AsyncIterator[Order]: ...
 
 
-def vocabulary_of(policy: Path) -> int | None:
-    """How many token ids the policy in this folder has, None where its config.json does not say."""
+def vocabulary_size(policy: Path) -> int | None:
+    """Number of token ids of the policy in this folder; None if its config.json does not give it."""
     try:
         config = json.loads((policy / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -68,8 +68,8 @@ def vocabulary_of(policy: Path) -> int | None:
     return None
 
 
-def registration_of(spec: Specification, folder: RunFolder) -> TrainerRegistration:
-    """What the run's own trainer would say at POST /register."""
+def default_registration(spec: Specification, folder: RunFolder) -> TrainerRegistration:
+    """The registration of the run's own trainer, as it would be posted to /register."""
     config = spec.config
     return TrainerRegistration(
         wandb_group=spec.run_id,
@@ -83,20 +83,20 @@ def registration_of(spec: Specification, folder: RunFolder) -> TrainerRegistrati
     )
 
 
-async def run(member: MemberLike) -> None:
-    """Serves until a Stop order comes or the orders end."""
+async def run(member: ApiMember) -> None:
+    """Serve until a Stop order comes or the orders end."""
     config = member.spec.config
     journal = FileJournal(member.folder.journal, sync=config.logging.journal_sync, recent=True)
     try:
         store = TrajectoryStore(
             journal,
-            trainer=registration_of(member.spec, member.folder),
+            trainer=default_registration(member.spec, member.folder),
             max_staleness=config.rollout.max_staleness,
             train_unmatched=config.rollout.unmatched == "train",
             keep=config.logging.keep_rollouts,
         )
         for damage in journal.damage:
-            print(f"journal: passed over {damage}", file=sys.stderr)
+            print(f"journal: skipped {damage}", file=sys.stderr)
         ending = asyncio.Event()
         broken: list[NotPossibleNow] = []
 
@@ -110,54 +110,54 @@ async def run(member: MemberLike) -> None:
             try:
                 remembered.parent.mkdir(parents=True, exist_ok=True)
                 remembered.write_text(str(urlsplit(address).port))
-            except OSError as error:  # only those who knew the address before are the worse for it
+            except OSError as error:  # harms only programs that know the former address
                 print(f"{remembered} could not be written: {error}", file=sys.stderr, flush=True)
             member.report(Ready(address))
 
         commit, matcher = GroupCommit(journal, disk_failed), InferenceMatcher(member.secret)
         gc.collect()
-        gc.freeze()  # what was loaded stays: the collector need not walk it again
-        orders = asyncio.create_task(_obey(member, store, matcher, ending))
-        counts = asyncio.create_task(_report_counts(member, store))
-        pulse = asyncio.create_task(beating(member.report))
-        answering = asyncio.create_task(_answer_at(ending, store))
+        gc.freeze()  # loaded modules stay: the collector need not visit them again
+        tasks = [
+            asyncio.create_task(_follow_orders(member, store, matcher, ending)),
+            asyncio.create_task(_report_counts(member, store)),
+            asyncio.create_task(send_heartbeats(member.report)),
+            asyncio.create_task(_release_waiters(ending, store)),
+        ]
         try:
             await serve(
                 create_app(store, member.secret, commit=commit, matcher=matcher),
                 ready,
                 ending,
-                port=_last_port(remembered),
-                listener=_inherited(),
+                port=_former_port(remembered),
+                listener=_inherited_socket(),
                 http=protocol(),
                 proxy_headers=False,
                 timeout_keep_alive=75,
             )
         finally:
-            orders.cancel()
-            counts.cancel()
-            pulse.cancel()
-            answering.cancel()
-            await asyncio.gather(orders, counts, pulse, answering, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             matcher.close()
             commit.close()
             if not broken:
                 with suppress(NotPossibleNow):
-                    store.tally()
-            member.report(_counts(store))
+                    store.save_counts()
+            member.report(_counts_report(store))
         if broken:
             raise broken[0]
     finally:
         journal.close()
 
 
-def _inherited() -> socket.socket | None:
-    """The socket that whoever started this program keeps open for it."""
+def _inherited_socket() -> socket.socket | None:
+    """The listening socket that the keeper holds open for this program, if any."""
     descriptor = os.environ.pop(ENV_LISTENER_FD, "")
     return socket.socket(fileno=int(descriptor)) if descriptor.isdecimal() else None
 
 
-def _last_port(remembered: Path) -> int:
-    """Where this run's API listened before: outside environments know no other address. 0 where that is not known."""
+def _former_port(remembered: Path) -> int:
+    """The port on which this run's API listened before, which outside environments know; 0 if unknown."""
     try:
         port = int(remembered.read_text())
     except (OSError, ValueError):
@@ -165,7 +165,9 @@ def _last_port(remembered: Path) -> int:
     return port if 1024 <= port < 65_536 else 0
 
 
-async def _obey(member: MemberLike, store: TrajectoryStore, matcher: InferenceMatcher, ending: asyncio.Event) -> None:
+async def _follow_orders(
+    member: ApiMember, store: TrajectoryStore, matcher: InferenceMatcher, ending: asyncio.Event
+) -> None:
     try:
         async for order in member.orders():
             if isinstance(order, Stop):
@@ -173,7 +175,7 @@ async def _obey(member: MemberLike, store: TrajectoryStore, matcher: InferenceMa
             if not isinstance(order, Peers):
                 continue
             if "policy" in order.addresses:
-                size = vocabulary_of(Path(order.addresses["policy"]))
+                size = vocabulary_size(Path(order.addresses["policy"]))
                 if size is not None:
                     store.set_vocabulary(size)
             if "inference" in order.addresses:
@@ -182,46 +184,39 @@ async def _obey(member: MemberLike, store: TrajectoryStore, matcher: InferenceMa
         ending.set()
 
 
-async def _answer_at(ending: asyncio.Event, store: TrajectoryStore) -> None:
-    """Answers those who wait when the end comes, by order or by signal."""
+async def _release_waiters(ending: asyncio.Event, store: TrajectoryStore) -> None:
+    """Answer waiting requests at the end, which an order or a signal may bring."""
     await ending.wait()
     store.changed.close()
 
 
-async def _report_counts(member: MemberLike, store: TrajectoryStore) -> None:
+async def _report_counts(member: ApiMember, store: TrajectoryStore) -> None:
     reported = -1
     while True:
         if store.changes != reported:
             reported = store.changes
-            member.report(_counts(store))
+            member.report(_counts_report(store))
             try:
-                store.tally()
+                store.save_counts()
             except NotPossibleNow:
-                pass  # a full disk is said to those who post
+                pass  # posts are told that the disk is full
         await asyncio.sleep(_COUNTS_EVERY_S)
 
 
-def _counts(store: TrajectoryStore) -> CountsReport:
+def _counts_report(store: TrajectoryStore) -> CountsReport:
     return CountsReport(msgspec.to_builtins(store.queue.counts()))
 
 
 def protocol() -> type:
-    """The HTTP protocol that the API is served with."""
-    try:
-        import httptools
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-
-        return watched(H11Protocol)
-    return direct(watched(HttpToolsProtocol), httptools.HttpRequestParser)
+    """The HTTP protocol with which the API is served."""
+    return track_delivery(AutoHTTPProtocol)
 
 
 def main() -> int:
-    """The program. Returns its exit status."""
-    from toprope.training.component.member import Member
+    """Run the program; returns its exit status."""
+    from toprope.training.component.member import CrewMember
 
-    member = Member.join()
+    member = CrewMember.join()
     try:
         asyncio.run(run(member))
     except (TopropeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Runs an ASGI application as a component: a port of the system's choice on loopback, reported once it listens."""
+"""Serve an ASGI application on loopback, as the components of a crew do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 __all__ = ["serve"]
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: uvicorn would re-raise them before our final report."""
+        yield
 
 
 async def serve(
@@ -24,24 +31,22 @@ async def serve(
     listener: socket.socket | None = None,
     **options: Any,
 ) -> None:
-    """Serves `app` until `ending` is set, which SIGTERM does too: a stop asks that way.
+    """Serve `app` until `ending` is set. SIGTERM sets it too, if this is the main thread.
 
     Args:
         app: An ASGI application.
-        started: Called with the base URL (`http://127.0.0.1:<port>`) when connections are accepted.
-        ending: Set by the caller to end in order; open requests get a second.
-        port: The one to take if it is free: a program that comes back is found where it was.
-        listener: A TCP socket that is bound already, to serve on instead.
-        options: More of `uvicorn.Config`.
+        started: Called with the base URL (`http://127.0.0.1:<port>`) once connections are accepted.
+        ending: Set it to end in order; open requests get one second.
+        port: Preferred port, used if it is free; the default 0 lets the system choose.
+        listener: A bound TCP socket to serve on instead.
+        options: Further options of `uvicorn.Config`.
     """
-    listener = listener or _bound(port)
+    listener = listener or _bind(port)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, backlog=2048, **options
     )
-    server = uvicorn.Server(config)
-    # uvicorn would end by raising the signal again: what is left to say after serving would not be said.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python has no signals
+    server = _Server(config)
+    if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -58,11 +63,13 @@ async def serve(
         listener.close()
 
 
-def _bound(port: int) -> socket.socket:
-    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it every answer on a kept
-    # connection takes 44 ms, the other side's delayed acknowledgement.
+def _bind(port: int) -> socket.socket:
+    # asyncio disables Nagle's algorithm only for sockets that name their protocol. With it, every answer on a kept
+    # connection waits 44 ms for the peer's delayed acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own old connections do not keep a port
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # old connections of a predecessor do not block the port
     try:
         listener.bind(("127.0.0.1", port))
     except OSError:

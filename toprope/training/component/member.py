@@ -1,9 +1,9 @@
-"""A crew member's side of the conversation with its keeper.
+"""A crew member's side of its connection to the keeper.
 
-The keeper starts every program of this room in the same way: the run's folder, the member's name and the run's secret
-in the environment, orders on standard input, reports on a descriptor of their own. A member reads its orders in one
-thread and serves them to synchronous and asynchronous code alike. When the keeper is gone, standard input ends, and the
-member is to end too.
+The keeper starts every program of a crew in the same way: the run's folder, the component's name and the run's secret
+in environment variables, orders on standard input, reports on a file descriptor of their own. A thread reads the orders
+and serves them to synchronous and asynchronous code. Standard input ends when the keeper is gone; the member must then
+end too.
 """
 
 from __future__ import annotations
@@ -36,30 +36,38 @@ from toprope.records.messages import (
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = ["Member", "beating"]
+__all__ = ["CrewMember", "send_heartbeats"]
 
-_LOOK_EVERY_S = 0.25
-_BEAT_S = 1.0
+_POLL_S = 0.25
+_HEARTBEAT_S = 1.0
 
 
-async def beating(report: Callable[[Report], None], moves: Callable[[], bool] = lambda: True) -> None:
-    """Gives a sign of life about once a second from the event loop that it runs in, for as long as that turns.
+async def send_heartbeats(report: Callable[[Report], None], progresses: Callable[[], bool] = lambda: True) -> None:
+    """Send a heartbeat about once a second for as long as the event loop turns.
 
     Args:
-        report: How the keeper is told.
-        moves: Asked before each; false: what the loop depends on is stuck, and nothing is said.
+        report: Sends a report to the keeper.
+        progresses: Checked before each heartbeat; False skips it, because something the loop depends on is stuck.
     """
     while True:
-        if moves():
+        if progresses():
             report(Beat())
-        await asyncio.sleep(_BEAT_S)
+        await asyncio.sleep(_HEARTBEAT_S)
 
 
-class Member:
-    """One program of a crew. Make it with `Member.join()`."""
+class CrewMember:
+    """This process as a component of a run. Create it with `CrewMember.join()`."""
 
     def __init__(
-        self, folder: RunFolder, name: str, secret: str, report_fd: int, attempt: int = 1, life: int = 0
+        self,
+        folder: RunFolder,
+        name: str,
+        secret: str,
+        report_fd: int,
+        attempt: int = 1,
+        life: int = 0,
+        *,
+        orders_fd: int = 0,
     ) -> None:
         self.folder = folder
         self.name = name
@@ -69,19 +77,19 @@ class Member:
         self.ending = threading.Event()
         """Set when a Stop order came or the keeper is gone."""
         self.paused = threading.Event()
-        """Set while the run is held: finish what is at hand, begin nothing new. See `hold`."""
-        self._beaten = float("-inf")
+        """Set while the run is paused: finish current work, begin nothing new. See `hold`."""
+        self._last_beat = float("-inf")
         self._report_fd = report_fd
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._orders: list[Order | None] = []
         self._addresses: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
-        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+        threading.Thread(target=self._listen, args=(orders_fd,), name="orders", daemon=True).start()
 
     @classmethod
-    def join(cls) -> Member:
-        """The member that the environment variables of this process describe.
+    def join(cls) -> CrewMember:
+        """The member described by the environment variables of this process.
 
         Raises:
             ComponentFailed: This process was not started by a keeper.
@@ -92,15 +100,16 @@ class Member:
             report_fd, attempt = int(os.environ[ENV_REPORT_FD]), int(os.environ.get(ENV_ATTEMPT, "1"))
         except KeyError as missing:
             raise ComponentFailed(
-                f"{missing} is not set: this program is a part of a run.", hint="Start runs with start_training."
+                f"{missing} is not set: this program runs only as a part of a run.",
+                hint="Start runs with start_training.",
             ) from None
         os.set_inheritable(report_fd, False)
         member = cls(folder, name, secret, report_fd, attempt, int(os.environ.get(ENV_LIFE, "0")))
-        member.beat()  # says that it can: from when it serves the keeper counts on it
+        member.beat()  # tells the keeper to expect heartbeats
         return member
 
     def report(self, report: Report) -> None:
-        """Tells the keeper; silently does nothing when the keeper is gone (the orders' end says so)."""
+        """Send a report to the keeper; do nothing if it is gone, which the end of the orders shows."""
         line = memoryview(encode_line(report))
         with self._writing:
             while line:
@@ -110,10 +119,10 @@ class Member:
                     return
 
     def hold(self, beat: Callable[[], None] = lambda: None) -> float:
-        """Blocks while the run is held, and returns for how many seconds; at once when it is to end.
+        """Block while the run is paused, unless it is ending; returns the seconds spent.
 
         Args:
-            beat: Called about once a second meanwhile.
+            beat: Called about once a second in the meantime.
         """
         if not self.paused.is_set() or self.ending.is_set():
             return 0.0
@@ -127,25 +136,25 @@ class Member:
     async def hold_async(self) -> None:
         """`hold` without blocking the event loop."""
         while self.paused.is_set() and not self.ending.is_set():
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
 
     def beat(self) -> None:
-        """A sign of life of a synchronous program: said at most once a second, however often this is called."""
+        """Send a heartbeat of a synchronous program, at most one a second."""
         now = time.monotonic()
-        if now - self._beaten >= _BEAT_S:
-            self._beaten = now
+        if now - self._last_beat >= _HEARTBEAT_S:
+            self._last_beat = now
             self.report(Beat())
 
     def peer(self, name: str) -> str | None:
-        """Where a peer is now; None while it is away."""
+        """The present address of a peer; None while it is away."""
         with self._changed:
             return self._addresses.get(name)
 
     def address(self, peer: str, timeout: float | None = None) -> str:
-        """Blocks until `peer` is ready and returns its address.
+        """Wait until `peer` is ready; returns its address.
 
         Raises:
-            ComponentFailed: It did not get ready within `timeout` seconds, or the run is ending.
+            ComponentFailed: The peer was not ready within `timeout` seconds, or the run is ending.
         """
         with self._changed:
             self._changed.wait_for(lambda: peer in self._addresses or self.ending.is_set(), timeout)
@@ -159,10 +168,14 @@ class Member:
         return await asyncio.to_thread(self.address, peer)
 
     async def orders(self) -> AsyncIterator[Order]:
-        """Every order from the first on, also those that came before this call. Ends when the keeper is gone."""
+        """All orders, including those that came before this call. Ends when the keeper is gone."""
         loop, news, seen = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(news.set)
+
         with self._changed:
-            self._listeners.append(lambda: loop.call_soon_threadsafe(news.set))
+            self._listeners.append(wake)
         while True:
             with self._changed:
                 fresh, seen = self._orders[seen:], len(self._orders)
@@ -174,17 +187,17 @@ class Member:
                 await news.wait()
                 news.clear()
 
-    def _listen(self) -> None:
-        # os.read rather than sys.stdin: a daemon thread inside a buffered read aborts the interpreter at its exit.
+    def _listen(self, descriptor: int) -> None:
+        # os.read, because a daemon thread in a buffered read of sys.stdin aborts the interpreter at exit.
         pending = b""
-        while chunk := _read(0):
+        while chunk := _read(descriptor):
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 if (order := decode_order(line)) is not None:
-                    self._take(order)
-        self._take(None)
+                    self._handle(order)
+        self._handle(None)
 
-    def _take(self, order: Order | None) -> None:
+    def _handle(self, order: Order | None) -> None:
         with self._changed:
             self._orders.append(order)
             if isinstance(order, Peers):
@@ -200,7 +213,7 @@ class Member:
         for listener in listeners:
             try:
                 listener()
-            except RuntimeError:  # its event loop has closed: nobody listens there any more
+            except RuntimeError:  # the listener's event loop has closed
                 pass
 
 

@@ -1,7 +1,7 @@
-"""Where a peer of the crew is, and when to try a call to it again.
+"""Addresses of peers in a crew, and the pauses between attempts to reach one.
 
-A member that dies is started again by the keeper and comes back at another address. So a client asks for the address
-before every try, waits while there is none, and tries again, each time after a longer pause, where nobody answers.
+The keeper restarts a component that died, and it comes back at another address. So a client resolves the address before
+every attempt, waits while there is none, and pauses longer after each failed attempt.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from toprope.errors import ComponentFailed
 __all__ = ["AWAY_S", "PATIENCE_S", "Address", "Backoff", "PeerAway", "resolver"]
 
 PATIENCE_S = 30.0
-"""Seconds for which a call is repeated while the peer cannot be reached where it is said to be."""
+"""Seconds for which a call is repeated while the peer does not answer at its address."""
 AWAY_S = 3600.0
-"""Seconds for which a peer that the keeper is starting again is waited for; the keeper gives up long before."""
+"""Seconds to wait for a peer that the keeper restarts; the keeper gives up long before."""
 
-_LONGEST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 1.0
 
 Address = str | Callable[[], str | None]
-"""A base URL, or what gives the present one: None while the peer is away."""
+"""A base URL, or a function that returns the present one, None while the peer is away."""
 
 
 class PeerAway(ComponentFailed):
-    """A peer could not be reached for too long. It may be there again later."""
+    """A peer could not be reached for too long. It may return later."""
 
 
 def resolver(address: Address) -> Callable[[], str | None]:
-    """The present base URL, without its last slash.
+    """A function that returns the present base URL, without a trailing slash.
 
     Raises:
-        ValueError: A fixed address is no http URL.
+        ValueError: The address is not an http URL.
     """
     if isinstance(address, str):
         fixed = _checked(address)
@@ -47,27 +47,27 @@ def resolver(address: Address) -> Callable[[], str | None]:
 
 def _checked(url: str) -> str:
     if not url.startswith("http://"):
-        raise ValueError(f"{url!r} is no http URL")
+        raise ValueError(f"{url!r} is not an http URL")
     return url.rstrip("/")
 
 
 class Backoff:
-    """When to try one call again. Times are monotonic, in seconds.
+    """The pauses between attempts of one call. Times are monotonic, in seconds.
 
     Args:
-        what: The peer, for messages.
-        patience_s: Seconds after the first failure until it is given up.
-        away_s: Seconds until an absent peer is given up.
+        peer: The peer's name, for messages.
+        patience_s: Seconds from the first failure until the call fails.
+        away_s: Seconds until the call fails if the peer has no address.
     """
 
-    def __init__(self, what: str, patience_s: float = PATIENCE_S, away_s: float = AWAY_S) -> None:
-        self._what, self._patience_s, self._away_s = what, patience_s, away_s
+    def __init__(self, peer: str, patience_s: float = PATIENCE_S, away_s: float = AWAY_S) -> None:
+        self._peer, self._patience_s, self._away_s = peer, patience_s, away_s
         self._since: float | None = None
         self._away_since: float | None = None
-        self._tries = self._looks = 0
+        self._failures = self._absences = 0
 
     def after_error(self, error: BaseException, now: float, url: str = "") -> float:
-        """Seconds to wait after a broken connection; none after the first, which may just have been idle too long.
+        """Seconds to wait after a broken connection; 0 after the first, which may only have been idle too long.
 
         Raises:
             PeerAway: The patience is over.
@@ -75,25 +75,25 @@ class Backoff:
         self._away_since = None
         if self.over(now):
             at = f" at {url}" if url else ""
-            raise PeerAway(f"{self._what}{at} cannot be reached: {type(error).__name__}: {error}.") from error
-        self._tries += 1
-        return 0.0 if self._tries == 1 else min(_LONGEST_PAUSE_S, 0.02 * 2.0 ** min(self._tries, 10))
+            raise PeerAway(f"{self._peer}{at} cannot be reached: {type(error).__name__}: {error}.") from error
+        self._failures += 1
+        return 0.0 if self._failures == 1 else min(_MAX_PAUSE_S, 0.02 * 2.0 ** min(self._failures, 10))
 
     def after_absence(self, now: float) -> float:
-        """Seconds to wait for a peer that has no address now.
+        """Seconds to wait for a peer that has no address.
 
         Raises:
-            PeerAway: It did not come back.
+            PeerAway: The peer did not come back.
         """
         if self._away_since is None:
-            self._away_since, self._since, self._tries, self._looks = now, None, 0, 0
+            self._away_since, self._since, self._failures, self._absences = now, None, 0, 0
         if now - self._away_since > self._away_s:
-            raise PeerAway(f"{self._what} went away and did not come back within {self._away_s:g} s.")
-        self._looks += 1
-        return min(0.25, 0.01 * 2.0 ** min(self._looks, 10))
+            raise PeerAway(f"{self._peer} went away and did not come back within {self._away_s:g} s.")
+        self._absences += 1
+        return min(0.25, 0.01 * 2.0 ** min(self._absences, 10))
 
     def over(self, now: float) -> bool:
-        """Whether the patience that began with the first call of this is over."""
+        """True once the patience is over, which begins at the first call of this method."""
         if self._since is None:
             self._since = now
         return now - self._since > self._patience_s

@@ -18,7 +18,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.messages import Evaluated, Making
 from toprope.sdk.errors import WorkerError
 from toprope.training.api.clients.async_client import ApiClient
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.driver.mishaps import Errors, reason_of
 from toprope.training.evaluation.evaluator import Evaluator, newest_version
 from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
@@ -42,7 +42,7 @@ _ENDED = "training had ended"
 class _Account:
     """What became of the groups of this life; every change is told."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         self._member = member
         self._begun = self._posting = self._posted = 0
         self._given_up: Counter[str] = Counter()
@@ -97,7 +97,7 @@ class Producer:
 
     def __init__(
         self,
-        member: Member,
+        member: CrewMember,
         players: Players,
         api: ApiClient,
         sampling: Sampling,
@@ -165,7 +165,7 @@ class Producer:
         that it trains, and no clock decides what a step is made of."""
         due = self._config.evaluation.every_steps
         while True:
-            wanted = await self._api.wanted(wait_s=_ROOM_WAIT_S)
+            wanted = await self._api.missing_rows(wait_s=_ROOM_WAIT_S)
             if not wanted.rows:
                 continue
             if due and wanted.version >= due:

@@ -37,7 +37,7 @@ from toprope.records.run.tested import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.settings.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
-from toprope.training.component.member import Member, beating
+from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.demonstrations.from_dataset import take_given
 from toprope.training.demonstrations.from_teacher import demonstrate
@@ -61,7 +61,7 @@ __all__ = ["Driver", "main"]
 class Driver:
     """One run's rollouts, from the environment's first load to its last evaluation."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._contents = Contents()
         self._started: dict[str, Hosted] = {}
@@ -368,10 +368,10 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 def main() -> int:
     """The component program."""
-    member = Member.join()
+    member = CrewMember.join()
 
     async def run() -> None:
-        pulse = asyncio.create_task(beating(member.report))
+        pulse = asyncio.create_task(send_heartbeats(member.report))
         try:
             await Driver(member).run()
         finally:

@@ -7,7 +7,7 @@ import asyncio
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.records.messages import Evaluated, Finished, Progress, Ready
 from toprope.records.run.tested import AnswersTo, write_answers
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.inference.client import PolicyClient, Sampling
 
 __all__ = ["ask"]
@@ -15,7 +15,7 @@ __all__ = ["ask"]
 _AT_ONCE = 8
 
 
-async def ask(member: Member) -> None:
+async def ask(member: CrewMember) -> None:
     """Asks all conversations and writes answers.json. One that cannot be answered says why.
 
     Raises:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready
-from toprope.training.component.member import Member, beating
+from toprope.training.component.member import CrewMember, send_heartbeats
 
 
 def main() -> int:
     """Runs until the keeper says stop or is gone."""
-    member = Member.join()
+    member = CrewMember.join()
     config = member.spec.config
     try:
         # The slow imports come before the wait for the policy's folder, which may still be in the making.
@@ -54,7 +54,7 @@ def main() -> int:
     return 0
 
 
-async def _serve(member: Member, server: object, moves: Callable[[], bool], vocabulary: int) -> None:
+async def _serve(member: CrewMember, server: object, moves: Callable[[], bool], vocabulary: int) -> None:
     from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
 
@@ -67,7 +67,7 @@ async def _serve(member: Member, server: object, moves: Callable[[], bool], voca
                 break
         ending.set()
 
-    tasks = [asyncio.create_task(listen()), asyncio.create_task(beating(member.report, moves))]
+    tasks = [asyncio.create_task(listen()), asyncio.create_task(send_heartbeats(member.report, moves))]
     await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
     for task in tasks:
         task.cancel()

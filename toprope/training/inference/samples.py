@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["MATCH_PATH", "OUTSIDE", "MatchAnswer", "MatchRequest", "Matched", "SampleIndex", "Sought", "is_outside"]
+__all__ = [
+    "MATCH_PATH",
+    "OUTSIDE",
+    "MatchAnswer",
+    "MatchRequest",
+    "MatchedRow",
+    "SampleIndex",
+    "SoughtRow",
+    "is_outside",
+]
 
 MATCH_PATH = "/v1/samples/match"
 OUTSIDE = "outside"
@@ -27,7 +36,7 @@ def is_outside(session: str) -> bool:
     return session == OUTSIDE or session.startswith(OUTSIDE + "-")
 
 
-class Sought(msgspec.Struct):
+class SoughtRow(msgspec.Struct):
     """A row: its ids, and where the sampled ones are, as (start, end)."""
 
     tokens: list[int]
@@ -37,10 +46,10 @@ class Sought(msgspec.Struct):
 class MatchRequest(msgspec.Struct):
     """The body of POST /v1/samples/match."""
 
-    rows: list[Sought]
+    rows: list[SoughtRow]
 
 
-class Matched(msgspec.Struct):
+class MatchedRow(msgspec.Struct):
     """What is known of a row's sampled tokens: runs of (version, count), and one log-probability each, in order."""
 
     versions: list[tuple[int, int]]
@@ -50,7 +59,7 @@ class Matched(msgspec.Struct):
 class MatchAnswer(msgspec.Struct):
     """The answer, row by row; None for one that was not sampled here or was forgotten."""
 
-    rows: list[Matched | None]
+    rows: list[MatchedRow | None]
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,10 @@ class SampleIndex:
         if len(token_ids) > 1 and token_ids[-1] in self._endings:
             self._add(token_ids[:-1], _Sample(prompt, array("d", logprobs[:-1]), version))
 
-    def match(self, row: Sought) -> Matched | None:
+    def match(self, row: SoughtRow) -> MatchedRow | None:
         """What is known of a row, None where one of its spans was not sampled here. A sample that comes several times
         (short answers do) is given out in the order in which it was sampled."""
-        found = Matched([], [])
+        found = MatchedRow([], [])
         for start, end in row.spans:
             sample = self._find(row.tokens[start:end], row.tokens[:start])
             if sample is None:

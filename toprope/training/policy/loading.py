@@ -21,7 +21,7 @@ from toprope.records.run.checkpoints import MANIFEST, problem_of
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
 
 if TYPE_CHECKING:
-    from toprope.training.component.member import Member
+    from toprope.training.component.member import CrewMember
 
 __all__ = [
     "EMBEDDED",
@@ -244,9 +244,9 @@ def describe_device(config: Config) -> str:
 
 def main() -> int:
     """The component program."""
-    from toprope.training.component.member import Member
+    from toprope.training.component.member import CrewMember
 
-    member: Member = Member.join()
+    member: CrewMember = CrewMember.join()
     try:
         if member.spec.config.launcher.device == "cuda":
             describe_device(member.spec.config)  # before a model is fetched that could not be used

@@ -23,7 +23,7 @@ from toprope.records.run.curriculum import Climbed, Curricula
 from toprope.records.run.folder import read_json
 from toprope.records.run.lines import NO_ROOM
 from toprope.records.run.metrics import last_row
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.rollouts.curriculum import Climb
 from toprope.training.rollouts.environment_host import level_name
 from toprope.training.rollouts.environment_set import Players
@@ -57,7 +57,7 @@ class Choice:
         players: The environments.
     """
 
-    def __init__(self, member: Member, players: Players) -> None:
+    def __init__(self, member: CrewMember, players: Players) -> None:
         self._member, self._hosts = member, players.hosts
         config = member.spec.config
         self._in_step = config.algorithm.deterministic

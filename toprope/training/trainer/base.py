@@ -23,7 +23,7 @@ from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_asi
 from toprope.records.run.lines import NO_ROOM, PatientLines
 from toprope.records.run.metrics import header
 from toprope.settings.schema import Config
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.trainer.wandb_link import note_wandb
 
@@ -68,7 +68,7 @@ class Learner(Protocol):
 class TrainingRun:
     """One attempt of one run's training."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         self._member, self._config = member, member.spec.config
         self._began: float | None = None
         self._earlier_s = 0.0

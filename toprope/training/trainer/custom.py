@@ -25,7 +25,7 @@ from toprope.sdk.authoring.loading import attribute_of
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.training import Batch, CheckFailed, Data, Sample, Session, TrainConfig, Trainer
 from toprope.settings.schema import Config
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.trainer.base import TrainingRun, all_finite
 
 __all__ = ["OWN", "CustomRun", "settings_of"]
@@ -58,7 +58,7 @@ def settings_of(config: Config, device: str) -> TrainConfig:
 class CustomRun(TrainingRun):
     """One attempt of training by a class of the owner's own."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         super().__init__(member)
         # The class has its own optimizer, which is nobody else's affair.
         self._optimizer = SimpleNamespace(state={})

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from toprope.settings.schema import Config
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.trainer.base import Learner, TrainingRun, make_optimizer
 from toprope.training.trainer.batch_source import GroupBatch, Row, rows_of
 from toprope.training.trainer.collate import collate
@@ -33,7 +33,7 @@ _MASKED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "to
 class PpoRun(TrainingRun):
     """One attempt of training with PPO."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         super().__init__(member)
         self._head: ValueHead | None = None
 

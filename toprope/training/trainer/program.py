@@ -10,14 +10,14 @@ from toprope.errors import TopropeError
 from toprope.records.messages import ENV_CHECKPOINT, Failed
 from toprope.records.run.lines import NO_ROOM
 from toprope.settings.algorithms import ALGORITHMS
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.trainer.base import TrainingRun
 
 __all__ = ["main"]
 
 
-def _training_of(member: Member) -> TrainingRun:
+def _training_of(member: CrewMember) -> TrainingRun:
     name = "sft" if member.spec.run_kind.demonstrates else member.spec.config.algorithm.name
     module, _, program = ALGORITHMS[name].program.partition(":")
     return getattr(importlib.import_module(module), program)(member)
@@ -25,7 +25,7 @@ def _training_of(member: Member) -> TrainingRun:
 
 def main() -> int:
     """The component program."""
-    member = Member.join()
+    member = CrewMember.join()
     logging = member.spec.config.logging
     os.environ["WANDB_MODE"] = logging.wandb
     os.environ["WANDB_DIR"] = str(member.folder.path)

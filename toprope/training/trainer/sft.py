@@ -17,7 +17,7 @@ from toprope.errors import InvalidValue
 from toprope.records.journal.traces import Trace, read_traces
 from toprope.records.messages import Finished, Ready
 from toprope.settings.schema import Config
-from toprope.training.component.member import Member
+from toprope.training.component.member import CrewMember
 from toprope.training.trainer.base import TrainingRun, rate_factor
 
 __all__ = ["FineTuning", "as_training", "examples_of", "order_of"]
@@ -106,7 +106,7 @@ def as_training(config: Config, steps: int, per_epoch: int) -> Config:
 class FineTuning(TrainingRun):
     """One attempt of supervised fine-tuning."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: CrewMember) -> None:
         super().__init__(member)
         self._source = SimpleNamespace(cursor=0, rollouts=0, dropped={})
         self._api = SimpleNamespace(commit=lambda cursor: None, take_up=lambda cursor: cursor)

@@ -1,14 +1,19 @@
-"""What both clients of the trajectory API share: requests, answers, and when to try again.
+"""Requests to the trajectory API and their answers, for both clients, and the rules for repeating them.
 
-Every call can be repeated without harm: a group has its key, a batch its cursor, commits and drop reports change
-nothing the second time. So a broken connection is tried again until the patience is over.
+Every request can be repeated without harm: a group has its key, a batch its cursor, and a second commit or drop report
+changes nothing. So both clients repeat a request over a broken connection until their patience is over.
+
+The clients use aiohttp and http.client, not httpx for both. Measured on two shared cores, httpx takes 1.9 ms of
+processor time to post a group of 130 KB instead of 0.8 (aiohttp), 3.9 ms to read a batch of 16 instead of 1.0
+(http.client), and 1.0 ms instead of 0.2 for the smallest round trip, which is on the path of every training step.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,146 +22,150 @@ from toprope.records.journal.groups import Batch, Counts, Group
 from toprope.training.api.http.errors import Refused
 from toprope.training.component import peer_addresses as peers
 
-__all__ = [
-    "BATCH",
-    "COUNTS",
-    "PATIENCE_S",
-    "POSITION",
-    "POSTED",
-    "READ_TIMEOUT_S",
-    "ROOM",
-    "WANTED",
-    "ANYTHING",
-    "Backoff",
-    "Position",
-    "Posted",
-    "Room",
-    "Wanted",
-    "batch_path",
-    "commit_body",
-    "decode",
-    "dropped_body",
-    "group_body",
-    "headers",
-    "room_path",
-    "wanted_path",
-]
+__all__ = ["PATIENCE_S", "READ_TIMEOUT_S", "ApiRequest", "Backoff", "MissingRows"]
 
 PATIENCE_S = peers.PATIENCE_S
-"""Seconds for which a call is repeated while the API cannot be reached or cannot store."""
+"""Seconds for which a request is repeated while the API cannot be reached or cannot store."""
 
 READ_TIMEOUT_S = 30.0
-"""Seconds without a byte, beyond the wait that was asked for, after which a connection counts as broken."""
+"""Seconds without a byte, beyond the requested wait, after which a connection counts as broken."""
 
 _T = TypeVar("_T")
 
 
-class Posted(msgspec.Struct):
-    """The answer to a post: the group's number, and how many groups wait with it."""
+class PostAnswer(msgspec.Struct):
+    """The answer to a post: the group's number, and how many groups wait including it."""
 
     sequence_number: int
     waiting: int
 
 
-class Position(msgspec.Struct):
+class CursorAnswer(msgspec.Struct):
     """The answer of /take_up: the cursor to read from."""
 
     cursor: int
 
 
-class Room(msgspec.Struct):
+class RoomAnswer(msgspec.Struct):
     """The answer of /room."""
 
     room: bool
     waiting: int
 
 
-class Wanted(msgspec.Struct):
-    """The answer of /wanted: rows that the trainer's next batch lacks, to be trained at this policy version."""
+class MissingRows(msgspec.Struct):
+    """The answer of /wanted: rows that the waiting trainer still needs, and the policy version it will train."""
 
     version: int
     rows: int
 
 
-POSTED = msgspec.json.Decoder(Posted)
 BATCH = msgspec.json.Decoder(Batch)
-COUNTS = msgspec.json.Decoder(Counts)
-ROOM = msgspec.json.Decoder(Room)
-POSITION = msgspec.json.Decoder(Position)
-WANTED = msgspec.json.Decoder(Wanted)
-ANYTHING = msgspec.json.Decoder()
+_COUNTS = msgspec.json.Decoder(Counts)
+_POST = msgspec.json.Decoder(PostAnswer)
+_ROOM = msgspec.json.Decoder(RoomAnswer)
+_CURSOR = msgspec.json.Decoder(CursorAnswer)
+_MISSING = msgspec.json.Decoder(MissingRows)
+_ANY: msgspec.json.Decoder[object] = msgspec.json.Decoder()
 
 _encode = msgspec.json.Encoder().encode
 
 
+@dataclass(frozen=True, slots=True)
+class ApiRequest(Generic[_T]):
+    """One request, and the decoder of its answer."""
+
+    decoder: msgspec.json.Decoder[_T]
+    method: str
+    path: str
+    body: bytes | None = None
+    wait_s: float = 0.0
+    """Seconds for which the API may keep the request waiting."""
+
+    @property
+    def read_timeout_s(self) -> float:
+        """Seconds without a byte after which the connection counts as broken."""
+        return self.wait_s + READ_TIMEOUT_S
+
+    def decode(self, status: int, body: bytes) -> _T:
+        """Decode an answer.
+
+        Raises:
+            Refused: The API refused the request; `kind`, `status` and `field` give the reason.
+            ComponentFailed: The body is not an answer of the API.
+        """
+        if status != 200:
+            raise Refused.parse(status, body)
+        try:
+            return self.decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ComponentFailed(f"The trajectory API sent an unexpected answer: {error}.") from error
+
+
 def headers(secret: str) -> dict[str, str]:
-    """What every request carries."""
+    """The headers of every request."""
     return {"Authorization": f"Bearer {secret}"}
 
 
-def group_body(group: Group) -> bytes:
-    """The body of POST /scored_data; a group without a key gets one, so that it can be posted again."""
+def post_group(group: Group) -> ApiRequest[PostAnswer]:
+    """POST /scored_data. A group without a key gets one, so that the request can be repeated."""
     if group.group_id is None:
         group = msgspec.structs.replace(group, group_id=uuid.uuid4().hex)
-    return _encode(group)
+    return ApiRequest(_POST, "POST", "/scored_data", _encode(group))
 
 
-def batch_path(cursor: int, sequences: int, wait_s: float, version: int | None = None) -> str:
-    """GET /batch behind a cursor; `version` is the policy version that will be trained."""
+def next_batch(cursor: int, sequences: int, wait_s: float, version: int | None) -> ApiRequest[Batch]:
+    """GET /batch after a cursor; `version` is the policy version to train."""
     path = f"/batch?cursor={cursor}&sequences={sequences}&wait_s={wait_s:g}"
-    return path if version is None else f"{path}&version={version}"
+    return ApiRequest(BATCH, "GET", path if version is None else f"{path}&version={version}", wait_s=wait_s)
 
 
-def room_path(below: int, wait_s: float) -> str:
+def commit(cursor: int) -> ApiRequest[object]:
+    """POST /commit."""
+    return ApiRequest(_ANY, "POST", "/commit", _encode({"cursor": cursor}))
+
+
+def take_up(cursor: int) -> ApiRequest[CursorAnswer]:
+    """POST /take_up."""
+    return ApiRequest(_CURSOR, "POST", "/take_up", _encode({"cursor": cursor}))
+
+
+def dropped(items: Iterable[tuple[int, str]]) -> ApiRequest[object]:
+    """POST /dropped."""
+    rows = [{"sequence_number": number, "reason": reason} for number, reason in items]
+    return ApiRequest(_ANY, "POST", "/dropped", _encode({"items": rows}))
+
+
+def room(below: int, wait_s: float) -> ApiRequest[RoomAnswer]:
     """GET /room."""
-    return f"/room?below={below}&wait_s={wait_s:g}"
+    return ApiRequest(_ROOM, "GET", f"/room?below={below}&wait_s={wait_s:g}", wait_s=wait_s)
 
 
-def wanted_path(wait_s: float) -> str:
+def missing_rows(wait_s: float) -> ApiRequest[MissingRows]:
     """GET /wanted."""
-    return f"/wanted?wait_s={wait_s:g}"
+    return ApiRequest(_MISSING, "GET", f"/wanted?wait_s={wait_s:g}", wait_s=wait_s)
 
 
-def commit_body(cursor: int) -> bytes:
-    """The body of POST /commit."""
-    return _encode({"cursor": cursor})
-
-
-def dropped_body(items: Iterable[tuple[int, str]]) -> bytes:
-    """The body of POST /dropped."""
-    return _encode({"items": [{"sequence_number": number, "reason": reason} for number, reason in items]})
-
-
-def decode(decoder: msgspec.json.Decoder[_T], status: int, body: bytes) -> _T:
-    """The answer in a response of status 200.
-
-    Raises:
-        Refused: The API turned the request away; `kind`, `status` and `field` say why.
-        ComponentFailed: The answer is not one of the API's.
-    """
-    if status != 200:
-        raise Refused.parse(status, body)
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ComponentFailed(f"The trajectory API answered something else than was asked for: {error}.") from error
+def counts() -> ApiRequest[Counts]:
+    """GET /counts."""
+    return ApiRequest(_COUNTS, "GET", "/counts")
 
 
 class Backoff(peers.Backoff):
-    """When to try a call of the API again."""
+    """Pauses between attempts of one request to the API."""
 
     def __init__(self, patience_s: float, away_s: float = peers.AWAY_S) -> None:
         super().__init__("The trajectory API", patience_s, away_s)
 
-    def after_refusal(self, refusal: Refused, now: float) -> float | None:
-        """Seconds to wait after a 503, None for a refusal that will stay one. A full queue is waited for without end:
-        that is what it is for.
+    def after_refusal(self, refusal: Refused, now: float) -> float:
+        """Seconds to wait after a 503. A client waits for a full queue without limit.
 
         Raises:
+            Refused: `refusal` itself, if it is permanent.
             NotPossibleNow: The patience is over.
         """
         if refusal.status != 503:
-            return None
+            raise refusal
         if refusal.kind == "queue_full":
             return 0.25
         if self.over(now):

@@ -1,4 +1,4 @@
-"""The trajectory API for synchronous programs: the trainer reads its batches through this."""
+"""The trainer's client of the trajectory API."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from types import TracebackType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-
 from toprope.errors import DiskFull
 from toprope.records.journal.groups import Batch, Counts, Group
-from toprope.training.api.clients import requests as wire
+from toprope.training.api.clients import requests
 from toprope.training.api.http.errors import Refused
 from toprope.training.component.peer_addresses import Address, resolver
 
@@ -23,26 +21,22 @@ _T = TypeVar("_T")
 
 
 class SyncApiClient:
-    """`ApiClient`'s calls, blocking, over one connection that is kept open. For one thread at a time.
+    """Blocking calls over one connection that is kept open, for one thread at a time.
 
-    Args:
-        base_url: The API's address, `http://127.0.0.1:<port>`, or what gives the present one.
-        secret: The run's secret.
-        patience_s: Seconds for which a call is repeated when the API cannot be reached. While it has no address it is
-            waited for.
+    Arguments and errors are those of `ApiClient`.
     """
 
-    def __init__(self, base_url: Address, secret: str, *, patience_s: float = wire.PATIENCE_S) -> None:
-        self._where = resolver(base_url)
+    def __init__(self, base_url: Address, secret: str, *, patience_s: float = requests.PATIENCE_S) -> None:
+        self._resolve = resolver(base_url)
         self._url = self._prefix = ""
-        self._headers = wire.headers(secret)
+        self._headers = requests.headers(secret)
         self._patience_s = patience_s
         self._connection: http.client.HTTPConnection | None = None
-        self._turn_to(self._where())
+        self._set_url(self._resolve())
         self.waits: Callable[[], bool] = lambda: True
-        """Whether to wait for room on the API's disk; else `DiskFull` is raised."""
+        """Called if the API's disk is full: True waits for room on it, False raises `DiskFull`."""
         self.policy_version: int | None = None
-        """The version that will be trained next, if the API is to pass over groups that are too old for it."""
+        """The next version to train; if set, the API drops groups that are too old for it."""
 
     def __enter__(self) -> SyncApiClient:
         return self
@@ -53,76 +47,72 @@ class SyncApiClient:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def post_group(self, group: Group) -> int:
         """See `ApiClient.post_group`."""
-        return self._call(wire.POSTED, "POST", "/scored_data", wire.group_body(group)).waiting
+        return self._send(requests.post_group(group)).waiting
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float = 0.0) -> Batch:
-        """See `ApiClient.next_batch`."""
-        path = wire.batch_path(cursor, sequences, wait_s, self.policy_version)
-        return self._call(wire.BATCH, "GET", path, wait_s=wait_s)
+        """The groups after `cursor`, `sequences` rows of them. The same cursor gives the same groups again.
+
+        `batch` is None if none could be formed within `wait_s` seconds (up to 60).
+        """
+        return self._send(requests.next_batch(cursor, sequences, wait_s, self.policy_version))
 
     def commit(self, cursor: int) -> None:
-        """See `ApiClient.commit`."""
-        self._call(wire.ANYTHING, "POST", "/commit", wire.commit_body(cursor))
+        """Report that groups up to `cursor` are in a checkpoint."""
+        self._send(requests.commit(cursor))
 
     def take_up(self, cursor: int) -> int:
-        """Goes on from a checkpoint that was made at `cursor`; returns the cursor to read from, which is another one
-        where the journal was lost, or where a later checkpoint was committed and lost."""
-        return self._call(wire.POSITION, "POST", "/take_up", wire.commit_body(cursor)).cursor
+        """Continue from a checkpoint that was made at `cursor`; returns the cursor to read from.
+
+        It differs if the journal was lost, or if a later checkpoint was committed and lost.
+        """
+        return self._send(requests.take_up(cursor)).cursor
 
     def dropped(self, items: Iterable[tuple[int, str]]) -> None:
-        """See `ApiClient.dropped`."""
-        self._call(wire.ANYTHING, "POST", "/dropped", wire.dropped_body(items))
-
-    def wait_for_room(self, below: int, wait_s: float = 0.0) -> bool:
-        """See `ApiClient.wait_for_room`."""
-        return self._call(wire.ROOM, "GET", wire.room_path(below, wait_s), wait_s=wait_s).room
+        """Report delivered groups, as (sequence number, reason), that are not trained on."""
+        self._send(requests.dropped(items))
 
     def counts(self) -> Counts:
-        """See `ApiClient.counts`."""
-        return self._call(wire.COUNTS, "GET", "/counts")
+        """The account of groups."""
+        return self._send(requests.counts())
 
-    def _call(
-        self, decoder: msgspec.json.Decoder[_T], method: str, path: str, body: bytes | None = None, wait_s: float = 0.0
-    ) -> _T:
-        backoff = wire.Backoff(self._patience_s)
+    def _send(self, request: requests.ApiRequest[_T]) -> _T:
+        backoff = requests.Backoff(self._patience_s)
         while True:
-            if (url := self._where()) is None:
+            if (url := self._resolve()) is None:
                 time.sleep(backoff.after_absence(time.monotonic()))
                 continue
             try:
-                self._turn_to(url)
-                return wire.decode(decoder, *self._request(method, path, body, wait_s))
+                self._set_url(url)
+                return request.decode(*self._exchange(request))
             except (http.client.HTTPException, OSError) as error:
                 self.close()
-                pause: float | None = backoff.after_error(error, time.monotonic(), url)
+                pause = backoff.after_error(error, time.monotonic(), url)
             except Refused as refusal:
                 if refusal.kind == "disk_full" and not self.waits():
                     raise DiskFull(refusal.message) from refusal
                 pause = backoff.after_refusal(refusal, time.monotonic())
-                if pause is None:
-                    raise
             time.sleep(pause)
 
-    def _turn_to(self, url: str | None) -> None:
+    def _set_url(self, url: str | None) -> None:
         if url is not None and url != self._url:
             self.close()
             self._url, self._prefix = url, urlsplit(url).path
 
-    def _request(self, method: str, path: str, body: bytes | None, wait_s: float) -> tuple[int, bytes]:
+    def _exchange(self, request: requests.ApiRequest[_T]) -> tuple[int, bytes]:
         if self._connection is None:
             parts = urlsplit(self._url)
             self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80)
         if self._connection.sock is None:
             self._connection.timeout = 5.0
             self._connection.connect()
-        self._connection.sock.settimeout(wait_s + wire.READ_TIMEOUT_S)
-        self._connection.request(method, self._prefix + path, body, self._headers)
+        self._connection.sock.settimeout(request.read_timeout_s)
+        self._connection.request(request.method, self._prefix + request.path, request.body, self._headers)
         with self._connection.getresponse() as answer:
             return answer.status, answer.read()

@@ -1,9 +1,9 @@
-"""The trajectory API over HTTP: Atropos's endpoints with their shapes, and ours beside them.
+"""The trajectory API over HTTP: Atropos's endpoints, and ours.
 
-Environments and trainers written for Atropos's `run-api` talk to it unchanged; ours add a cursor, so that a batch whose
-answer was lost can be asked for again, commits, drop reports and waiting instead of polling. Bodies are handed out as
-they came in. Answers are not compressed: on one machine that costs more than it saves. What changes the account is
-answered when it is on disk; the endpoints that carry groups are in `hot.py`.
+Environments and trainers written for Atropos's `run-api` work with it unchanged. Our own endpoints add a cursor, with
+which a trainer can ask again for a batch whose answer was lost, as well as commits, drop reports, and waiting instead
+of polling. A batch repeats the posted bodies byte for byte. Answers are not compressed: on one machine compression
+costs more than it saves. A request that changes the account of groups is answered once the change is on disk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.training.api.http.auth import LOOPBACK, Gate
-from toprope.training.api.http.errors import Refused
-from toprope.training.api.http.group_endpoints import MAX_WAIT_S, Hot, parameters, refusal_of, wait_for, wait_of, whole
-from toprope.training.api.http.metrics import exposition
+from toprope.training.api.http.auth import LOOPBACK, AuthMiddleware
+from toprope.training.api.http.errors import Refused, to_refusal
+from toprope.training.api.http.group_endpoints import (
+    MAX_WAIT_S,
+    GroupEndpoints,
+    integer_parameter,
+    query_parameters,
+    wait_for,
+    wait_parameter,
+)
+from toprope.training.api.http.metrics import render_metrics
 from toprope.training.api.intake.validation import Limits, read_body
-from toprope.training.api.intake.version_matching import Matcher
+from toprope.training.api.intake.version_matching import VersionMatcher
 from toprope.training.api.queue.registry import EnvironmentRegistration, TrainerRegistration, decode
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore
@@ -40,7 +47,7 @@ _DEBUG_FIELDS = (
 )  # fmt: skip
 
 
-class _Identifier(msgspec.Struct):
+class _EnvironmentId(msgspec.Struct):
     env_id: int
 
 
@@ -63,19 +70,19 @@ def create_app(
     *,
     hosts: tuple[str, ...] = LOOPBACK,
     commit: GroupCommit | None = None,
-    matcher: Matcher | None = None,
-) -> Gate:
+    matcher: VersionMatcher | None = None,
+) -> AuthMiddleware:
     """The ASGI application over a store.
 
     Args:
-        store: What it serves.
-        secret: Without it only GET / answers; as a bearer token or as the first part of the path.
-        hosts: Names that the Host header may have.
-        commit: Has answers wait for the disk; None: the journal sees to that itself, or nobody does.
+        store: The store it serves.
+        secret: Needed for everything but GET /, as a bearer token or as the first part of the path.
+        hosts: Accepted names in the Host header.
+        commit: Makes answers wait for the disk; None if the journal needs no such wait.
         matcher: Finds the policy versions of groups that outside environments post.
     """
-    hot = Hot(store, commit, matcher)
-    endpoints = _Endpoints(store, hot)
+    groups = GroupEndpoints(store, commit, matcher)
+    endpoints = _Endpoints(store, groups)
     routes = [
         Route("/", endpoints.root, methods=["GET"]),
         Route("/register", endpoints.register, methods=["POST"]),
@@ -83,9 +90,9 @@ def create_app(
         Route("/disconnect-env", endpoints.disconnect_env, methods=["POST"]),
         Route("/wandb_info", endpoints.wandb_info, methods=["GET"]),
         Route("/info", endpoints.info, methods=["GET"]),
-        Route("/scored_data", endpoints.elsewhere, methods=["POST"]),
-        Route("/scored_data_list", endpoints.elsewhere, methods=["POST"]),
-        Route("/batch", endpoints.elsewhere, methods=["GET"]),
+        Route("/scored_data", endpoints.refuse_method, methods=["POST"]),
+        Route("/scored_data_list", endpoints.refuse_method, methods=["POST"]),
+        Route("/batch", endpoints.refuse_method, methods=["GET"]),
         Route("/status", endpoints.status, methods=["GET"]),
         Route("/status-env", endpoints.status_env, methods=["GET"]),
         Route("/latest_example", endpoints.latest_example, methods=["GET"]),
@@ -108,46 +115,46 @@ def create_app(
     others = Starlette(routes=routes, exception_handlers=handlers)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = hot.routes.get((scope["method"], scope["path"]))
+        endpoint = groups.routes.get((scope["method"], scope["path"]))
         if endpoint is None:
             await others(scope, receive, send)
         else:
-            await hot.run(endpoint, scope, receive, send)
+            await groups.handle(endpoint, scope, receive, send)
 
-    return Gate(app, secret, hosts=hosts)
+    return AuthMiddleware(app, secret, hosts=hosts)
 
 
 class _Endpoints:
-    def __init__(self, store: TrajectoryStore, hot: Hot) -> None:
+    def __init__(self, store: TrajectoryStore, groups: GroupEndpoints) -> None:
         self._store = store
         self._limits = store.limits
-        self._hot = hot
+        self._groups = groups
 
-    async def elsewhere(self, request: Request) -> Response:
-        """Stands in the list of routes for what `Hot` answers, so that other methods there are refused by name."""
+    async def refuse_method(self, request: Request) -> Response:
+        """Placeholder for the routes of `GroupEndpoints`: other methods on their paths get a 405."""
         raise HTTPException(405)
 
     async def root(self, request: Request) -> Response:
         return _json({"message": "AtroposLib API"})
 
     async def register(self, request: Request) -> Response:
-        self._store.register(decode(await self._small(request), TrainerRegistration))
-        await self._hot.durable()
+        self._store.register(decode(await self._read_small(request), TrainerRegistration))
+        await self._groups.wait_until_durable()
         return _json({"uuid": uuid.uuid4().int})
 
     async def register_env(self, request: Request) -> Response:
-        environment = decode(await self._small(request), EnvironmentRegistration)
+        environment = decode(await self._read_small(request), EnvironmentRegistration)
         env_id = self._store.register_environment(environment)
         if env_id is None:
             return _json({"status": "wait for trainer to start"})
-        await self._hot.durable()
+        await self._groups.wait_until_durable()
         registry = self._store.registry
         trainer = registry.trainer
         return _json(
             {
                 "status": "success",
                 "env_id": env_id,
-                "wandb_name": registry.real_name(env_id),
+                "wandb_name": registry.unique_name(env_id),
                 "checkpoint_dir": trainer.checkpoint_dir if trainer else "",
                 "starting_step": registry.current_step,
                 "checkpoint_interval": trainer.save_checkpoint_interval if trainer else -1,
@@ -156,8 +163,8 @@ class _Endpoints:
         )
 
     async def disconnect_env(self, request: Request) -> Response:
-        self._store.disconnect_environment(decode(await self._small(request), _Identifier).env_id)
-        await self._hot.durable()
+        self._store.disconnect_environment(decode(await self._read_small(request), _EnvironmentId).env_id)
+        await self._groups.wait_until_durable()
         return _json({"status": "success"})
 
     async def wandb_info(self, request: Request) -> Response:
@@ -180,9 +187,9 @@ class _Endpoints:
         return _json({"current_step": store.registry.current_step, "queue_size": store.queue.waiting})
 
     async def status_env(self, request: Request) -> Response:
-        env_id = whole(parameters(request.scope), "env_id", None, 0, 2**31)
+        env_id = integer_parameter(query_parameters(request.scope), "env_id", None, 0, 2**31)
         if env_id is None:
-            env_id = decode(await self._small(request), _Identifier).env_id
+            env_id = decode(await self._read_small(request), _EnvironmentId).env_id
         return _json(self._store.environment_status(env_id))
 
     async def latest_example(self, request: Request) -> Response:
@@ -193,60 +200,68 @@ class _Endpoints:
 
     async def reset_data(self, request: Request) -> Response:
         self._store.reset()
-        await self._hot.durable()
+        await self._groups.wait_until_durable()
         return PlainTextResponse("Reset successful")
 
     async def commit(self, request: Request) -> Response:
-        newly = self._store.commit(decode(await self._small(request), _Cursor).cursor)
-        await self._hot.durable()
+        newly = self._store.commit(decode(await self._read_small(request), _Cursor).cursor)
+        await self._groups.wait_until_durable()
         return _json({"status": "success", "committed": newly, "cursor": self._store.queue.committed})
 
     async def take_up(self, request: Request) -> Response:
-        """Where a trainer goes on whose checkpoint was made at this cursor: there, or as near to it as the journal
-        allows. A journal that was lost ends before the cursor; one whose newest checkpoint was lost is past it."""
+        """The cursor from which a trainer continues whose checkpoint was made at the given one.
+
+        That is the given cursor, moved into the range the journal allows: a journal that was lost ends before it, and
+        one whose newest checkpoint was lost has committed past it.
+        """
         queue = self._store.queue
-        cursor = decode(await self._small(request), _Cursor).cursor
+        cursor = decode(await self._read_small(request), _Cursor).cursor
         cursor = min(max(cursor, queue.committed), queue.delivered)
         self._store.commit(cursor)
-        await self._hot.durable()
+        await self._groups.wait_until_durable()
         return _json({"cursor": cursor})
 
     async def dropped(self, request: Request) -> Response:
         items = decode(await read_body(request.scope, request.receive, self._limits), _Drops).items
         newly = self._store.drop([(item.sequence_number, item.reason) for item in items])
-        await self._hot.durable()
+        await self._groups.wait_until_durable()
         return _json({"status": "success", "dropped": newly})
 
     async def counts(self, request: Request) -> Response:
         return _json(self._store.queue.counts())
 
     async def metrics(self, request: Request) -> Response:
-        text = exposition(self._store, time.time())
+        text = render_metrics(self._store, time.time())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def room(self, request: Request) -> Response:
         queue = self._store.queue
-        query = parameters(request.scope)
-        below = whole(query, "below", None, 1, 2**31)
+        query = query_parameters(request.scope)
+        below = integer_parameter(query, "below", None, 1, 2**31)
         if below is None:
-            raise Refused("bad_parameter", "below is missing: how many groups may wait.", status=400, field="below")
+            raise Refused(
+                "bad_parameter",
+                "below is missing: the number of waiting groups to get under.",
+                status=400,
+                field="below",
+            )
         await wait_for(
             self._store,
             request.receive,
-            wait_of(query),
+            wait_parameter(query),
             lambda: queue.waiting < below or None,
             lambda: queue.waiting < below,
         )
         return _json({"room": queue.waiting < below, "waiting": queue.waiting})
 
     async def wanted(self, request: Request) -> Response:
-        """What the trainer waits for, so that whoever samples can wait for the trainer in turn."""
-        hot, wait_s = self._hot, wait_of(parameters(request.scope))
-        found = await wait_for(self._store, request.receive, wait_s, hot.wanted, lambda: hot.wanted() is not None)
+        """The rows that the waiting trainer still needs, so that the driver can wait for the trainer."""
+        missing, wait_s = self._groups.missing_rows, wait_parameter(query_parameters(request.scope))
+        found = await wait_for(self._store, request.receive, wait_s, missing, lambda: missing() is not None)
         version, rows = found or (self._store.version, 0)
         return _json({"version": version, "rows": rows})
 
-    async def _small(self, request: Request) -> bytes:
+    async def _read_small(self, request: Request) -> bytes:
         return await read_body(request.scope, request.receive, Limits(body_bytes=65_536, decoded_bytes=65_536))
 
 
@@ -260,17 +275,17 @@ async def _on_refused(request: Request, error: Refused) -> Response:
 
 
 async def _on_invalid(request: Request, error: InvalidValue) -> Response:
-    return await _on_refused(request, refusal_of(error))
+    return await _on_refused(request, to_refusal(error))
 
 
 async def _on_not_possible(request: Request, error: NotPossibleNow) -> Response:
-    return await _on_refused(request, refusal_of(error))
+    return await _on_refused(request, to_refusal(error))
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
     message = error.detail
     if error.status_code == 405 and request.url.path.endswith("/reset_data"):
-        message = "GET does not destroy here: POST /reset_data drops every group that is not committed."
+        message = "GET /reset_data changes nothing. POST /reset_data drops every group that is not committed."
     elif error.status_code == 404:
         message = "There is no such endpoint."
     kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")

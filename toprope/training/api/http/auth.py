@@ -1,9 +1,10 @@
-"""Who may speak to a component over HTTP, and who heard its answer.
+"""Access control of the API, and notice of answers that a client did not receive.
 
-`Gate` lets in whoever holds the run's secret, as `Authorization: Bearer <secret>` or as the first part of the path, so
-that programs which know nothing of secrets can carry it in their base URL; and only under a loopback name, so that a
-web page cannot reach a run by rebinding a name of its own to this machine. `watched` tells a handler that its client
-went away before it had read the whole answer: the kernel then resets the connection, which HTTP servers do not pass on.
+`AuthMiddleware` admits requests that carry the run's secret, either as `Authorization: Bearer <secret>` or as the first
+part of the path. The second form lets programs that cannot set a header carry the secret in their base URL. The Host
+header must be a loopback name: otherwise a web page could reach a run by rebinding a name of its own to this machine.
+`track_delivery` makes a uvicorn protocol report a client that left before it had read the whole answer; the kernel
+resets such a connection, and ASGI servers do not pass that on.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toprope.training.api.http.errors import Refused
 
-__all__ = ["LOOPBACK", "Gate", "on_undelivered", "watched"]
+__all__ = ["LOOPBACK", "AuthMiddleware", "on_undelivered", "track_delivery"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_UNDELIVERED = "toprope.undelivered"
-_LOST = "toprope.lost"
+_CALLBACK = "toprope.on_undelivered"
+_LOST = "toprope.connection_lost"
 
 
-class Gate:
-    """ASGI middleware: checks the Host header and the run's secret.
+class AuthMiddleware:
+    """ASGI middleware that checks the Host header and the run's secret.
 
     Args:
-        app: What it guards.
+        app: The protected application.
         secret: The run's secret.
-        hosts: Names under which it may be addressed, any port.
-        open_paths: What needs no secret.
+        hosts: Accepted host names, with any port.
+        open_paths: Paths that need no secret.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Gate:
         self._secret = secret.encode()
         self._bearer = b"bearer " + self._secret
         self._hosts = frozenset(host.encode() for host in hosts)
-        self._open = frozenset(open_paths)
+        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,14 +59,14 @@ class Gate:
             names = ", ".join(sorted(name.decode() for name in self._hosts))
             await _refuse(send, Refused("unknown_host", f"The Host header must be one of {names}.", status=421))
             return
-        known = hmac.compare_digest(authorization[:7].lower() + authorization[7:], self._bearer)
-        first, slash, rest = scope["path"][1:].partition("/")
+        authorized = hmac.compare_digest(authorization[:7].lower() + authorization[7:], self._bearer)
+        first, _, rest = scope["path"][1:].partition("/")
         if hmac.compare_digest(first.encode("utf-8", "replace"), self._secret):
-            known = True
-            # In place: the connection's watcher looks at this very scope.
+            authorized = True
+            # Change the scope in place: delivery tracking refers to this very object.
             scope["path"] = "/" + rest
             scope["raw_path"] = scope["path"].encode()
-        if not known and scope["path"] not in self._open:
+        if not authorized and scope["path"] not in self._open_paths:
             message = "The run's secret is missing or wrong: send it as 'Authorization: Bearer <secret>'."
             await _refuse(send, Refused("unauthorized", message, status=401))
             return
@@ -82,29 +83,31 @@ async def _refuse(send: Send, refusal: Refused) -> None:
 
 
 def on_undelivered(scope: Scope, callback: Callable[[], None]) -> None:
-    """Has `callback` called if the client of this request goes away before it has read the whole answer. Needs a
-    server whose protocol is `watched`; under others it is never called."""
+    """Call `callback` if the client leaves before it has read the whole answer to this request.
+
+    Needs a server whose protocol went through `track_delivery`; other servers never call it.
+    """
     if _LOST in scope:
         callback()
     else:
-        scope[_UNDELIVERED] = callback
+        scope[_CALLBACK] = callback
 
 
-def watched(protocol: type[Any]) -> type[Any]:
-    """A uvicorn HTTP protocol that carries out `on_undelivered`.
+def track_delivery(protocol: type[Any]) -> type[Any]:
+    """Extend a uvicorn HTTP protocol so that it carries out `on_undelivered`.
 
-    A connection that ends with an error (reset: the peer closed it with bytes unread, or was killed) or before its
-    answer was written did not deliver that answer. One that ends in order after it did, as far as can be known.
+    An answer counts as undelivered if the connection ends with an error (a reset: the peer was killed, or closed it
+    with bytes unread) or before the answer was written.
     """
 
-    class Watched(protocol):  # type: ignore[misc]
+    class DeliveryTracking(protocol):  # type: ignore[misc]
         def connection_lost(self, exc: Exception | None) -> None:
             cycle = self.cycle
             super().connection_lost(exc)
             if cycle is not None and (exc is not None or not cycle.response_complete):
                 cycle.scope[_LOST] = True
-                callback = cycle.scope.pop(_UNDELIVERED, None)
+                callback = cycle.scope.pop(_CALLBACK, None)
                 if callback is not None:
                     callback()
 
-    return Watched
+    return DeliveryTracking

@@ -1,7 +1,7 @@
-"""The endpoints that carry the groups: POST /scored_data, POST /scored_data_list, GET /batch.
+"""The endpoints that carry groups: POST /scored_data, POST /scored_data_list, GET /batch.
 
-They are plain ASGI, without the router and the request objects that the others use: those cost as much again as
-everything else but the decoding. What they answer is what is on disk.
+They are plain ASGI. Starlette's router and request objects, which the other endpoints use, would double their cost
+apart from decoding. Their answers speak only of what is on disk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -17,86 +17,86 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from toprope.errors import DiskFull, InvalidValue, NotPossibleNow
+from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.training.api.http.auth import on_undelivered
-from toprope.training.api.http.errors import Refused
-from toprope.training.api.intake.validation import Parcel, read_body
-from toprope.training.api.intake.version_matching import Matcher
+from toprope.training.api.http.errors import Refused, to_refusal
+from toprope.training.api.intake.validation import PostedGroup, read_body
+from toprope.training.api.intake.version_matching import VersionMatcher
 from toprope.training.api.storage.group_commit import GroupCommit
-from toprope.training.api.storage.store import Formed, TrajectoryStore
+from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 
-__all__ = ["MAX_WAIT_S", "Hot", "parameters", "refusal_of", "wait_for", "wait_of", "whole"]
+__all__ = ["MAX_WAIT_S", "GroupEndpoints", "integer_parameter", "query_parameters", "wait_for", "wait_parameter"]
 
 MAX_WAIT_S = 60.0
-"""The longest that /batch and /room wait; a client that wants to wait longer asks again."""
+"""Longest wait of one request; a client that wants to wait longer asks again."""
 
 _T = TypeVar("_T")
+_Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 _encode = msgspec.json.Encoder().encode
 _JSON = (b"content-type", b"application/json")
 
 
-class Hot:
+class GroupEndpoints:
     """The three endpoints over a store.
 
     Args:
-        store: What they serve.
-        commit: Makes what is answered last; None where the journal does not need it.
-        matcher: Finds the versions of outside environments' groups; None: they have none.
+        store: The store they serve.
+        commit: Waits for the disk before an answer; None if the journal needs no such wait.
+        matcher: Finds the policy versions of groups from outside environments; None: these have no versions.
     """
 
-    def __init__(self, store: TrajectoryStore, commit: GroupCommit | None, matcher: Matcher | None) -> None:
+    def __init__(self, store: TrajectoryStore, commit: GroupCommit | None, matcher: VersionMatcher | None) -> None:
         self._store, self._commit, self._matcher = store, commit, matcher
-        self._asked: tuple[int, int] | None = None
-        """Version and rows of the batch that the trainer waits for, while it does."""
-        self.routes = {
-            ("POST", "/scored_data"): self.scored_data,
-            ("POST", "/scored_data_list"): self.scored_data_list,
-            ("GET", "/batch"): self.batch,
+        self._requested: tuple[int, int] | None = None
+        """Version and rows of the batch that the trainer is waiting for."""
+        self.routes: dict[tuple[str, str], _Endpoint] = {
+            ("POST", "/scored_data"): self.post_group,
+            ("POST", "/scored_data_list"): self.post_groups,
+            ("GET", "/batch"): self.get_batch,
         }
 
-    def wanted(self) -> tuple[int, int] | None:
-        """The version that the waiting trainer will train, and the rows that its batch lacks; None: it lacks none."""
-        if self._asked is None:
+    def missing_rows(self) -> tuple[int, int] | None:
+        """Policy version and number of rows that the waiting trainer still needs; None if it needs none."""
+        if self._requested is None:
             return None
-        version, rows = self._asked
+        version, rows = self._requested
         missing = rows - self._store.queue.waiting_rows
         return (version, missing) if missing > 0 else None
 
-    async def durable(self) -> None:
-        """Returns when everything so far is on disk, where that is the policy."""
+    async def wait_until_durable(self) -> None:
+        """Return when everything so far is on disk, if the run's configuration asks for that."""
         if self._commit is not None:
             await self._commit.wait()
 
-    async def run(self, endpoint: Callable[..., Any], scope: Scope, receive: Receive, send: Send) -> None:
-        """Carries out one of the three; what goes wrong is its answer."""
+    async def handle(self, endpoint: _Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run an endpoint and turn its errors into answers."""
         try:
             await endpoint(scope, receive, send)
-        except (Refused, InvalidValue, NotPossibleNow) as error:
-            refusal = refusal_of(error)
+        except (InvalidValue, NotPossibleNow) as error:
+            refusal = to_refusal(error)
             headers = [] if refusal.retry_after is None else [(b"retry-after", str(refusal.retry_after).encode())]
             await _send(send, refusal.body(), refusal.status, headers)
         except ClientDisconnect:
             pass
 
-    async def scored_data(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Takes one group in."""
+    async def post_group(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /scored_data: accept one group."""
         store = self._store
-        parcel = store.examine(await read_body(scope, receive, store.limits))
-        if parcel.unversioned and self._matcher is not None:
-            await self._matcher.match([parcel])
-        seq = store.take(parcel)
+        post = store.validate(await read_body(scope, receive, store.limits))
+        await self._match_versions([post])
+        seq = store.accept(post)
         answer = b'{"status":"received","sequence_number":%d,"waiting":%d}' % (seq, store.queue.waiting)
-        await self._answer_post(scope, send, [seq], [parcel], answer)
+        await self._answer_post(scope, send, [seq], [post], answer)
 
-    async def scored_data_list(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Takes the valid groups of a list in."""
+    async def post_groups(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /scored_data_list: accept the valid groups of a list."""
         store = self._store
-        parcels, refused = store.examine_list(await read_body(scope, receive, store.limits))
-        if refused and not parcels:
-            store.take_list([], refused)
+        posts, refused = store.validate_list(await read_body(scope, receive, store.limits))
+        if refused and not posts:
+            store.accept_list([], refused)
             raise refused[0][1]
-        await self._match(parcels)
-        numbers = store.take_list(parcels, refused)
+        await self._match_versions(posts)
+        numbers = store.accept_list(posts, refused)
         answer: dict[str, Any] = {
             "status": "received",
             "groups_processed": len(numbers),
@@ -108,28 +108,28 @@ class Hot:
                 {"index": index, "type": error.kind, "message": error.message, "field": error.field}
                 for index, error in refused
             ]
-        await self._answer_post(scope, send, numbers, parcels, _encode(answer))
+        await self._answer_post(scope, send, numbers, posts, _encode(answer))
 
-    async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forms and delivers a batch."""
+    async def get_batch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /batch: form and deliver a batch."""
         store = self._store
-        query = parameters(scope)
+        query = query_parameters(scope)
         trainer = store.registry.trainer
-        cursor = whole(query, "cursor", None, 0, 2**63 - 1)
-        sequences = whole(query, "sequences", trainer.batch_size if trainer else None, 1, 1_048_576)
-        version = whole(query, "version", None, 0, 2**63 - 1)
-        wait_s = wait_of(query)
+        cursor = integer_parameter(query, "cursor", None, 0, 2**63 - 1)
+        sequences = integer_parameter(query, "sequences", trainer.batch_size if trainer else None, 1, 1_048_576)
+        version = integer_parameter(query, "version", None, 0, 2**63 - 1)
+        wait_s = wait_parameter(query)
         if sequences is None:
             store.registry.started = True
             raise Refused(
                 "not_registered",
-                "Nobody has said how many sequences a batch has: POST /register first, or ask for ?sequences=N.",
+                "The batch size is unknown: POST /register first, or pass ?sequences=N.",
                 status=409,
             )
-        self._asked = (store.version if version is None else version, sequences)
+        self._requested = (store.version if version is None else version, sequences)
         store.changed.notify()
         try:
-            formed = await wait_for(
+            batch = await wait_for(
                 store,
                 receive,
                 wait_s,
@@ -139,39 +139,38 @@ class Hot:
                 ),
             )
         finally:
-            self._asked = None
-        await self.durable()
+            self._requested = None
+        await self.wait_until_durable()
         tail = b"}"
         if cursor is not None:
-            tail = b"," + _encode(self._position(formed))[1:]
-        if formed is None:
+            tail = b"," + _encode(self._position(batch))[1:]
+        if batch is None:
             await _send(send, b'{"batch":null' + tail)
             return
         if cursor is None:
-            on_undelivered(scope, lambda: store.take_back(formed))
-        await _send_parts(send, formed.bodies, tail)
+            on_undelivered(scope, lambda: store.return_batch(batch))
+        await _send_batch(send, batch.bodies, tail)
 
-    def _position(self, formed: Formed | None) -> dict[str, Any]:
+    def _position(self, batch: DeliveredBatch | None) -> dict[str, Any]:
         queue = self._store.queue
-        numbers = [] if formed is None else [group.seq for group in formed.plan.groups]
         position = {
-            "cursor": queue.delivered if formed is None else formed.plan.end,
-            "sequence_numbers": numbers,
+            "cursor": queue.delivered if batch is None else batch.plan.end,
+            "sequence_numbers": [] if batch is None else [group.seq for group in batch.plan.groups],
             "waiting": queue.waiting,
         }
-        return position | ({"stale": formed.stale} if formed is not None and formed.stale else {})
+        return position | ({"stale": batch.stale} if batch is not None and batch.stale else {})
 
-    async def _match(self, parcels: Sequence[Parcel]) -> None:
-        if self._matcher is not None and (unversioned := [parcel for parcel in parcels if parcel.unversioned]):
+    async def _match_versions(self, posts: Sequence[PostedGroup]) -> None:
+        if self._matcher is not None and (unversioned := [post for post in posts if post.unversioned]):
             await self._matcher.match(unversioned)
 
     async def _answer_post(
-        self, scope: Scope, send: Send, seqs: list[int], parcels: Sequence[Parcel], answer: bytes
+        self, scope: Scope, send: Send, seqs: list[int], posts: Sequence[PostedGroup], answer: bytes
     ) -> None:
-        on_undelivered(scope, lambda: self._store.unanswered(seqs, parcels))
-        await self.durable()
+        on_undelivered(scope, lambda: self._store.mark_unanswered(seqs, posts))
+        await self.wait_until_durable()
         await _send(send, answer)
-        self._store.answered(seqs)
+        self._store.mark_answered(seqs)
 
 
 async def _send(send: Send, body: bytes, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -180,8 +179,8 @@ async def _send(send: Send, body: bytes, status: int = 200, headers: Sequence[tu
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_parts(send: Send, bodies: list[bytes], tail: bytes) -> None:
-    """A batch, group by group: nothing as large as the whole is ever put together."""
+async def _send_batch(send: Send, bodies: list[bytes], tail: bytes) -> None:
+    """Send a batch group by group, so that the whole is never in memory twice."""
     head = b'{"batch":['
     length = len(head) + sum(map(len, bodies)) + len(bodies) - 1 + 1 + len(tail)
     headers = [_JSON, (b"content-length", str(length).encode())]
@@ -193,27 +192,16 @@ async def _send_parts(send: Send, bodies: list[bytes], tail: bytes) -> None:
     await send({"type": "http.response.body", "body": b"]" + tail})
 
 
-def refusal_of(error: InvalidValue | NotPossibleNow) -> Refused:
-    """The refusal that an error of ours is answered with."""
-    if isinstance(error, Refused):
-        return error
-    if isinstance(error, DiskFull):
-        return Refused("disk_full", str(error), status=503, retry_after=5)
-    if isinstance(error, NotPossibleNow):
-        return Refused("storage", str(error), status=503, retry_after=5)
-    return Refused("invalid_value", str(error))
-
-
-def parameters(scope: Scope) -> dict[str, str]:
+def query_parameters(scope: Scope) -> dict[str, str]:
     """The query of a request."""
     return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
 
-def whole(query: dict[str, str], name: str, default: int | None, low: int, high: int) -> int | None:
-    """A whole number of a query.
+def integer_parameter(query: dict[str, str], name: str, default: int | None, low: int, high: int) -> int | None:
+    """An integer of a query.
 
     Raises:
-        Refused: It is not one from `low` to `high`.
+        Refused: The value is not an integer from `low` to `high`.
     """
     text = query.get(name)
     if text is None:
@@ -227,11 +215,11 @@ def whole(query: dict[str, str], name: str, default: int | None, low: int, high:
     return value
 
 
-def wait_of(query: dict[str, str]) -> float:
-    """The seconds that a client wants to wait, at most `MAX_WAIT_S`.
+def wait_parameter(query: dict[str, str]) -> float:
+    """`wait_s` of a query: seconds, at most `MAX_WAIT_S`.
 
     Raises:
-        Refused: It is no number of seconds.
+        Refused: The value is not a number of seconds.
     """
     try:
         value = float(query.get("wait_s", "0"))
@@ -249,39 +237,41 @@ async def wait_for(
     attempt: Callable[[], _T | None],
     ready: Callable[[], bool],
 ) -> _T | None:
-    """What `attempt` returns, tried now and whenever `ready` may have come true, until `wait_s` are over.
+    """Call `attempt` now and each time `ready` may have become true; return its first result.
+
+    Returns None after `wait_s` seconds without a result, or when the store's condition is closed.
 
     Raises:
-        ClientDisconnect: The client went meanwhile.
+        ClientDisconnect: The client left in the meantime.
     """
     result = attempt()
     changed = store.changed
     if result is not None or wait_s <= 0 or changed.closed:
         return result
     deadline = time.monotonic() + wait_s
-    gone = asyncio.ensure_future(_hung_up(receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     waiter: asyncio.Future[None] | None = None
     try:
         while True:
-            waiter = changed.waiter(ready)
+            waiter = changed.add_waiter(ready)
             left = deadline - time.monotonic()
-            if waiter.done() and not changed.closed or store.queue.lanes.waits_for_minimum():
-                # Rows there may be, but an environment's minimum is waited for: time alone can change that.
-                await asyncio.wait({gone}, timeout=max(0.0, min(left, 0.25)))
+            if waiter.done() and not changed.closed or store.queue.scheduler.has_minimums():
+                # Enough rows may wait while an environment's minimum is missing; only time can change that.
+                await asyncio.wait({disconnected}, timeout=max(0.0, min(left, 0.25)))
             else:
-                await asyncio.wait({waiter, gone}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
-            changed.forget(waiter)
-            if gone.done():
+                await asyncio.wait({waiter, disconnected}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            changed.remove_waiter(waiter)
+            if disconnected.done():
                 raise ClientDisconnect
             result = attempt()
             if result is not None or changed.closed or time.monotonic() >= deadline:
                 return result
     finally:
-        gone.cancel()
+        disconnected.cancel()
         if waiter is not None:
-            changed.forget(waiter)
+            changed.remove_waiter(waiter)
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,9 +1,8 @@
-"""Which posts without a key are repetitions: environments of Atropos send none, and post again when no answer came.
+"""Detection of repeated posts without a key: Atropos environments send no key, and post again if no answer came.
 
-The same body from the same environment is the same group if the answer to the first was not delivered: the connection
-broke, or this process was killed. Which groups were in that state is in the note of each group that follows them, so
-that a process that starts on the journal of a killed one knows. A body whose answer did arrive and that comes once more
-is another group.
+The same body from the same environment is the same group if the first answer was not delivered, because the connection
+broke or this process was killed. The note of each group lists the earlier groups in that state, so a process that
+recovers the journal of a killed one knows them. A body that is posted again after its answer arrived is another group.
 """
 
 from __future__ import annotations
@@ -15,83 +14,87 @@ from collections.abc import Sequence
 from toprope.errors import Corrupt, NotFound
 from toprope.records.journal.journal import Journal
 from toprope.records.journal.marks import GroupNote
-from toprope.training.api.intake.validation import Parcel
+from toprope.training.api.intake.validation import PostedGroup
 
-__all__ = ["WINDOW_S", "Repeats"]
+__all__ = ["WINDOW_S", "DuplicateDetector", "digest"]
 
 WINDOW_S = 600.0
-"""Seconds after which the same body is another group in any case."""
+"""Seconds after which an equal body is always another group."""
 _REMEMBERED = 1024
 _IN_FLIGHT = 4096
 _NOTED = 256
 
 
-class Repeats:
-    """Groups without a key whose poster may not have had its answer."""
+class DuplicateDetector:
+    """The groups without a key whose poster may not have its answer. `len()` counts answers known to be lost."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, None] = {}
         self._unanswered: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
 
-    def accepted(self, seq: int, parcel: Parcel) -> None:
-        """A group was stored, its answer is on the way."""
-        if parcel.note.group_id is None:
+    def __len__(self) -> int:
+        return len(self._unanswered)
+
+    def record(self, seq: int, post: PostedGroup) -> None:
+        """Note a stored group whose answer is about to be sent."""
+        if post.note.group_id is None:
             self._in_flight[seq] = None
             if len(self._in_flight) > _IN_FLIGHT:
                 del self._in_flight[next(iter(self._in_flight))]
 
-    def answered(self, seqs: Sequence[int]) -> None:
-        """The answer to these is with the operating system, which delivers it even if this process is killed."""
+    def mark_answered(self, seqs: Sequence[int]) -> None:
+        """The operating system has the answer to these; it delivers it even if this process is killed."""
         for seq in seqs:
             self._in_flight.pop(seq, None)
 
-    def unanswered(self, seqs: Sequence[int], parcels: Sequence[Parcel], now: float) -> None:
+    def mark_unanswered(self, seqs: Sequence[int], posts: Sequence[PostedGroup], now: float) -> None:
         """The answer to these did not reach their poster."""
-        for seq, parcel in zip(seqs, parcels, strict=True):
-            if parcel.note.group_id is None:
-                self._remember(parcel.note.lane, self.digest(parcel.posted), seq, now)
+        for seq, post in zip(seqs, posts, strict=True):
+            if post.note.group_id is None:
+                self._remember(post.note.lane, digest(post.posted), seq, now)
 
-    def find(self, parcel: Parcel, now: float) -> int | None:
-        """The number of the group that this post repeats, if it does."""
-        if not self._unanswered or parcel.note.group_id is not None:
+    def find(self, post: PostedGroup, now: float) -> int | None:
+        """The number of the group that this post repeats, if any."""
+        if not self._unanswered or post.note.group_id is not None:
             return None
-        seq, at = self._unanswered.pop((parcel.note.lane, self.digest(parcel.posted)), (None, 0.0))
+        seq, at = self._unanswered.pop((post.note.lane, digest(post.posted)), (None, 0.0))
         if seq is None or now - at > WINDOW_S:
             return None
-        self.accepted(seq, parcel)  # until this answer is on its way it may come once more
+        self.record(seq, post)  # until this answer is sent, the post may come once more
         return seq
 
-    def open(self, now: float) -> list[int]:
-        """The groups that may come again, newest last; for the note of the next group."""
+    def pending(self, now: float) -> list[int]:
+        """The groups that may be posted again, newest last, for the note of the next group."""
         while self._unanswered and now - next(iter(self._unanswered.values()))[1] > WINDOW_S:
             self._unanswered.popitem(last=False)
         if not self._in_flight and not self._unanswered:
             return []
         return sorted({*self._in_flight, *(seq for seq, _ in self._unanswered.values())})[-_NOTED:]
 
-    def restore(self, journal: Journal, last: int, note: GroupNote) -> None:
-        """What a killed process had not answered: its last group, and those that this one's note names."""
+    def recover(self, journal: Journal, last: int, note: GroupNote) -> None:
+        """Recover the groups that a killed process had not answered: its last one, and those its note lists."""
         wanted = {*note.open, last}
         for record in journal.iterate(min(wanted) - 1):
             found = record.note
             if record.seq not in wanted or not isinstance(found, GroupNote) or found.group_id is not None:
                 continue
             try:
-                digest = bytes.fromhex(found.posted) if found.posted else self.digest(journal.read(record.seq))
+                key = bytes.fromhex(found.posted) if found.posted else digest(journal.read(record.seq))
             except (Corrupt, NotFound, ValueError):
                 continue
-            self._remember(found.lane, digest, record.seq, found.at)
+            self._remember(found.lane, key, record.seq, found.at)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._in_flight.clear()
         self._unanswered.clear()
 
-    def digest(self, body: bytes) -> bytes:
-        """A short name of a body."""
-        return hashlib.blake2b(body, digest_size=16).digest()
-
-    def _remember(self, lane: str, digest: bytes, seq: int, at: float) -> None:
-        self._unanswered[lane, digest] = (seq, at)
+    def _remember(self, lane: str, key: bytes, seq: int, at: float) -> None:
+        self._unanswered[lane, key] = (seq, at)
         while len(self._unanswered) > _REMEMBERED:
             self._unanswered.popitem(last=False)
+
+
+def digest(body: bytes) -> bytes:
+    """The key under which a body is compared with others."""
+    return hashlib.blake2b(body, digest_size=16).digest()

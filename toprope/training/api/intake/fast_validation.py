@@ -1,18 +1,21 @@
-"""Checking a group's numbers in their text: a post has 12,000 of them, and to make Python objects of them all costs
-more than everything else about it.
+"""Validation of a group's matrices as text, without making a Python object of each number.
 
-msgspec passes over the matrices of a group without decoding them, which checks that they are JSON. What is left to be
-known of each is found in its bytes, many at a time: where its rows end, how many numbers they have, that ids are below
-a bound, that log-probabilities are finite, and that a mask repeats the ids behind its prompt, letter by letter. The
-rest of the group is decoded by type as ever, with the matrices cut out.
+A typical post of 8 x 512 tokens (130 KB) holds 12,000 numbers, and decoding them costs more than all other work on the
+post. msgspec skips the matrices, which checks that they are JSON. NumPy and byte searches then check the rest: where
+rows end, how many numbers they hold, that ids are below the bound, that log-probabilities are finite, and that a mask
+repeats the token ids after its prompt. The rest of the group, with the matrices cut out, is decoded by type.
 
-Nothing here refuses anything. Whatever does not look the way that encoders write it is left to the exact decoder, which
-says what is wrong with it, if anything: `survey` then returns None.
+This module refuses nothing. `MatrixScanner.scan` returns None for text that does not look as JSON encoders write it,
+and the exact decoder then decides.
+
+Measured on two shared cores (medians over alternating rounds): 1.2 ms of processor time for such a post, 1.6 ms
+without this module. An HTTP protocol that received bodies without uvicorn's copies saved another 0.1 ms; it overrode
+private methods of uvicorn and was removed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,24 +23,23 @@ import numpy.typing as npt
 
 from toprope.records.journal.groups import MASKED
 
-__all__ = ["Survey", "Surveyor"]
+__all__ = ["MatrixScanner", "Scan"]
 
-_ROW_WORTH_IT = 128
-"""Bytes of an average row below which it is."""
-_EMPTY = b"[[0]]"
-"""Stands for a matrix in what is left to decode."""
-_LONGEST = b"\0" * 36
-"""Of a comma map packed to bits: a number of 300 characters, which might be too large for a float."""
+_MIN_ROW_BYTES = 128
+"""Average row length from which scanning is faster than decoding."""
+_PLACEHOLDER = b"[[0]]"
+"""Replaces a matrix in the JSON that is left to decode."""
+_LONG_NUMBER = b"\0" * 36
+"""About 300 bytes without a comma, in a bitmap of commas: the number may overflow a float."""
 _MASKED = str(MASKED).encode()
 _COMMA, _DOT, _SPACE, _OPEN, _CLOSE, _E = b",. []e"
 
 _Bytes = npt.NDArray[np.uint8]
 
-
 _NULL = msgspec.Raw(b"null")
 
 
-class _Skim(msgspec.Struct):
+class _RawMatrices(msgspec.Struct):
     tokens: msgspec.Raw
     masks: msgspec.Raw
     inference_logprobs: msgspec.Raw = _NULL
@@ -45,25 +47,26 @@ class _Skim(msgspec.Struct):
     ref_logprobs: msgspec.Raw = _NULL
 
 
-class Survey(NamedTuple):
-    """What a body holds: `rest` is its JSON with a matrix of one 0 in the place of each of `lengths`, which says the
-    numbers of each of their rows."""
+class Scan(NamedTuple):
+    """A body whose matrices are valid."""
 
     rest: bytes
+    """Its JSON with `[[0]]` in place of each matrix."""
     lengths: dict[str, list[int]]
+    """Row lengths of each matrix, by name."""
 
 
 class _Matrix:
-    """A matrix in its text: `[[...], ...]` from `at` to `end` of a body that is valid JSON."""
+    """The text of a matrix: `[[...], ...]` from `at` to `end` of a body that is valid JSON."""
 
-    def __init__(self, body: bytes | bytearray, at: int, text: _Bytes) -> None:
+    def __init__(self, body: bytes, at: int, text: _Bytes) -> None:
         self.body, self.at, self.end, self.text = body, at, at + len(text), text
-        self.rows = self._rows()
-        """Where the numbers of each row begin and end; none where it is not sure that this is a matrix."""
+        self.rows = self._find_rows()
+        """Start and end of the numbers of each row; empty if this may not be a matrix."""
         self.commas: npt.NDArray[np.bool_] = text == _COMMA
         self.largest = int(text.max())
 
-    def _rows(self) -> list[tuple[int, int]]:
+    def _find_rows(self) -> list[tuple[int, int]]:
         body, end, rows = self.body, self.end, []
         start = self.at + 2
         if not body.startswith(b"[[", self.at):
@@ -72,39 +75,39 @@ class _Matrix:
             rows.append((start, close))
             if body[close + 1] == _CLOSE:
                 whole = close + 2 == end and np.count_nonzero(self.text == _OPEN) == len(rows) + 1
-                return rows if whole and (end - self.at) > _ROW_WORTH_IT * len(rows) else []
+                return rows if whole and (end - self.at) > _MIN_ROW_BYTES * len(rows) else []
             start = close + (4 if body[close + 2] == _SPACE else 3)
             if body[close + 1] != _COMMA or body[start - 1] != _OPEN:
                 return []
         return []
 
-    def lacks(self, *characters: bytes) -> bool:
+    def _lacks(self, *characters: bytes) -> bool:
         return all(self.body.find(character, self.at, self.end) < 0 for character in characters)
 
     def lengths(self) -> list[int]:
-        """The numbers of each row, if they are numbers: rows are not empty."""
+        """Count of numbers in each row, provided they are numbers; no row is empty."""
         at, commas = self.at, self.commas
         return [int(np.count_nonzero(commas[start - at : end - at])) + 1 for start, end in self.rows]
 
-    def finite(self) -> bool:
-        """Whether these are numbers, all of them finite: no letters but the e of a negative exponent, and short."""
-        if self.largest > _E or not self.lacks(b'"', b"E", b"\n", b"\r", b"\t"):
+    def is_finite(self) -> bool:
+        """True if all entries are finite numbers: short, and no letters but the e of a negative exponent."""
+        if self.largest > _E or not self._lacks(b'"', b"E", b"\n", b"\r", b"\t"):
             return False
         if self.largest == _E and self.body.count(b"e", self.at, self.end) != self.body.count(b"e-", self.at, self.end):
             return False
-        return np.packbits(self.commas).tobytes().find(_LONGEST) < 0
+        return np.packbits(self.commas).tobytes().find(_LONG_NUMBER) < 0
 
-    def below(self, limit: bytes) -> bool:
-        """Whether these are whole numbers from 0 to `limit`, in its decimal digits."""
-        if self.largest > _CLOSE or not self.lacks(b'"', b"-", b".", b"E", b"\n", b"\r", b"\t"):
+    def has_ids_up_to(self, limit: bytes) -> bool:
+        """True if all entries are integers from 0 to `limit`, which is written in decimal digits."""
+        if self.largest > _CLOSE or not self._lacks(b'"', b"-", b".", b"E", b"\n", b"\r", b"\t"):
             return False
         text, count = self.text, len(limit)
         digits = (text - 48) < 10
         runs = digits
-        for shift in range(1, count):  # where as many digits as the limit has begin
+        for shift in range(1, count):  # starts of runs of as many digits as the limit has
             runs = runs[:-1] & digits[shift:]
         if (runs[:-1] & digits[count:]).any():
-            return False  # one is longer
+            return False  # a number has more digits than the limit
         starts = np.flatnonzero(runs & (text[: len(runs)] >= limit[0]))
         for place, most in enumerate(limit):
             found = text[starts + place]
@@ -116,55 +119,49 @@ class _Matrix:
         return True
 
 
-class Surveyor:
-    """Looks bodies over for a policy.
+class MatrixScanner:
+    """Scans posted bodies.
 
     Args:
-        vocabulary: Token ids are below this.
+        vocabulary: Number of token ids.
     """
 
     def __init__(self, vocabulary: int) -> None:
         self._limit = str(vocabulary - 1).encode()
-        self._skim = msgspec.json.Decoder(_Skim)
+        self._raw = msgspec.json.Decoder(_RawMatrices)
         self._ids = msgspec.json.Decoder(list[int])
 
-    def survey(self, body: bytes | bytearray) -> Survey | None:
-        """What is in a body, if its matrices are sound; None where that is not sure."""
+    def scan(self, body: bytes) -> Scan | None:
+        """The row lengths of a body's matrices, if these are valid; None if that is uncertain."""
         try:
-            skim = self._skim.decode(body)
+            raw = self._raw.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         base = _address(np.frombuffer(body, np.uint8))
-        places: list[tuple[int, int]] = []
-        lengths: dict[str, list[int]] = {}
-        tokens = _matrix(body, base, skim.tokens)
-        if not tokens.rows or not tokens.below(self._limit):
+        tokens, masks = _matrix(body, base, raw.tokens), _matrix(body, base, raw.masks)
+        if not tokens.rows or not tokens.has_ids_up_to(self._limit) or len(masks.rows) != len(tokens.rows):
             return None
-        lengths["tokens"] = tokens.lengths()
-        places.append((tokens.at, tokens.end))
-        masks = _matrix(body, base, skim.masks)
-        if len(masks.rows) != len(tokens.rows):
-            return None
-        lengths["masks"] = masks.lengths()
-        places.append((masks.at, masks.end))
-        if lengths["masks"] != lengths["tokens"]:
+        if tokens.lengths() != masks.lengths():
             return None
         for row, ids in zip(masks.rows, tokens.rows, strict=True):
-            if not (_repeats(body, row, ids) or self._fits(body, row, ids)):
+            if not (_repeats_ids(body, row, ids) or self._matches_ids(body, row, ids)):
                 return None
-        for name in _Skim.__struct_fields__[2:]:
-            raw = getattr(skim, name)
-            if len(memoryview(raw)) == 4 and bytes(raw) == b"null":
+        matrices = {"tokens": tokens, "masks": masks}
+        for name in _RawMatrices.__struct_fields__[2:]:
+            text = getattr(raw, name)
+            if len(memoryview(text)) == 4 and bytes(text) == b"null":
                 continue
-            matrix = _matrix(body, base, raw)
-            if not matrix.rows or not matrix.finite():
+            matrix = _matrix(body, base, text)
+            if not matrix.rows or not matrix.is_finite():
                 return None
-            lengths[name] = matrix.lengths()
-            places.append((matrix.at, matrix.end))
-        return Survey(_without(body, places), lengths)
+            matrices[name] = matrix
+        return Scan(
+            _cut_out(body, [(matrix.at, matrix.end) for matrix in matrices.values()]),
+            {name: matrix.lengths() for name, matrix in matrices.items()},
+        )
 
-    def _fits(self, body: bytes | bytearray, row: tuple[int, int], ids: tuple[int, int]) -> bool:
-        """Whether a mask that is more than a prompt and what follows it holds the ids where it is not masked."""
+    def _matches_ids(self, body: bytes, row: tuple[int, int], ids: tuple[int, int]) -> bool:
+        """True if a mask row of any pattern holds the ids at all positions that are not masked."""
         try:
             mask = self._ids.decode(b"[%s]" % body[slice(*row)])
             tokens = self._ids.decode(b"[%s]" % body[slice(*ids)])
@@ -177,14 +174,16 @@ def _address(text: _Bytes) -> int:
     return int(text.__array_interface__["data"][0])
 
 
-def _matrix(body: bytes | bytearray, base: int, raw: Any) -> _Matrix:
+def _matrix(body: bytes, base: int, raw: msgspec.Raw) -> _Matrix:
     text = np.frombuffer(raw, np.uint8)  # a view into the body
     return _Matrix(body, _address(text) - base, text)
 
 
-def _repeats(body: bytes | bytearray, row: tuple[int, int], ids: tuple[int, int]) -> bool:
-    """Whether a row of a mask, as text, is n times MASKED and then the text of the ids but for the first n; to be asked
-    of rows with as many entries as there are ids."""
+def _repeats_ids(body: bytes, row: tuple[int, int], ids: tuple[int, int]) -> bool:
+    """True if the text of a mask row is n times MASKED, then the text of the ids from the n-th on.
+
+    Both rows must hold the same number of entries.
+    """
     start, end = row
     last = body.rfind(_MASKED, start, end)
     if last < 0:
@@ -198,9 +197,10 @@ def _repeats(body: bytes | bytearray, row: tuple[int, int], ids: tuple[int, int]
     return body[start:behind] == (_MASKED + separator) * (count - 1) + _MASKED
 
 
-def _without(body: bytes | bytearray, places: list[tuple[int, int]]) -> bytes:
+def _cut_out(body: bytes, spans: list[tuple[int, int]]) -> bytes:
+    """The body with the placeholder in place of each span."""
     parts, at = [], 0
-    for start, end in sorted(places):
-        parts += [body[at:start], _EMPTY]
+    for start, end in sorted(spans):
+        parts += [body[at:start], _PLACEHOLDER]
         at = end
     return b"".join([*parts, body[at:]])

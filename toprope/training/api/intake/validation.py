@@ -1,9 +1,9 @@
-"""The door of the trajectory API: what comes in is read within limits, decoded by type and checked before anything is
-stored, so that no post can harm another group or the trainer.
+"""Validation of posted groups: read within limits, decode by type and check, before anything is stored.
 
-A body that passes is kept byte for byte, and later handed out as it came. That is safe because every part of it has
-been checked: the matrices of large groups in their text (`matrices.py`), everything else, and what is not plainly in
-order there, by the strict decoder. A body with fields that we do not know is written anew without them.
+No post can harm another group or the trainer. A valid body is stored byte for byte and delivered as it was posted,
+which is safe because every part of it has been checked: the strict decoder checks everything, except the matrices of
+large groups, which `fast_validation` checks as text if it can. A body with unknown fields is encoded again without
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -20,63 +20,62 @@ from starlette.types import Receive, Scope
 
 from toprope.records.journal.groups import MASKED, Group
 from toprope.records.journal.journal import GroupNote
-from toprope.training.api.http.body_protocol import body_of
 from toprope.training.api.http.errors import Refused
 
-__all__ = ["Door", "Limits", "Parcel", "lane_of", "read_body"]
-
 if TYPE_CHECKING:
-    from toprope.training.api.intake.fast_validation import Surveyor
+    from toprope.training.api.intake.fast_validation import MatrixScanner
+
+__all__ = ["GroupValidator", "Limits", "PostedGroup", "lane_name", "read_body"]
 
 _FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")
-_SURVEYED_BYTES = 16_384
-"""Bodies below this are decoded as quickly as they are looked over."""
-_DEPTH = 32
+_SCANNED_BYTES = 16_384
+"""Smaller bodies are decoded as fast as they are scanned."""
+_MAX_DEPTH = 32
 _VOCABULARY = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the API takes in.
-
-    `queue_groups` and `queue_bytes` bound what waits: posts beyond are answered 503 with Retry-After.
-    """
+    """Limits of the API. A post beyond `queue_groups` or `queue_bytes` is answered 503 with Retry-After."""
 
     body_bytes: int = 64 * 1024 * 1024
-    """Of a request as it comes."""
+    """Size of a request body as received."""
     decoded_bytes: int = 256 * 1024 * 1024
-    """Of a request after decompression."""
+    """Size of a request body after decompression."""
     rows: int = 65_536
-    """Of one group."""
+    """Rows of one group."""
     queue_groups: int = 131_072
+    """Waiting groups."""
     queue_bytes: int = 32 * 1024**3
+    """Total size of the bodies of waiting groups."""
     lanes: int = 4096
-    """Different environments."""
+    """Number of environments."""
 
 
-class Parcel(msgspec.Struct, gc=False):
-    """A group that passed the door."""
+class PostedGroup(msgspec.Struct, gc=False):
+    """A valid group from a post."""
 
     body: bytes
+    """The body to store."""
     note: GroupNote
     env_id: int | None
     posted: bytes
-    """The body as it came; `body` differs where unknown fields were left out or versions were added."""
+    """The body as received; `body` differs if unknown fields were removed or versions were added."""
     unversioned: bool = False
-    """Whether an outside environment posted it without policy versions."""
+    """True if an outside environment posted it without policy versions."""
 
 
-def lane_of(env_id: int | None, environment: str | None) -> str:
-    """The name of an environment's lane: `#<env_id>` for one that registered, else the name it goes by."""
+def lane_name(env_id: int | None, environment: str | None) -> str:
+    """The lane of an environment: `#<env_id>` if it registered, else the name in its posts."""
     return f"#{env_id}" if env_id is not None else environment or ""
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | bytearray:
-    """The body of a request, decompressed where it is gzip.
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """Read the body of a request; decompress gzip.
 
     Raises:
-        Refused: It is too large, before or after decompression, or its encoding is unknown or broken.
-        ClientDisconnect: The client went before all of it had come.
+        Refused: The body is too large, before or after decompression, or its encoding is unknown or broken.
+        ClientDisconnect: The client left before it had sent the whole body.
     """
     encoding = b""
     for name, value in scope["headers"]:
@@ -85,16 +84,12 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | b
                 raise _too_large(limits.body_bytes)
         elif name == b"content-encoding":
             encoding = value.strip().lower()
-    body = body_of(scope)
-    if body is None:
-        body = await _receive(receive, limits)
-    elif len(body) > limits.body_bytes:
-        raise _too_large(limits.body_bytes)
+    body = await _receive(receive, limits)
     if encoding in (b"", b"identity"):
         return body
     if encoding not in (b"gzip", b"x-gzip"):
         name = encoding.decode("latin-1")
-        raise Refused("unknown_encoding", f"Content-Encoding {name!r} is not understood; use gzip.", status=415)
+        raise Refused("unknown_encoding", f"Content-Encoding {name!r} is not supported; use gzip.", status=415)
     return _gunzip(body, limits.decoded_bytes)
 
 
@@ -114,7 +109,7 @@ async def _receive(receive: Receive, limits: Limits) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
+def _gunzip(body: bytes, limit: int) -> bytes:
     unpack = zlib.decompressobj(wbits=31)
     try:
         plain = unpack.decompress(body, limit + 1)
@@ -123,7 +118,7 @@ def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
     if len(plain) > limit:
         raise _too_large(limit, " after decompression")
     if not unpack.eof or unpack.unused_data:
-        raise Refused("bad_gzip", "The body is not one whole gzip stream.", status=400)
+        raise Refused("bad_gzip", "The body is not one complete gzip stream.", status=400)
     return plain
 
 
@@ -131,67 +126,71 @@ def _too_large(limit: int, when: str = "") -> Refused:
     return Refused("too_large", f"The body exceeds {limit} bytes{when}.", status=413)
 
 
-class Door:
+class GroupValidator:
     """Decodes and checks groups.
 
     Args:
-        vocabulary: How many token ids the policy has; None while that is not known.
-        limits: Sizes.
+        vocabulary: Number of token ids of the policy; None while unknown.
+        limits: Size limits.
+        scan_bytes: Smallest body whose matrices are checked as text.
     """
 
-    def __init__(self, vocabulary: int | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, vocabulary: int | None = None, limits: Limits | None = None, *, scan_bytes: int = _SCANNED_BYTES
+    ) -> None:
         self.limits = limits or Limits()
-        # The bound of token ids is a part of the type, so that it costs nothing and the message names the place.
-        ids = list[list[Annotated[int, msgspec.Meta(ge=0, lt=vocabulary or _VOCABULARY)]]]
+        self._vocabulary = vocabulary or _VOCABULARY
+        # The bound of token ids is part of the type: it costs nothing, and errors name the place.
+        ids = list[list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocabulary)]]]
         fields: list[Any] = [("tokens", ids)]
         strict = msgspec.defstruct("Strict", fields, bases=(Group,), forbid_unknown_fields=True)
         lenient = msgspec.defstruct("Lenient", fields, bases=(Group,))
-        self._strict = msgspec.json.Decoder(strict)
-        self._lenient = msgspec.json.Decoder(lenient)
-        self._vocabulary = vocabulary or _VOCABULARY
-        self._surveyor: Surveyor | None = None
+        self._strict = msgspec.json.Decoder(cast(type[Group], strict))
+        self._lenient = msgspec.json.Decoder(cast(type[Group], lenient))
         self._encode = msgspec.json.Encoder().encode
+        self._scan_bytes = scan_bytes
+        self._scanner: MatrixScanner | None = None
 
-    def open(self, body: bytes, max_row: int | None = None) -> Parcel:
-        """Decodes and checks one group.
+    def validate(self, body: bytes, max_row: int | None = None) -> PostedGroup:
+        """Decode and check one group.
 
         Args:
-            body: Its JSON.
-            max_row: The longest row that the trainer takes, in tokens; None where it has not said.
+            body: The group as JSON.
+            max_row: Longest row that the trainer accepts, in tokens; None if unknown.
 
         Raises:
-            Refused: Something is wrong with it; `field` says where.
+            Refused: The group is invalid; `field` names the place.
         """
         posted = body
-        group, lengths = self._surveyed(body)
+        group, lengths = self._decode_scanned(body)
         if group is None:
-            body, group = self._decoded(body)
+            body, group = self._decode(body)
             lengths = {name: [len(row) for row in matrix] for name, matrix in _matrices(group)}
             self._check(group, lengths, max_row)
             _check_masks(group.masks, group.tokens)
         else:
             self._check(group, lengths, max_row)
         unversioned = group.env_id is not None and group.versions is None
-        return Parcel(body, _note(group, lengths["tokens"]), group.env_id, posted, unversioned)
+        return PostedGroup(body, _note(group, lengths["tokens"]), group.env_id, posted, unversioned)
 
-    def _surveyed(self, body: bytes) -> tuple[Group | None, dict[str, list[int]]]:
-        """The group but for its matrices, and their rows' lengths, where they are sound for sure."""
-        if len(body) < _SURVEYED_BYTES:
+    def _decode_scanned(self, body: bytes) -> tuple[Group | None, dict[str, list[int]]]:
+        """The group without its matrices, and their row lengths, if scanning the text proves the matrices valid."""
+        if len(body) < self._scan_bytes:
             return None, {}
-        if self._surveyor is None:  # it needs NumPy, which runs of small groups do without
-            from toprope.training.api.intake.fast_validation import Surveyor
+        if self._scanner is None:  # imported late: it loads NumPy, which runs with small groups never need
+            from toprope.training.api.intake.fast_validation import MatrixScanner
 
-            self._surveyor = Surveyor(self._vocabulary)
-        survey = self._surveyor.survey(body)
-        if survey is not None:
+            self._scanner = MatrixScanner(self._vocabulary)
+        scan = self._scanner.scan(body)
+        if scan is not None:
             try:
-                return self._strict.decode(survey.rest), survey.lengths
+                return self._strict.decode(scan.rest), scan.lengths
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                pass  # the exact decoder says at which place
+                pass  # the exact decoder names the place
         return None, {}
 
-    def _decoded(self, body: bytes) -> tuple[bytes, Group]:
-        """The whole group, and its body without the fields that are not known."""
+    def _decode(self, body: bytes) -> tuple[bytes, Group]:
+        """The whole group, and its body without unknown fields."""
         try:
             try:
                 return body, self._strict.decode(body)
@@ -208,20 +207,22 @@ class Door:
             raise Refused("malformed_json", f"The body is not JSON: {error}.", status=400) from None
 
     def _check(self, group: Group, matrices: dict[str, list[int]], max_row: int | None) -> None:
-        """All but the numbers themselves; `matrices` says of each how long its rows are."""
+        """Check everything but the numbers themselves; `matrices` maps each matrix to its row lengths."""
         lengths = matrices["tokens"]
         rows = len(lengths)
         if not rows:
             raise Refused("empty_group", "The group has no rows.", field="tokens")
         if rows > self.limits.rows:
-            raise Refused("too_many_rows", f"The group has {rows} rows; at most {self.limits.rows}.", field="tokens")
+            raise Refused(
+                "too_many_rows", f"The group has {rows} rows; at most {self.limits.rows} are allowed.", field="tokens"
+            )
         if not min(lengths):
             raise Refused("empty_row", "A row has no tokens.", field=f"tokens[{lengths.index(0)}]")
         if max_row is not None and max(lengths) > max_row:
             row = lengths.index(max(lengths))
             raise Refused(
                 "row_too_long",
-                f"Row {row} has {lengths[row]} tokens; the trainer takes at most {max_row}.",
+                f"Row {row} has {lengths[row]} tokens; the trainer accepts at most {max_row}.",
                 field=f"tokens[{row}]",
             )
         for name, found in matrices.items():
@@ -244,8 +245,8 @@ class Door:
             "messages", "generation_params", "overrides", "group_overrides", "images", "distill_token_ids",
             "distill_logprobs",
         ):  # fmt: skip
-            if (value := getattr(group, name)) is not None and _deeper(value, _DEPTH):
-                raise Refused("too_deep", f"{name} is nested more than {_DEPTH} deep.", field=name)
+            if (value := getattr(group, name)) is not None and _is_deeper(value, _MAX_DEPTH):
+                raise Refused("too_deep", f"{name} is nested more than {_MAX_DEPTH} deep.", field=name)
 
 
 def _matrices(group: Group) -> Iterator[tuple[str, Sequence[Sequence[Any]]]]:
@@ -257,7 +258,7 @@ def _matrices(group: Group) -> Iterator[tuple[str, Sequence[Sequence[Any]]]]:
 def _note(group: Group, lengths: list[int]) -> GroupNote:
     return GroupNote(
         rows=len(lengths),
-        lane=lane_of(group.env_id, group.environment),
+        lane=lane_name(group.env_id, group.environment),
         group_id=group.group_id,
         equal_score=min(group.scores) == max(group.scores),
         tokens=sum(lengths),
@@ -273,7 +274,7 @@ def _check_masks(masks: list[list[int]], tokens: list[list[int]]) -> None:
             at = next(i for i, (m, t) in enumerate(zip(mask, row, strict=True)) if m not in (MASKED, t))
             raise Refused(
                 "bad_mask",
-                f"A mask holds {MASKED} or the token's id; here it is {mask[at]}, and the token {row[at]}.",
+                f"A mask holds {MASKED} or the token's id; here it holds {mask[at]}, and the token is {row[at]}.",
                 field=f"masks[{index}][{at}]",
             )
 
@@ -293,26 +294,31 @@ def _check_rollouts(group: Group, lengths: list[int]) -> None:
     rollouts, outcomes = group.rollouts, group.outcomes
     if rollouts is not None:
         if outcomes is None:
-            raise Refused("missing_outcomes", "rollouts point into outcomes, which are missing.", field="rollouts")
+            raise Refused("missing_outcomes", "rollouts refer to outcomes, which are missing.", field="rollouts")
         for row, index in enumerate(rollouts):
             if not 0 <= index < len(outcomes):
                 raise Refused(
-                    "bad_rollout", f"Rollout {index} is none of the {len(outcomes)} outcomes.", field=f"rollouts[{row}]"
+                    "bad_rollout",
+                    f"There is no outcome {index}: the group has {len(outcomes)}.",
+                    field=f"rollouts[{row}]",
                 )
     elif outcomes is not None and len(outcomes) != len(lengths):
         raise Refused(
             "length_mismatch",
-            f"outcomes has {len(outcomes)} entries for {len(lengths)} rows; say in rollouts which row is whose.",
+            f"outcomes has {len(outcomes)} entries for {len(lengths)} rows; use rollouts to assign rows to outcomes.",
             field="outcomes",
         )
     for row, runs in enumerate(group.versions or ()):
         if any(version < 0 or count < 1 for version, count in runs):
-            raise Refused("bad_version", "versions holds [version >= 0, count >= 1].", field=f"versions[{row}]")
+            raise Refused(
+                "bad_version", "versions must hold pairs [version >= 0, count >= 1].", field=f"versions[{row}]"
+            )
         if sum(count for _, count in runs) > lengths[row]:
             raise Refused("bad_version", "versions count more tokens than the row has.", field=f"versions[{row}]")
 
 
-def _deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
+    """True if `value` is nested more than `depth` deep."""
     level = [value]
     while level:
         if not depth:
@@ -329,9 +335,11 @@ def _deeper(value: Any, depth: int) -> bool:
 
 
 def _invalid(error: msgspec.ValidationError) -> Refused:
-    """msgspec's `what - at `$.path``, as a refusal with a field."""
-    what, _, where = str(error).partition(" - at `")
-    field = where.rstrip("`").removeprefix("$").removeprefix(".") or None
+    """The refusal for an error of msgspec, whose text is "problem - at `$.path`"."""
+    problem, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
     return Refused(
-        "out_of_range" if "range" in what or ">=" in what or "<=" in what else "invalid_type", what + ".", field=field
+        "out_of_range" if "range" in problem or ">=" in problem or "<=" in problem else "invalid_type",
+        problem + ".",
+        field=field,
     )

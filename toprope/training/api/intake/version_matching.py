@@ -1,9 +1,9 @@
-"""The policy versions of groups that outside environments post: asked of the inference server that sampled them.
+"""Policy versions for groups of outside environments, requested from the inference server that sampled them.
 
-An environment of Atropos knows nothing of versions, and its log-probabilities are optional. But what it trains on was
-sampled by our inference server, which keeps what it samples under keys of outside environments. A row is looked up by
-its sampled ids and what stood before them. A group counts as matched when all its rows are found; else it is marked,
-and the owner's setting says whether it is trained on.
+An Atropos environment knows no policy versions, and its log-probabilities are optional. Our inference server sampled
+its tokens, and keeps the samples it produced under keys of outside environments. A row is looked up by its sampled ids
+and the ids before them. If a row of a group is not found, the group is marked as unmatched, and `rollout.unmatched`
+decides if it is trained on.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from urllib.parse import urlsplit
 import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group
-from toprope.training.api.intake.validation import Parcel
-from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, Matched, MatchRequest, Sought
+from toprope.training.api.intake.validation import PostedGroup
+from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchedRow, MatchRequest, SoughtRow
 
-__all__ = ["InferenceMatcher", "Matcher", "spans_of"]
+__all__ = ["InferenceMatcher", "VersionMatcher", "sampled_spans"]
 
 _TIMEOUT_S = 5.0
 _PAUSE_S = 5.0
-"""After a failure the server is left alone for so long: posts must not wait for one that is gone."""
+"""Pause after a failure: posts must not wait for a server that is gone."""
 
 _group = msgspec.json.Decoder(Group)
 _answer = msgspec.json.Decoder(MatchAnswer)
 _encode = msgspec.json.Encoder().encode
 
 
-class Matcher(Protocol):
-    """Finds the versions of what was sampled."""
+class VersionMatcher(Protocol):
+    """Finds the policy versions of sampled tokens."""
 
-    async def match(self, parcels: Sequence[Parcel]) -> None:
-        """Adds versions (and log-probabilities, where they are missing) to groups that have none; marks the groups of
-        which a row is not found as unmatched. Never fails."""
+    async def match(self, posts: Sequence[PostedGroup]) -> None:
+        """Add versions (and missing log-probabilities) to groups that have none. Never fails.
+
+        Marks a group as unmatched if one of its rows is not found.
+        """
         ...
 
 
 class InferenceMatcher:
-    """Asks an inference server, whose address may come later (`connect`): until then nothing is marked.
+    """Queries an inference server. Leaves groups as they are until `connect` has given its address.
 
     Args:
         secret: The run's secret.
@@ -57,38 +59,38 @@ class InferenceMatcher:
         self._not_before = 0.0
 
     def connect(self, url: str) -> None:
-        """The server's address."""
+        """Set the server's address."""
         parts = urlsplit(url)
         self._address, self._not_before = (parts.hostname or "", parts.port or 80), 0.0
 
     def close(self) -> None:
-        """Ends the thread after its request, and closes the connection."""
+        """End the thread after its current request, and close the connection."""
         self._thread.shutdown()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    async def match(self, parcels: Sequence[Parcel]) -> None:
+    async def match(self, posts: Sequence[PostedGroup]) -> None:
         address = self._address
         if address is None:
             return
-        groups = [_group.decode(parcel.body) for parcel in parcels]
+        groups = [_group.decode(post.body) for post in posts]
         rows = [
-            Sought(tokens, spans_of(masks))
+            SoughtRow(tokens, sampled_spans(masks))
             for group in groups
             for tokens, masks in zip(group.tokens, group.masks, strict=True)
         ]
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, address, rows)
-        for parcel, group in zip(parcels, groups, strict=True):
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._query, address, rows)
+        for post, group in zip(posts, groups, strict=True):
             own, found = found[: len(group.tokens)], found[len(group.tokens) :]
-            _merge(parcel, group, own)
+            _merge(post, group, own)
 
-    def _ask(self, address: tuple[str, int], rows: list[Sought]) -> list[Matched | None]:
-        nothing: list[Matched | None] = [None] * len(rows)
+    def _query(self, address: tuple[str, int], rows: list[SoughtRow]) -> list[MatchedRow | None]:
+        nothing: list[MatchedRow | None] = [None] * len(rows)
         if time.monotonic() < self._not_before:
             return nothing
         body = _encode(MatchRequest(rows))
-        for attempt in (1, 2):  # a kept connection may have been closed meanwhile
+        for attempt in (1, 2):  # the server may have closed the idle connection
             try:
                 if self._connection is None or (self._connection.host, self._connection.port) != address:
                     self._connection = http.client.HTTPConnection(*address, timeout=_TIMEOUT_S)
@@ -109,8 +111,8 @@ class InferenceMatcher:
         return nothing
 
 
-def spans_of(masks: list[int]) -> list[tuple[int, int]]:
-    """Where a row's sampled tokens are: (start, end) of each run that is not masked."""
+def sampled_spans(masks: list[int]) -> list[tuple[int, int]]:
+    """(start, end) of each run of tokens that is not masked."""
     spans, start = [], None
     for index, mask in enumerate(masks):
         if mask == MASKED:
@@ -124,12 +126,12 @@ def spans_of(masks: list[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def _merge(parcel: Parcel, group: Group, rows: Sequence[Matched | None]) -> None:
+def _merge(post: PostedGroup, group: Group, rows: Sequence[MatchedRow | None]) -> None:
     versions, logprobs = [], []
     for masks, row in zip(group.masks, rows, strict=True):
         sampled = sum(mask != MASKED for mask in masks)
         if row is None or len(row.logprobs) != sampled or sum(count for _, count in row.versions) != sampled:
-            parcel.note.unmatched = True
+            post.note.unmatched = True
             return
         values = iter(row.logprobs)
         versions.append(row.versions)
@@ -137,5 +139,5 @@ def _merge(parcel: Parcel, group: Group, rows: Sequence[Matched | None]) -> None
     group.versions = versions
     if group.inference_logprobs is None:
         group.inference_logprobs = logprobs
-    parcel.body = _encode(group)
-    parcel.note.oldest_version = group.oldest_version()
+    post.body = _encode(group)
+    post.note.oldest_version = group.oldest_version()

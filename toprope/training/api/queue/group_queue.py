@@ -1,9 +1,9 @@
-"""The account of a run's groups: what waits, what was delivered in which order, what a checkpoint has passed.
+"""The account of a run's groups: waiting, delivered in which order, committed by a checkpoint, or dropped.
 
-Pure and synchronous: no clock, no file, no decoding. The order between environments is `lanes.py`'s business. Groups
-leave the queue in deliveries that are numbered; the trainer's cursor is how many groups were delivered so far in this
-lineage. Going back to an earlier cursor (a checkpoint after a crash, an answer that got lost) moves later deliveries
-back to waiting, and they are delivered again first, in the same order and the same batches. At every moment
+Pure and synchronous: no clock, no file, no decoding. `fair_scheduler` decides the order between environments. Groups
+leave the queue in numbered deliveries; the trainer's cursor is the number of groups delivered so far in this lineage.
+Rewinding to an earlier cursor (a checkpoint after a crash, an answer that was lost) moves later deliveries back to
+waiting, and they are delivered again first, in the same order and the same batches. At every moment
 
     accepted = waiting + delivered, not committed + committed + dropped, by reason
 """
@@ -18,24 +18,26 @@ from itertools import chain, islice
 from toprope.records.journal.groups import Counts
 from toprope.records.journal.marks import GroupNote, Snapshot
 from toprope.training.api.http.errors import Refused
-from toprope.training.api.queue.fair_scheduler import Lanes, Waiting
+from toprope.training.api.queue.fair_scheduler import FairScheduler, WaitingGroup
 
-__all__ = ["GroupQueue", "Plan"]
+__all__ = ["BatchPlan", "GroupQueue"]
 
 _REMEMBERED_KEYS = 65_536
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A batch that can be delivered: nothing has changed yet."""
+class BatchPlan:
+    """A batch that can be delivered. Planning changes nothing."""
 
     cursor: int
     """Position before the batch."""
-    groups: tuple[Waiting, ...]
+    groups: tuple[WaitingGroup, ...]
     again: int
-    """How many of them, from the first on, were delivered before."""
+    """Number of groups at the start that were delivered before."""
     sequences: int
-    passed: str | None = None
+    """Rows that the trainer asked for."""
+    skipped: str | None = None
+    """The lane whose turn it was and that got nothing."""
 
     @property
     def end(self) -> int:
@@ -44,14 +46,14 @@ class Plan:
 
 
 class GroupQueue:
-    """Groups from acceptance to the checkpoint that has passed them.
+    """Groups from acceptance to the checkpoint that covers them.
 
     Args:
-        lanes: The order between environments.
+        scheduler: Decides the order between environments.
     """
 
-    def __init__(self, lanes: Lanes | None = None) -> None:
-        self.lanes = Lanes() if lanes is None else lanes
+    def __init__(self, scheduler: FairScheduler | None = None) -> None:
+        self.scheduler = FairScheduler() if scheduler is None else scheduler
         self.waiting = 0
         self.waiting_rows = 0
         self.waiting_bytes = 0
@@ -59,37 +61,37 @@ class GroupQueue:
         self._dropped: dict[str, int] = {}
         self._refused: dict[str, int] = {}
         self._waits: dict[int, bool] = {}
-        """Every group that waits (True) or is delivered (False), by number."""
+        """Live groups by number: True if waiting, False if delivered."""
         self._keys: dict[str, int] = {}
-        self._log: deque[Waiting] = deque()
+        self._log: deque[WaitingGroup] = deque()
         self._ends: deque[tuple[int, int]] = deque()
-        """Of each batch in the log the position after it and the rows that were asked for."""
-        self._returned: deque[tuple[Waiting, int]] = deque()
-        """Groups to deliver again, each with the rows asked for if it closed its batch, else 0."""
+        """For each batch in the log, the position after it and the rows that were asked for."""
+        self._returned: deque[tuple[WaitingGroup, int]] = deque()
+        """Groups to deliver again, each with the rows asked for if it was the last of its batch, else 0."""
         self._last = 0
         self._steps_committed = 0
         self.committed = 0
-        """The cursor of the last commit: going back behind it is not possible."""
+        """The cursor of the last commit; earlier groups cannot be delivered again."""
 
     @property
     def delivered(self) -> int:
-        """The cursor: groups delivered so far in this lineage."""
+        """The cursor: number of groups delivered so far in this lineage."""
         return self.committed + len(self._log)
 
     @property
     def step(self) -> int:
-        """Batches delivered in this lineage."""
+        """Number of batches delivered in this lineage."""
         return self._steps_committed + len(self._ends)
 
     @property
     def oldest(self) -> float | None:
-        """When the group that has waited longest was accepted."""
-        heads = [lane.groups[0].at for lane in self.lanes if lane.groups]
+        """Time at which the oldest waiting group was accepted; None if none waits."""
+        heads = [lane.groups[0].at for lane in self.scheduler if lane.groups]
         heads.extend(group.at for group, _ in list(self._returned)[:1])
         return min(heads, default=None)
 
     def counts(self) -> Counts:
-        """The account."""
+        """The present numbers of the account."""
         return Counts(
             accepted=self._accepted,
             waiting=self.waiting,
@@ -102,44 +104,46 @@ class GroupQueue:
             unmatched=self._unmatched,
         )
 
-    def known(self, group_id: str | None) -> int | None:
-        """The number of the group that was accepted under this key, if it is remembered: as long as it waits or is
-        delivered, and for at least the 65,536 newest keys after that."""
+    def find(self, group_id: str | None) -> int | None:
+        """The number of the group that was accepted under this key, or None.
+
+        Keys are remembered while their groups are live; after that, at least the 65,536 newest are.
+        """
         return None if group_id is None else self._keys.get(group_id)
 
     @property
-    def oldest_at_stake(self) -> int:
-        """The number of the oldest group that waits or is delivered; one more than the last where none does."""
+    def oldest_live(self) -> int:
+        """The number of the oldest group that waits or is delivered; one more than the last number if none is."""
         return next(iter(self._waits), self._last + 1)
 
-    def duplicate(self) -> None:
-        """Counts a post of a group that was accepted before."""
+    def count_duplicate(self) -> None:
+        """Count a repeated post of an accepted group."""
         self._duplicates += 1
 
-    def refuse(self, reason: str) -> None:
-        """Counts a post that was turned away."""
+    def count_refused(self, reason: str) -> None:
+        """Count a refused post."""
         self._refused[reason] = self._refused.get(reason, 0) + 1
 
-    def tally(self, duplicates: int, refused: Mapping[str, int]) -> None:
-        """Takes over what was counted before a restart."""
+    def restore_counts(self, duplicates: int, refused: Mapping[str, int]) -> None:
+        """Restore the counts of duplicates and refusals from before a restart."""
         self._duplicates, self._refused = duplicates, dict(refused)
 
     def accept(self, seq: int, note: GroupNote, size: int) -> None:
-        """Adds a group whose number is above all former ones.
+        """Add a group whose number is higher than all earlier ones.
 
         Raises:
-            ValueError: It is not, or its key is known.
+            ValueError: The number is not higher, or the key is known.
         """
-        if seq <= self._last or self.known(note.group_id) is not None:
+        if seq <= self._last or self.find(note.group_id) is not None:
             raise ValueError(f"group {seq} ({note.group_id}) was accepted before")
-        group = _waiting(seq, note, size)
+        group = _waiting_group(seq, note, size)
         self._last = seq
         self._waits[seq] = True
         self._accepted += 1
         self._equal_score += note.equal_score
         self._unmatched += note.unmatched
-        self._wait(group)
-        self.lanes.add(group)
+        self._count_waiting(group)
+        self.scheduler.add(group)
         if note.group_id is not None:
             self._keys[note.group_id] = seq
             while len(self._keys) > len(self._waits) + _REMEMBERED_KEYS:
@@ -147,74 +151,74 @@ class GroupQueue:
                 number = self._keys.pop(key)
                 if number not in self._waits:
                     break
-                self._keys[key] = number  # still at stake: to the end of the line
+                self._keys[key] = number  # still live: move it to the end
 
-    def plan(self, sequences: int, now: float) -> Plan | None:
-        """The next batch, or None when too little waits or an environment's minimum is waited for.
+    def plan(self, sequences: int, now: float) -> BatchPlan | None:
+        """The next batch; None if too few rows wait or an environment's minimum is missing.
 
-        Groups that were delivered before come first, in their old batches if as many rows are asked for. A batch has
-        `sequences` rows; see `lanes.py` for when it has fewer, or more (one group that is larger).
+        Groups that were delivered before come first, in their old batches if the same number of rows is asked for. A
+        batch has `sequences` rows; `fair_scheduler` documents when it has fewer, or more (one larger group).
         """
-        again: list[Waiting] = []
+        again: list[WaitingGroup] = []
         room = sequences
         for group, closed in self._returned:
             if again and group.rows > room:
-                return Plan(self.delivered, tuple(again), len(again), sequences)
+                return BatchPlan(self.delivered, tuple(again), len(again), sequences)
             again.append(group)
             room -= group.rows
             if closed == sequences or room <= 0:
-                return Plan(self.delivered, tuple(again), len(again), sequences)
-        if self.lanes.rows < room:
+                return BatchPlan(self.delivered, tuple(again), len(again), sequences)
+        if self.scheduler.rows < room:
             return None
-        pick = self.lanes.pick(room, now, alone=not again)
-        if pick is None:
+        selection = self.scheduler.select(room, now, alone=not again)
+        if selection is None:
             return None
-        return Plan(self.delivered, (*again, *pick.groups), len(again), sequences, pick.passed)
+        return BatchPlan(self.delivered, (*again, *selection.groups), len(again), sequences, selection.skipped)
 
-    def deliver(self, plan: Plan) -> None:
-        """Records a batch as handed out.
+    def deliver(self, plan: BatchPlan) -> None:
+        """Record a batch as delivered.
 
         Raises:
-            ValueError: The queue has moved on since it was planned.
+            ValueError: The queue has changed since the batch was planned.
         """
         if plan.cursor != self.delivered:
-            raise ValueError(f"planned at {plan.cursor}, but {self.delivered} are delivered")
+            raise ValueError(f"the batch was planned at {plan.cursor}, but {self.delivered} groups are delivered")
         for group in plan.groups[: plan.again]:
             if not self._returned or self._returned[0][0].seq != group.seq:
                 raise ValueError(f"group {group.seq} is not the next to be delivered again")
             self._returned.popleft()
         if len(plan.groups) > plan.again:
-            self.lanes.take(plan.groups[plan.again :], plan.passed)
+            self.scheduler.take(plan.groups[plan.again :], plan.skipped)
         for group in plan.groups:
             self._waits[group.seq] = False
             self._log.append(group)
-            self._unwait(group)
+            self._uncount_waiting(group)
         self._ends.append((plan.end, plan.sequences))
 
-    def replan(self, cursor: int, groups: Sequence[int], sequences: int, passed: str | None) -> Plan:
-        """The plan of a delivery that was recorded earlier, to replay it on a queue that was rebuilt.
+    def replan(self, cursor: int, groups: Sequence[int], sequences: int, skipped: str | None) -> BatchPlan:
+        """The plan of a delivery from the journal, to replay it.
 
         Raises:
             ValueError: These groups are not the next ones.
         """
-        members: list[Waiting] = []
+        members: list[WaitingGroup] = []
         heads: dict[str, int] = {}
         for seq in groups:
             if len(members) < len(self._returned):
                 group = self._returned[len(members)][0]
             else:
-                group = self._head(seq, heads)
+                group = self._next_in_lane(seq, heads)
             if group.seq != seq:
                 raise ValueError(f"group {seq} is not the next to be delivered")
             members.append(group)
         again = min(len(members), len(self._returned))
-        return Plan(cursor, tuple(members), again, sequences, passed)
+        return BatchPlan(cursor, tuple(members), again, sequences, skipped)
 
-    def next_batch(self, cursor: int, sequences: int, now: float) -> Plan | None:
-        """Forms and delivers the batch behind `cursor`, going back to it first where need be.
+    def next_batch(self, cursor: int, sequences: int, now: float) -> BatchPlan | None:
+        """Form and deliver the batch after `cursor`; rewind to it first if necessary.
 
         Raises:
-            Refused: The cursor is ahead of what was delivered, or behind what was committed.
+            Refused: The cursor is ahead of the deliveries, or behind the last commit.
         """
         self.rewind(cursor)
         plan = self.plan(sequences, now)
@@ -223,9 +227,10 @@ class GroupQueue:
         return plan
 
     def check_cursor(self, cursor: int) -> None:
-        """
+        """Check that deliveries can continue at `cursor`.
+
         Raises:
-            Refused: The cursor is ahead of what was delivered, or behind what was committed.
+            Refused: The cursor is ahead of the deliveries, or behind the last commit.
         """
         if cursor > self.delivered:
             raise Refused(
@@ -238,17 +243,19 @@ class GroupQueue:
             raise Refused(
                 "cursor_committed",
                 f"The cursor {cursor} is behind the commit at {self.committed}: those groups are in a checkpoint and "
-                f"not delivered again. Resume from a checkpoint with a cursor of {self.committed} to {self.delivered}.",
+                "are not delivered again. Resume from a checkpoint with a cursor of "
+                f"{self.committed} to {self.delivered}.",
                 status=409,
                 field="cursor",
             )
 
     def rewind(self, cursor: int) -> int:
-        """Moves deliveries past `cursor` back to waiting, to be delivered again first and in order; those that were
-        dropped stay dropped. Returns how many moved.
+        """Move deliveries past `cursor` back to waiting, to be delivered again first and in order.
+
+        Dropped groups stay dropped. Returns how many groups moved.
 
         Raises:
-            Refused: As `check_cursor`.
+            Refused: See `check_cursor`.
         """
         self.check_cursor(cursor)
         moved = 0
@@ -262,7 +269,7 @@ class GroupQueue:
                 if group.seq in self._waits:
                     self._waits[group.seq] = True
                     self._returned.appendleft((group, closes))
-                    self._wait(group)
+                    self._count_waiting(group)
                     closes = 0
                     moved += 1
             if former < cursor:
@@ -270,11 +277,12 @@ class GroupQueue:
         return moved
 
     def commit(self, cursor: int) -> int:
-        """Deliveries up to `cursor` are in a checkpoint; returns how many groups that newly holds of. A cursor that
-        was passed before changes nothing.
+        """Record that deliveries up to `cursor` are in a checkpoint; returns how many groups are newly committed.
+
+        A cursor behind the last commit changes nothing.
 
         Raises:
-            Refused: The cursor is ahead of what was delivered.
+            Refused: The cursor is ahead of the deliveries.
         """
         if cursor > self.delivered:
             self.check_cursor(cursor)
@@ -291,11 +299,12 @@ class GroupQueue:
         return newly
 
     def drop(self, groups: Sequence[int], reason: str) -> list[int]:
-        """Delivered groups that the trainer does not train on. Returns those that this changed: one that was dropped
-        or committed before is passed over, so that a report can be repeated.
+        """Drop delivered groups that the trainer does not train on; returns those that were not dropped before.
+
+        Groups that are already dropped or committed are ignored, so a report can be repeated.
 
         Raises:
-            Refused: One of them waits or never was; nothing was changed.
+            Refused: A group was not delivered; nothing was changed.
         """
         self.check_delivered(groups)
         gone = [seq for seq in dict.fromkeys(groups) if self._waits.pop(seq, None) is not None]
@@ -304,9 +313,10 @@ class GroupQueue:
         return gone
 
     def check_delivered(self, groups: Sequence[int]) -> None:
-        """
+        """Check that groups were delivered.
+
         Raises:
-            Refused: One of them waits or never was.
+            Refused: A group waits or does not exist.
         """
         for seq in groups:
             if not 1 <= seq <= self._last or self._waits.get(seq, False):
@@ -317,11 +327,11 @@ class GroupQueue:
                     field="items",
                 )
 
-    def lose(self, seq: int, reason: str) -> None:
-        """Counts a waiting group as dropped that cannot be delivered.
+    def drop_waiting(self, seq: int, reason: str) -> None:
+        """Drop a waiting group that cannot be delivered.
 
         Raises:
-            ValueError: It does not wait.
+            ValueError: The group does not wait.
         """
         if not self._waits.get(seq, False):
             raise ValueError(f"group {seq} does not wait")
@@ -329,29 +339,29 @@ class GroupQueue:
         if group is not None:
             self._returned = deque(item for item in self._returned if item[0].seq != seq)
         else:
-            # As a rule it is about to be delivered, so that it stands at the head of its lane or close to it.
-            near = (group for lane in self.lanes for group in islice(lane.groups, 64))
-            far = (group for lane in self.lanes for group in lane.groups)
+            # It was usually about to be delivered, so search the heads of the lanes first.
+            near = (group for lane in self.scheduler for group in islice(lane.groups, 64))
+            far = (group for lane in self.scheduler for group in lane.groups)
             group = next(group for group in chain(near, far) if group.seq == seq)
-            self.lanes.remove(group)
+            self.scheduler.remove(group)
         del self._waits[seq]
-        self._unwait(group)
+        self._uncount_waiting(group)
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
     def reset(self, reason: str) -> None:
-        """Drops everything that waits or is delivered and not committed, and forgets the lanes."""
+        """Drop all groups that are not committed, and forget the lanes."""
         self.rewind(self.committed)
         if self.waiting:
             self._dropped[reason] = self._dropped.get(reason, 0) + self.waiting
         self._waits.clear()
         self._returned.clear()
         self._keys.clear()
-        self.lanes.clear()
+        self.scheduler.clear()
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
 
     def snapshot(self) -> Snapshot:
-        """The whole account, but for the notes of the groups that are at stake."""
-        states, present = self.lanes.states()
+        """The whole account, without the notes of live groups."""
+        states, present = self.scheduler.states()
         back = {group.seq for group, _ in self._returned}
         return Snapshot(
             accepted=self._accepted,
@@ -375,15 +385,15 @@ class GroupQueue:
         )
 
     def load(self, snapshot: Snapshot, notes: Mapping[int, tuple[GroupNote, int]], now: float) -> None:
-        """Replaces the account by a snapshot's.
+        """Replace the account by that of a snapshot.
 
         Args:
-            snapshot: What `snapshot` returned.
-            notes: Note and size of every group at stake, by number.
-            now: From when on its environments are taken to be alive.
+            snapshot: A result of `snapshot`.
+            notes: Note and body size of every live group, by number.
+            now: Time at which its environments count as active.
 
         Raises:
-            KeyError: The note of a group at stake is missing.
+            KeyError: The note of a live group is missing.
         """
         self._accepted, self._committed_groups = snapshot.accepted, snapshot.committed_groups
         self._duplicates, self._equal_score = snapshot.duplicates, snapshot.equal_score
@@ -392,42 +402,43 @@ class GroupQueue:
         self._keys, self._last = snapshot.keys, snapshot.last
         self._ends = deque(snapshot.ends)
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
-        self.lanes.load(snapshot.lanes, snapshot.lanes_now, now)
-        gone, waits = set(snapshot.gone), {}
+        self.scheduler.load(snapshot.lanes, snapshot.lanes_now, now)
+        gone = set(snapshot.gone)
         self._log = deque(
-            Waiting(seq, rows, 0, "", 0.0) if seq in gone else _waiting(seq, *notes[seq]) for seq, rows in snapshot.log
+            WaitingGroup(seq, rows, 0, "", 0.0) if seq in gone else _waiting_group(seq, *notes[seq])
+            for seq, rows in snapshot.log
         )
-        waits.update((group.seq, False) for group in self._log if group.seq not in gone)
-        self._returned = deque((_waiting(seq, *notes[seq]), closed) for seq, closed in snapshot.returned)
+        waits = {group.seq: False for group in self._log if group.seq not in gone}
+        self._returned = deque((_waiting_group(seq, *notes[seq]), closed) for seq, closed in snapshot.returned)
         for group, _ in self._returned:
             waits[group.seq] = True
-            self._wait(group)
+            self._count_waiting(group)
         for seq in snapshot.waiting:
-            group = _waiting(seq, *notes[seq])
+            group = _waiting_group(seq, *notes[seq])
             waits[seq] = True
-            self.lanes.put_back(group)
-            self._wait(group)
+            self.scheduler.put_back(group)
+            self._count_waiting(group)
         self._waits = dict(sorted(waits.items()))
 
-    def _head(self, seq: int, heads: dict[str, int]) -> Waiting:
-        for lane in self.lanes:
+    def _next_in_lane(self, seq: int, heads: dict[str, int]) -> WaitingGroup:
+        for lane in self.scheduler:
             index = heads.get(lane.name, 0)
             if index < len(lane.groups) and lane.groups[index].seq == seq:
                 heads[lane.name] = index + 1
                 return lane.groups[index]
         raise ValueError(f"group {seq} is not the oldest of its lane")
 
-    def _wait(self, group: Waiting) -> None:
+    def _count_waiting(self, group: WaitingGroup) -> None:
         self.waiting += 1
         self.waiting_rows += group.rows
         self.waiting_bytes += group.size
 
-    def _unwait(self, group: Waiting) -> None:
+    def _uncount_waiting(self, group: WaitingGroup) -> None:
         self.waiting -= 1
         self.waiting_rows -= group.rows
         self.waiting_bytes -= group.size
 
 
-def _waiting(seq: int, note: GroupNote, size: int) -> Waiting:
+def _waiting_group(seq: int, note: GroupNote, size: int) -> WaitingGroup:
     version = -1 if note.oldest_version is None else note.oldest_version
-    return Waiting(seq, note.rows, size, note.lane, note.at, version, note.unmatched)
+    return WaitingGroup(seq, note.rows, size, note.lane, note.at, version, note.unmatched)

@@ -1,7 +1,7 @@
-"""Taking a journal up again: the account, the participants and the open posts as they were when its writer ended.
+"""Recovery from a journal: the account, the participants and unanswered posts as they were when its writer ended.
 
-Every mark is carried out once more in its order, and must fit. Where the oldest segments were removed, a snapshot
-stands for them: what comes before it are only the notes of groups that were still at stake.
+Every mark is replayed in order and must fit. If the oldest segments were removed, a snapshot replaces them: only the
+notes of groups that were still live then come before it.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from toprope.records.journal.marks import (
     Tallied,
     TrainerRegistered,
 )
-from toprope.training.api.intake.deduplication import Repeats
+from toprope.training.api.intake.deduplication import DuplicateDetector
 from toprope.training.api.queue.group_queue import GroupQueue
 from toprope.training.api.queue.registry import EnvironmentRegistration, Registry, TrainerRegistration
 
-__all__ = ["Restored", "forget", "restore"]
+__all__ = ["RecoveredState", "recover", "reset"]
 
 
 @dataclass
-class Restored:
-    """What of a store is neither queue nor registry."""
+class RecoveredState:
+    """The recovered state of a store apart from queue and registry."""
 
     latest: int | None = None
     """The newest group's number."""
     by_cursor: bool | None = None
-    """Whether the trainer reads with a cursor; None where none has read."""
-    tallied: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
-    """Duplicates and refusals as they were last written down."""
+    """True if the trainer reads with a cursor; None if none has read."""
+    saved_counts: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
+    """Duplicates and refusals as last written to the journal."""
 
 
-def forget(queue: GroupQueue, registry: Registry, repeats: Repeats) -> None:
-    """Drops all that is not committed and forgets who takes part."""
+def reset(queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector) -> None:
+    """Drop all groups that are not committed, and forget trainer and environments."""
     queue.reset("reset")
     registry.reset()
-    repeats.clear()
+    duplicates.clear()
 
 
-def restore(
-    journal: Journal, queue: GroupQueue, registry: Registry, repeats: Repeats, now: Callable[[], float]
-) -> Restored:
-    """Brings an empty queue and registry to where the journal ends.
+def recover(
+    journal: Journal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
+) -> RecoveredState:
+    """Bring an empty queue and registry to the end of the journal.
 
     Raises:
         Corrupt: The journal contradicts itself.
     """
-    was = _replay(journal, queue, registry, repeats, now)
-    if was is None and journal.widen():  # what stood for the segments set aside is damaged
-        was = _replay(journal, queue, registry, repeats, now)
-    if was is None:
+    state = _replay(journal, queue, registry, duplicates, now)
+    if state is None and journal.widen():  # the snapshot that replaces older segments is damaged
+        state = _replay(journal, queue, registry, duplicates, now)
+    if state is None:
         raise Corrupt(
-            "The run's journal cannot be taken up again: what its removed segments added up to is damaged.",
-            hint="It was left as it is. Its groups can still be read; train on in a new run.",
+            "The run's journal cannot be recovered: the snapshot that replaces its removed segments is damaged.",
+            hint="The journal was not changed. Its groups can still be read; continue training in a new run.",
         )
-    return was
+    return state
 
 
 def _replay(
-    journal: Journal, queue: GroupQueue, registry: Registry, repeats: Repeats, now: Callable[[], float]
-) -> Restored | None:
-    """Carries out what the journal says; None where its beginning is missing and no snapshot stands for it."""
-    was = Restored()
+    journal: Journal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
+) -> RecoveredState | None:
+    """Replay the journal; None if its beginning is missing and no snapshot replaces it."""
+    state = RecoveredState()
     notes: dict[int, tuple[GroupNote, int]] = {}
     newest: Record | None = None
     headless = journal.first > 1
@@ -89,40 +89,40 @@ def _replay(
                     notes[record.seq] = note, record.size
                 if not headless:
                     queue.accept(record.seq, note, record.size)
-                was.latest, newest = record.seq, record
+                state.latest, newest = record.seq, record
             elif isinstance(note, Snapshot):
                 if headless and not note.at_stake() <= notes.keys():
-                    continue  # an older one than that for which the missing segments were left
+                    continue  # an older snapshot, which needs segments that are gone
                 queue.load(note, notes, now())
                 registry.load_from(note)
-                was.by_cursor, was.tallied = note.by_cursor, (note.duplicates, note.refused)
+                state.by_cursor, state.saved_counts = note.by_cursor, (note.duplicates, note.refused)
                 headless = False
             elif not headless:
-                _apply(note, queue, registry, repeats, was, now)
+                _apply(note, queue, registry, duplicates, state, now)
         except (ValueError, InvalidValue, msgspec.ValidationError, KeyError, IndexError) as error:
             raise Corrupt(
-                f"The run's journal cannot be taken up again: behind group {record.seq}, {error}.",
-                hint="It was left as it is. Its groups can still be read; train on in a new run.",
+                f"The run's journal cannot be recovered: after group {record.seq}, {error}.",
+                hint="The journal was not changed. Its groups can still be read; continue training in a new run.",
             ) from error
     if headless:
         return None
     if newest is not None and isinstance(newest.note, GroupNote):
-        repeats.restore(journal, newest.seq, newest.note)
-    return was
+        duplicates.recover(journal, newest.seq, newest.note)
+    return state
 
 
 def _apply(
     mark: Mark,
     queue: GroupQueue,
     registry: Registry,
-    repeats: Repeats,
-    was: Restored,
+    duplicates: DuplicateDetector,
+    state: RecoveredState,
     now: Callable[[], float],
 ) -> None:
     match mark:
         case Delivered():
             queue.deliver(queue.replan(mark.cursor, mark.groups, mark.sequences, mark.passed))
-            registry.started, was.by_cursor = True, mark.by_cursor
+            registry.started, state.by_cursor = True, mark.by_cursor
         case Rewound():
             queue.rewind(mark.cursor)
         case Committed():
@@ -130,10 +130,10 @@ def _apply(
         case Dropped():
             queue.drop(mark.groups, mark.reason)
         case Lost():
-            queue.lose(mark.group, mark.reason)
+            queue.drop_waiting(mark.group, mark.reason)
         case Reset():
-            forget(queue, registry, repeats)
-            was.by_cursor = None
+            reset(queue, registry, duplicates)
+            state.by_cursor = None
         case TrainerRegistered():
             registry.set_trainer(msgspec.convert(mark.values, TrainerRegistration))
         case EnvironmentRegistered():
@@ -141,5 +141,5 @@ def _apply(
         case Disconnected():
             registry.disconnect(mark.env_id)
         case Tallied():
-            queue.tally(mark.duplicates, mark.refused)
-            was.tallied = mark.duplicates, mark.refused
+            queue.restore_counts(mark.duplicates, mark.refused)
+            state.saved_counts = mark.duplicates, mark.refused

@@ -1,5 +1,7 @@
-"""The trajectory API without HTTP: door, journal, queue and registry as one, so that each change is in the journal
-before it is in memory, and a process that starts on an old journal goes on where the last one ended.
+"""The trajectory API without HTTP: validation, journal, queue and registry as one.
+
+Each change is in the journal before it is in memory, so a process that starts on an existing journal continues where
+the last one ended.
 """
 
 from __future__ import annotations
@@ -12,57 +14,49 @@ from dataclasses import dataclass
 import msgspec
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.journal.journal import (
-    Committed,
-    Delivered,
-    Disconnected,
-    Dropped,
-    EnvironmentRegistered,
-    Journal,
-    Lost,
-    Reset,
-    Rewound,
-    Tallied,
-    TrainerRegistered,
-)
+from toprope.records.journal import marks
+from toprope.records.journal.journal import Journal
 from toprope.training.api.http.errors import Refused
-from toprope.training.api.intake.deduplication import Repeats
-from toprope.training.api.intake.validation import Door, Limits, Parcel
-from toprope.training.api.queue.condition import Signal
-from toprope.training.api.queue.fair_scheduler import Lanes, Waiting
-from toprope.training.api.queue.group_queue import GroupQueue, Plan
+from toprope.training.api.intake.deduplication import DuplicateDetector, digest
+from toprope.training.api.intake.validation import GroupValidator, Limits, PostedGroup
+from toprope.training.api.queue.condition import Condition
+from toprope.training.api.queue.fair_scheduler import FairScheduler, WaitingGroup
+from toprope.training.api.queue.group_queue import BatchPlan, GroupQueue
 from toprope.training.api.queue.registry import EnvironmentRegistration, Registry, TrainerRegistration
-from toprope.training.api.storage.recovery import forget, restore
+from toprope.training.api.storage.recovery import recover, reset
 
-__all__ = ["Formed", "TrajectoryStore"]
+__all__ = ["DeliveredBatch", "TrajectoryStore"]
 
 _REASON = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,63}$")
-_REASONS = 64
+_MAX_REASONS = 64
 
 
 @dataclass(frozen=True)
-class Formed:
-    """A batch that was delivered, with the bodies of its groups."""
+class DeliveredBatch:
+    """A delivered batch with the bodies of its groups."""
 
-    plan: Plan
+    plan: BatchPlan
     bodies: list[bytes]
     stale: int = 0
-    """Groups that were passed over since the last one because their policy version is too old."""
+    """Groups dropped since the last batch because their policy version was too old."""
 
 
 class TrajectoryStore:
-    """Everything the endpoints do.
+    """The operations behind the endpoints.
 
     Args:
-        journal: Where groups and marks are kept; what is in it is taken up again.
-        vocabulary: How many token ids the policy has, None while unknown (`set_vocabulary`).
-        limits: Sizes.
-        trainer: What holds until a trainer registers.
-        alive_s: Seconds after which a silent environment loses its minimum allocation.
-        max_staleness: Versions by which a group's oldest token may be behind the trainer's; None: any number.
-        train_unmatched: Whether groups are delivered whose tokens the inference server did not recognise.
-        keep: Whether segments of the journal stay when a checkpoint has passed all that is in them.
-        now: The clock, seconds since the epoch.
+        journal: Stores groups and marks; its content is recovered.
+        vocabulary: Number of token ids of the policy; None while unknown (`set_vocabulary`).
+        limits: Size limits.
+        trainer: Registration that applies until a trainer registers.
+        alive_s: Seconds after which an inactive environment loses its minimum allocation.
+        max_staleness: Largest age of a group's oldest token, in policy versions; None for no limit.
+        train_unmatched: Deliver groups whose tokens the inference server did not recognise.
+        keep: Keep segments of the journal that a checkpoint fully covers.
+        now: Clock, in seconds since the epoch.
+
+    Raises:
+        Corrupt: The journal cannot be recovered.
     """
 
     def __init__(
@@ -79,131 +73,129 @@ class TrajectoryStore:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits or Limits()
-        self.queue = GroupQueue(Lanes(alive_s))
+        self.queue = GroupQueue(FairScheduler(alive_s))
         self.registry = Registry(self.queue, trainer)
-        self.changed = Signal()
-        self.latest: int | None = None
+        self.changed = Condition()
+        self.duplicates = DuplicateDetector()
         self.changes = 0
-        """Grows with every change of the account."""
+        """Number of changes of the account so far."""
         self.version = 0
-        """The newest policy version that the trainer asked with."""
+        """The policy version of the trainer's last request."""
         self.staleness: tuple[int, int] = (0, 0)
-        """Of the last batch with versions: how many versions its oldest token was behind, at least and at most."""
+        """Lowest and highest age of a group's oldest token in the last batch with versions, in policy versions."""
         self._journal = journal
-        self._door = Door(vocabulary, self.limits)
+        self._validator = GroupValidator(vocabulary, self.limits)
         self._now = now
         self._max_staleness, self._train_unmatched, self._keep = max_staleness, train_unmatched, keep
-        self._by_cursor: bool | None = None
-        self._repeats = Repeats()
         self._stale = 0
-        was = restore(journal, self.queue, self.registry, self._repeats, now)
-        self.latest, self._by_cursor, self._tallied = was.latest, was.by_cursor, was.tallied
+        state = recover(journal, self.queue, self.registry, self.duplicates, now)
+        self.latest, self._by_cursor, self._saved_counts = state.latest, state.by_cursor, state.saved_counts
 
     def set_vocabulary(self, size: int) -> None:
-        """Token ids must be below `size` from now on."""
-        self._door = Door(size, self.limits)
+        """Refuse token ids of `size` and above from now on."""
+        self._validator = GroupValidator(size, self.limits)
 
-    # Groups come in
+    # Posts
 
     def post(self, body: bytes) -> int:
-        """Takes one group in and returns its number; a group that is known is not stored again. Raises `Refused` where
-        it is not valid or there is no room, `NotPossibleNow` where it cannot be written."""
-        return self.take(self.examine(body))
+        """Validate and store one group; returns its number. A known group is not stored again.
 
-    def examine(self, body: bytes) -> Parcel:
-        """Decodes and checks a group, and changes nothing. Raises `Refused` where it is not valid."""
+        Raises:
+            Refused: The group is invalid, or the queue is full.
+            NotPossibleNow: The group cannot be written.
+        """
+        return self.accept(self.validate(body))
+
+    def validate(self, body: bytes) -> PostedGroup:
+        """Decode and check a group without storing it.
+
+        Raises:
+            Refused: The group is invalid.
+        """
         try:
-            return self._open(body)
+            return self._validate(body)
         except Refused as refusal:
-            self._refuse(refusal)
+            self._count_refused(refusal)
             raise
 
-    def take(self, parcel: Parcel) -> int:
-        """`post` for a group that was examined."""
-        seq = self._known(parcel)
+    def accept(self, post: PostedGroup) -> int:
+        """Store a validated group; see `post`."""
+        seq = self._find_duplicate(post)
         if seq is None:
-            try:
-                self._make_room(1, len(parcel.body))
-            except Refused as refusal:
-                self._refuse(refusal)
-                raise
-            seq = self._accept(parcel)
+            self._require_room([post])
+            seq = self._store(post)
         self.changed.notify()
         return seq
 
-    def examine_list(self, body: bytes) -> tuple[list[Parcel], list[tuple[int, Refused]]]:
-        """The valid groups of a list, and the others' indices with the reasons. Changes nothing.
+    def validate_list(self, body: bytes) -> tuple[list[PostedGroup], list[tuple[int, Refused]]]:
+        """The valid groups of a list, and the indices of the others with the reasons.
 
         Raises:
-            Refused: The body is no list.
+            Refused: The body is not a list.
         """
         try:
             items = msgspec.json.decode(body, type=list[msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            refusal = Refused("malformed_json", f"The body is not a JSON list of groups: {error}.", status=400)
-            self._refuse(refusal)
-            raise refusal from None
-        parcels: list[Parcel] = []
+            malformed = Refused("malformed_json", f"The body is not a JSON list of groups: {error}.", status=400)
+            self._count_refused(malformed)
+            raise malformed from None
+        posts: list[PostedGroup] = []
         refused: list[tuple[int, Refused]] = []
         for index, item in enumerate(items):
             try:
-                parcels.append(self._open(bytes(item)))
+                posts.append(self._validate(bytes(item)))
             except Refused as refusal:
                 refused.append((index, refusal))
-        return parcels, refused
+        return posts, refused
 
-    def take_list(self, parcels: Sequence[Parcel], refused: Sequence[tuple[int, Refused]]) -> list[int]:
-        """Takes the groups of a list in that were examined, and counts the others. Returns the numbers of `parcels`.
+    def accept_list(self, posts: Sequence[PostedGroup], refused: Sequence[tuple[int, Refused]]) -> list[int]:
+        """Store the valid groups of a list and count the others; returns the numbers of `posts`.
 
         Raises:
-            Refused: There is no room for them; nothing was stored.
-            NotPossibleNow: They cannot be written.
+            Refused: The queue is full; nothing was stored.
+            NotPossibleNow: The groups cannot be written.
         """
-        new = [parcel for parcel in parcels if self.queue.known(parcel.note.group_id) is None]
-        try:
-            self._make_room(len(new), sum(len(parcel.body) for parcel in new))
-        except Refused as refusal:
-            self._refuse(refusal)
-            raise
+        self._require_room([post for post in posts if self.queue.find(post.note.group_id) is None])
         for _, refusal in refused:
-            self._refuse(refusal)
+            self._count_refused(refusal)
         numbers = []
-        for parcel in parcels:  # one after the other: a list may hold the same group twice
-            seq = self._known(parcel)
-            numbers.append(self._accept(parcel) if seq is None else seq)
-        self.changes += 1
-        self.changed.notify()
+        for post in posts:  # one by one: a list may hold the same group twice
+            seq = self._find_duplicate(post)
+            numbers.append(self._store(post) if seq is None else seq)
+        self._note_change()
         return numbers
 
-    def answered(self, seqs: Sequence[int]) -> None:
-        """The answer to a post of these groups was sent."""
-        self._repeats.answered(seqs)
+    def mark_answered(self, seqs: Sequence[int]) -> None:
+        """Note that the answer to a post of these groups was sent."""
+        self.duplicates.mark_answered(seqs)
 
-    def unanswered(self, seqs: Sequence[int], parcels: Sequence[Parcel]) -> None:
-        """The client of a post went before it had its answer: if the same bodies come again without a key from the same
-        environment, within ten minutes, they are the same groups. `parcels`: what was posted, one for each number."""
-        self._repeats.unanswered(seqs, parcels, self._now())
+    def mark_unanswered(self, seqs: Sequence[int], posts: Sequence[PostedGroup]) -> None:
+        """Note that the client of a post left before it had its answer; `posts` belong to `seqs` one by one.
 
-    # Batches go out
+        If the same environment posts the same bodies again without a key within ten minutes, they are the same groups.
+        """
+        self.duplicates.mark_unanswered(seqs, posts, self._now())
 
-    def next_batch(self, cursor: int | None, sequences: int, version: int | None = None) -> Formed | None:
-        """Forms and delivers a batch, or returns None when none can be formed yet.
+    # Batches
+
+    def next_batch(self, cursor: int | None, sequences: int, version: int | None = None) -> DeliveredBatch | None:
+        """Form and deliver a batch; None if none can be formed yet.
 
         Args:
-            cursor: Where the trainer stands; going back to an earlier one delivers the same groups again. None: as an
-                Atropos trainer asks, which takes each batch for good.
+            cursor: The trainer's position; an earlier one delivers the same groups again. None for an Atropos trainer,
+                which never asks for a batch again.
             sequences: Rows of the batch.
-            version: The policy version that will be trained; groups that are too old for it are dropped.
+            version: The policy version to train; groups that are too old for it are dropped.
 
         Raises:
-            Refused: The cursor does not fit, or none is given where the run's trainer reads with one.
-            NotPossibleNow: The delivery cannot be written down.
+            Refused: The cursor is out of range, or is missing although the run's trainer reads with one.
+            NotPossibleNow: The delivery cannot be written.
         """
         if cursor is None and self._by_cursor:
             raise Refused(
                 "cursor_needed",
-                "This run's trainer reads with a cursor; a batch taken without one would be missing there. "
-                "Use GET /latest_example or /counts to look in.",
+                "This run's trainer reads with a cursor; it would miss a batch that is taken without one. "
+                "Use GET /latest_example or /counts to inspect the run.",
                 status=409,
                 field="cursor",
             )
@@ -215,48 +207,51 @@ class TrajectoryStore:
         if version is not None:
             self.version = version
         while (plan := self.queue.plan(sequences, self._now())) is not None:
-            if spoiled := [(group.seq, why) for group in plan.groups if (why := self._spoiled(group, version))]:
-                for seq, why in spoiled:
-                    self._lose(seq, why)
-                self._stale += sum(why == "stale" for _, why in spoiled)
+            if unusable := [(group.seq, why) for group in plan.groups if (why := self._drop_reason(group, version))]:
+                for seq, why in unusable:
+                    self._drop_waiting(seq, why)
+                self._stale += sum(why == "stale" for _, why in unusable)
                 continue
             bodies = self._read(plan)
             if bodies is None:
                 continue
             if cursor is None and self.queue.delivered > self.queue.committed:
-                self.commit(self.queue.delivered)  # asking for the next one says that the last one arrived
+                self.commit(self.queue.delivered)  # a request for the next batch confirms the last one
             if cursor is None:
                 self._by_cursor = False
             self._journal.mark(
-                Delivered(plan.cursor, [group.seq for group in plan.groups], sequences, plan.passed, cursor is not None)
+                marks.Delivered(
+                    plan.cursor, [group.seq for group in plan.groups], sequences, plan.skipped, cursor is not None
+                )
             )
             self.queue.deliver(plan)
             if ages := [self.version - group.version for group in plan.groups if group.version >= 0]:
                 self.staleness = min(ages), max(ages)
-            self._change()
+            self._note_change()
             stale, self._stale = self._stale, 0
-            return Formed(plan, bodies, stale)
+            return DeliveredBatch(plan, bodies, stale)
         return None
 
-    def take_back(self, formed: Formed) -> None:
-        """The client went before it had this batch: it waits again, if nothing was delivered since."""
-        if self.queue.delivered == formed.plan.end and self.queue.committed <= formed.plan.cursor:
-            self._rewind(formed.plan.cursor)
+    def return_batch(self, batch: DeliveredBatch) -> None:
+        """Return a batch whose client left to the queue, unless another batch was delivered since."""
+        if self.queue.delivered == batch.plan.end and self.queue.committed <= batch.plan.cursor:
+            self._rewind(batch.plan.cursor)
 
     def commit(self, cursor: int) -> int:
-        """Deliveries up to `cursor` are in a checkpoint; returns how many groups that newly holds of.
+        """Record that deliveries up to `cursor` are in a checkpoint; returns how many groups are newly committed.
 
         Raises:
-            Refused: The cursor is ahead of what was delivered.
+            Refused: The cursor is ahead of the deliveries.
+            NotPossibleNow: The commit cannot be written.
         """
         if cursor > self.queue.delivered:
             self.queue.check_cursor(cursor)
         if cursor <= self.queue.committed:
             return 0
-        self._journal.mark(Committed(cursor))
+        self._journal.mark(marks.Committed(cursor))
         newly = self.queue.commit(cursor)
-        self._change()
-        oldest = self.queue.oldest_at_stake
+        self._note_change()
+        oldest = self.queue.oldest_live
         if self._journal.removable(oldest):
             snapshot = self.queue.snapshot()
             self.registry.save_to(snapshot)
@@ -265,181 +260,194 @@ class TrajectoryStore:
         return newly
 
     def drop(self, items: Sequence[tuple[int, str]]) -> int:
-        """The trainer does not train on these delivered groups, each with its reason; returns how many are new.
+        """Drop delivered groups that the trainer does not train on; returns how many were not dropped before.
+
+        Args:
+            items: Number and reason of each group.
 
         Raises:
-            Refused: A reason is no name, or a group was not delivered; nothing was changed.
+            Refused: A reason is not a valid name, or a group was not delivered; nothing was changed.
+            NotPossibleNow: The report cannot be written.
         """
         reasons: dict[str, list[int]] = {}
         for seq, reason in items:
             if not _REASON.fullmatch(reason):
                 raise Refused(
                     "bad_reason",
-                    f"{reason!r} is no reason: use lower-case letters, digits, '_', '-' and '.', at most 64.",
+                    f"{reason!r} is not a valid reason: use lower-case letters, digits, '_', '-' and '.', at most 64.",
                     field="items",
                 )
             reasons.setdefault(reason, []).append(seq)
         known = self.queue.counts().dropped
-        if len(known.keys() | reasons.keys()) > _REASONS:
-            raise Refused("too_many_reasons", f"At most {_REASONS} different reasons are kept.", field="items")
+        if len(known.keys() | reasons.keys()) > _MAX_REASONS:
+            raise Refused("too_many_reasons", f"At most {_MAX_REASONS} different reasons are allowed.", field="items")
         self.queue.check_delivered([seq for seq, _ in items])
         dropped = 0
         for reason, seqs in reasons.items():
-            self._journal.mark(Dropped(seqs, reason))
+            self._journal.mark(marks.Dropped(seqs, reason))
             dropped += len(self.queue.drop(seqs, reason))
-        self._change()
+        self._note_change()
         return dropped
 
-    # Who takes part
+    # Participants
 
     def register(self, trainer: TrainerRegistration) -> None:
-        """
+        """Register a trainer; it replaces an earlier one.
+
         Raises:
-            Refused: Its batches can never be formed.
+            Refused: The live environments can never fill its batches.
         """
         self.registry.check_trainer(trainer, self._now())
-        self._journal.mark(TrainerRegistered(msgspec.to_builtins(trainer)))
+        self._journal.mark(marks.TrainerRegistered(msgspec.to_builtins(trainer)))
         self.registry.set_trainer(trainer)
 
     def register_environment(self, environment: EnvironmentRegistration) -> int | None:
-        """The environment's id, or None while the trainer has not started.
+        """Register an environment; returns its id, or None while no trainer has asked for a batch.
 
         Raises:
-            Refused: Its groups can never be part of a batch.
+            Refused: Its groups can never be part of a batch, or there are too many environments.
         """
         now = self._now()
         self.registry.check_environment(environment, now)
         if not self.registry.started:
             return None
-        if len(self.queue.lanes) >= self.limits.lanes:
+        if len(self.queue.scheduler) >= self.limits.lanes:
             raise Refused(
                 "too_many_environments", f"At most {self.limits.lanes} environments can register.", status=503
             )
-        self._journal.mark(EnvironmentRegistered(len(self.registry.environments), msgspec.to_builtins(environment)))
+        self._journal.mark(
+            marks.EnvironmentRegistered(len(self.registry.environments), msgspec.to_builtins(environment))
+        )
         return self.registry.add_environment(environment, now)
 
     def disconnect_environment(self, env_id: int) -> None:
-        """
+        """Release the claim of an environment that leaves.
+
         Raises:
             Refused: There is no such environment.
         """
-        self.registry.heard(env_id, self._now())
-        self._journal.mark(Disconnected(env_id))
+        self.registry.record_activity(env_id, self._now())
+        self._journal.mark(marks.Disconnected(env_id))
         self.registry.disconnect(env_id)
         self.changed.notify()
 
     def environment_status(self, env_id: int) -> dict[str, object]:
-        """What GET /status-env answers; a sign of life of that environment.
+        """The answer of GET /status-env; the request also shows that the environment is alive.
 
         Raises:
             Refused: There is no such environment.
         """
-        self.registry.heard(env_id, self._now())
+        self.registry.record_activity(env_id, self._now())
         return self.registry.status(env_id)
 
     def reset(self) -> None:
-        """Drops all that is not committed, under the reason `reset`, and forgets trainer and environments."""
-        self._journal.mark(Reset())
-        forget(self.queue, self.registry, self._repeats)
+        """Drop all groups that are not committed, with the reason `reset`, and forget trainer and environments."""
+        self._journal.mark(marks.Reset())
+        reset(self.queue, self.registry, self.duplicates)
         self._by_cursor = None
-        self._change()
+        self._note_change()
 
     def latest_body(self) -> bytes | None:
-        """The newest group as it was posted; None where there is none or it was removed."""
+        """The newest group as stored; None if there is none or it was removed."""
         if self.latest is None or self.latest < self._journal.first:
             return None
         return self._journal.read(self.latest)
 
-    def tally(self) -> None:
-        """Writes down what was turned away, if that changed; to be called now and then."""
+    def save_counts(self) -> None:
+        """Write the counts of duplicates and refusals to the journal if they changed; call it now and then."""
         counts = self.queue.counts()
-        if (counts.duplicates, counts.refused) != self._tallied:
-            self._journal.mark(Tallied(counts.duplicates, counts.refused))
-            self._tallied = counts.duplicates, counts.refused
+        if (counts.duplicates, counts.refused) != self._saved_counts:
+            self._journal.mark(marks.Tallied(counts.duplicates, counts.refused))
+            self._saved_counts = counts.duplicates, counts.refused
 
-    # Inside
-
-    def _open(self, body: bytes) -> Parcel:
+    def _validate(self, body: bytes) -> PostedGroup:
         trainer = self.registry.trainer
-        parcel = self._door.open(body, trainer.max_token_len if trainer else None)
-        if parcel.env_id is not None:
-            self.registry.heard(parcel.env_id, self._now())
-            if trainer is not None and parcel.note.rows > trainer.batch_size:
+        post = self._validator.validate(body, trainer.max_token_len if trainer else None)
+        if post.env_id is not None:
+            self.registry.record_activity(post.env_id, self._now())
+            if trainer is not None and post.note.rows > trainer.batch_size:
                 raise Refused(
                     "group_exceeds_batch",
-                    f"{parcel.note.rows} rows never fit into the trainer's batches of {trainer.batch_size} sequences.",
+                    f"{post.note.rows} rows never fit into the trainer's batches of {trainer.batch_size} sequences.",
                     field="tokens",
                 )
-        elif self.queue.lanes.get(parcel.note.lane) is None and len(self.queue.lanes) >= self.limits.lanes:
+        elif self.queue.scheduler.get(post.note.lane) is None and len(self.queue.scheduler) >= self.limits.lanes:
             raise Refused("too_many_environments", f"At most {self.limits.lanes} environments can post.", status=503)
-        return parcel
+        return post
 
-    def _known(self, parcel: Parcel) -> int | None:
-        seq = self.queue.known(parcel.note.group_id)
+    def _find_duplicate(self, post: PostedGroup) -> int | None:
+        """The number of the stored group that this post repeats, if any; counts the repetition."""
+        seq = self.queue.find(post.note.group_id)
         if seq is None:
-            seq = self._repeats.find(parcel, self._now())
+            seq = self.duplicates.find(post, self._now())
         if seq is not None:
-            self.queue.duplicate()
+            self.queue.count_duplicate()
             self.changes += 1
         return seq
 
-    def _refuse(self, refusal: Refused) -> None:
-        self.queue.refuse(refusal.kind)
+    def _count_refused(self, refusal: Refused) -> None:
+        self.queue.count_refused(refusal.kind)
         self.changes += 1
 
-    def _make_room(self, groups: int, size: int) -> None:
+    def _require_room(self, posts: Sequence[PostedGroup]) -> None:
+        """Count and raise a refusal if the queue has no room for these groups."""
         limits, queue = self.limits, self.queue
+        groups, size = len(posts), sum(len(post.body) for post in posts)
         if groups > limits.queue_groups or size > limits.queue_bytes:
-            raise Refused("too_large", "So much never fits into the queue.", status=413)
-        if queue.waiting + groups > limits.queue_groups or queue.waiting_bytes + size > limits.queue_bytes:
-            raise Refused(
+            refusal = Refused("too_large", "The post is larger than the whole queue.", status=413)
+        elif queue.waiting + groups > limits.queue_groups or queue.waiting_bytes + size > limits.queue_bytes:
+            refusal = Refused(
                 "queue_full",
-                f"{queue.waiting} groups ({queue.waiting_bytes} bytes) wait for the trainer: no room for more.",
+                f"The queue is full: {queue.waiting} groups ({queue.waiting_bytes} bytes) wait for the trainer.",
                 status=503,
                 retry_after=1,
             )
+        else:
+            return
+        self._count_refused(refusal)
+        raise refusal
 
-    def _accept(self, parcel: Parcel) -> int:
-        parcel.note.open = self._repeats.open(self._now())
-        if parcel.body is not parcel.posted and parcel.note.group_id is None:
-            parcel.note.posted = self._repeats.digest(parcel.posted).hex()
-        seq = self._journal.append(parcel.body, parcel.note)
-        self.queue.accept(seq, parcel.note, len(parcel.body))
-        self._repeats.accepted(seq, parcel)
+    def _store(self, post: PostedGroup) -> int:
+        post.note.open = self.duplicates.pending(self._now())
+        if post.body is not post.posted and post.note.group_id is None:
+            post.note.posted = digest(post.posted).hex()
+        seq = self._journal.append(post.body, post.note)
+        self.queue.accept(seq, post.note, len(post.body))
+        self.duplicates.record(seq, post)
         self.latest = seq
         self.changes += 1
         return seq
 
-    def _read(self, plan: Plan) -> list[bytes] | None:
-        """The bodies of a batch; a group that cannot be read is dropped, and the plan is void."""
+    def _read(self, plan: BatchPlan) -> list[bytes] | None:
+        """The bodies of a batch; None after a group that cannot be read was dropped."""
         bodies = []
         for group in plan.groups:
             try:
                 bodies.append(self._journal.read(group.seq))
             except (Corrupt, NotFound):
-                self._lose(group.seq, "unreadable")
+                self._drop_waiting(group.seq, "unreadable")
                 return None
         return bodies
 
-    def _spoiled(self, group: Waiting, version: int | None) -> str | None:
-        """Why a group is not to be delivered to a trainer at `version`, or None."""
+    def _drop_reason(self, group: WaitingGroup, version: int | None) -> str | None:
+        """The reason to drop a group instead of delivering it to a trainer at `version`, if any."""
         if group.unmatched and not self._train_unmatched:
             return "unmatched"
         if version is None or self._max_staleness is None or group.version < 0:
             return None
         return "stale" if version - group.version > self._max_staleness else None
 
-    def _lose(self, seq: int, reason: str) -> None:
-        self._journal.mark(Lost(seq, reason))
-        self.queue.lose(seq, reason)
-        self._change()
+    def _drop_waiting(self, seq: int, reason: str) -> None:
+        self._journal.mark(marks.Lost(seq, reason))
+        self.queue.drop_waiting(seq, reason)
+        self._note_change()
 
     def _rewind(self, cursor: int) -> None:
         self.queue.check_cursor(cursor)
-        self._journal.mark(Rewound(cursor))
+        self._journal.mark(marks.Rewound(cursor))
         self.queue.rewind(cursor)
-        self._change()
+        self._note_change()
 
-    def _change(self) -> None:
+    def _note_change(self) -> None:
         self.changes += 1
         self.changed.notify()

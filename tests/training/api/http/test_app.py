@@ -1,4 +1,4 @@
-"""The trajectory API's endpoints over a real socket: shapes, limits, secrets, waiting."""
+"""Endpoints of the trajectory API over a real socket: shapes, limits, secrets, waiting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def api(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-def test_the_atropos_endpoints_answer_in_their_shapes(api: Served) -> None:
+def test_atropos_endpoints_answer_in_their_shapes(api: Served) -> None:
     assert api.get("/") == {"message": "AtroposLib API"}
     assert api.get("/wandb_info") == {"group": None, "project": None}
     assert api.get("/info") == {"batch_size": -1, "max_token_len": -1}
@@ -56,12 +56,12 @@ def test_the_atropos_endpoints_answer_in_their_shapes(api: Served) -> None:
     assert api.post("/disconnect-env", {"env_id": 0}) == {"status": "success"}
 
 
-def test_an_example_is_empty_before_the_first_group(api: Served) -> None:
+def test_latest_example_is_empty_before_first_group(api: Served) -> None:
     example = api.get("/latest_example")
     assert example["tokens"] == example["scores"] == [] and "inference_logprobs" in example
 
 
-def test_reset_destroys_by_post_only(api: Served) -> None:
+def test_reset_data_needs_post(api: Served) -> None:
     api.post("/register", REGISTRATION)
     api.post("/scored_data", group())
     status, headers, body = api.raw("GET", "/reset_data")
@@ -73,7 +73,7 @@ def test_reset_destroys_by_post_only(api: Served) -> None:
     assert api.get("/counts")["dropped"] == {"reset": 1}
 
 
-def test_a_trainer_with_a_cursor_reads_commits_and_reports(api: Served) -> None:
+def test_trainer_reads_by_cursor_commits_and_reports_drops(api: Served) -> None:
     for mark in range(1, 6):
         assert api.post("/scored_data", group(mark))["waiting"] == mark
     first = api.get("/batch?cursor=0&sequences=16")
@@ -103,7 +103,7 @@ def test_a_trainer_with_a_cursor_reads_commits_and_reports(api: Served) -> None:
 @pytest.mark.parametrize(
     "query", ["cursor=x", "cursor=-1", "sequences=0", "sequences=1.5", "wait_s=-1", "wait_s=nan", "wait_s=inf"]
 )
-def test_parameters_are_checked(api: Served, query: str) -> None:
+def test_batch_parameters_are_checked(api: Served, query: str) -> None:
     status, kind, field = api.refusal("GET", f"/batch?{query}")
     assert (status, kind, field) == (400, "bad_parameter", query.partition("=")[0])
 
@@ -116,25 +116,25 @@ def in_background(work: Any) -> tuple[threading.Thread, list[Any]]:
 
 
 def waiters(api: Served) -> int:
-    return len(api.store.changed._waiters)
+    return len(api.store.changed)
 
 
-def test_a_batch_is_waited_for_and_answered_at_once(api: Served) -> None:
+def test_batch_request_is_answered_once_enough_rows_wait(api: Served) -> None:
     thread, results = in_background(lambda: api.get("/batch?cursor=0&sequences=16&wait_s=30"))
     until(lambda: waiters(api) == 1)
     api.post("/scored_data", group(1))
-    assert waiters(api) == 1, "one group is not enough, and wakes nobody"
+    assert waiters(api) == 1, "one group is not enough to wake the waiter"
     api.post("/scored_data", group(2))
     thread.join(10)
     assert marks(results[0]) == [1, 2]
 
 
-def test_a_wait_that_ends_with_nothing_says_so(api: Served) -> None:
+def test_batch_wait_ends_without_a_batch(api: Served) -> None:
     assert api.get("/batch?cursor=0&sequences=16&wait_s=0.05")["batch"] is None
     assert waiters(api) == 0
 
 
-def test_room_is_answered_when_the_trainer_has_read(api: Served) -> None:
+def test_room_request_is_answered_after_a_delivery(api: Served) -> None:
     for mark in range(4):
         api.post("/scored_data", group(mark))
     assert api.get("/room?below=5") == {"room": True, "waiting": 4}
@@ -147,7 +147,7 @@ def test_room_is_answered_when_the_trainer_has_read(api: Served) -> None:
     assert api.refusal("GET", "/room") == (400, "bad_parameter", "below")
 
 
-def test_those_who_wait_are_answered_when_the_server_ends(api: Served) -> None:
+def test_waiting_requests_are_answered_at_shutdown(api: Served) -> None:
     thread, results = in_background(lambda: api.get("/batch?cursor=0&sequences=16&wait_s=60"))
     until(lambda: waiters(api) == 1)
     api.stop()
@@ -155,7 +155,7 @@ def test_those_who_wait_are_answered_when_the_server_ends(api: Served) -> None:
     assert results[0]["batch"] is None
 
 
-def test_the_secret_is_a_bearer_token_or_a_part_of_the_path(api: Served) -> None:
+def test_secret_is_accepted_as_bearer_token_or_path_prefix(api: Served) -> None:
     assert api.raw("GET", "/", secret=None)[0] == 200
     for secret in (None, "wrong", SECRET + "x", ""):
         status, headers, _ = api.raw("GET", "/counts", secret=secret)
@@ -171,16 +171,16 @@ def test_the_secret_is_a_bearer_token_or_a_part_of_the_path(api: Served) -> None
     ("host", "status"),
     [("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("evil.example:80", 421), ("127.0.0.1.evil", 421)],
 )
-def test_only_loopback_names_are_answered(api: Served, host: str, status: int) -> None:
+def test_only_loopback_host_names_are_accepted(api: Served, host: str, status: int) -> None:
     assert api.raw("GET", "/", headers={"Host": host})[0] == status
 
 
-def test_unknown_endpoints_and_methods_are_typed_errors(api: Served) -> None:
+def test_unknown_endpoints_and_methods_give_typed_errors(api: Served) -> None:
     assert api.refusal("GET", "/nothing")[:2] == (404, "not_found")
     assert api.refusal("GET", "/scored_data")[:2] == (405, "method_not_allowed")
 
 
-def test_gzip_is_read_and_limited_after_decompression(api: Served) -> None:
+def test_gzip_bodies_are_read_and_limited_after_decompression(api: Served) -> None:
     header = {"Content-Encoding": "gzip"}
     packed = gzip.compress(json.dumps(group(4)).encode())
     assert api.raw("POST", "/scored_data", packed, headers=header)[0] == 200
@@ -196,7 +196,7 @@ def test_gzip_is_read_and_limited_after_decompression(api: Served) -> None:
     assert api.get("/status")["queue_size"] == 1
 
 
-def test_a_body_that_is_too_large_is_refused_announced_or_not(api: Served) -> None:
+def test_large_body_is_refused_with_and_without_length(api: Served) -> None:
     assert api.refusal("POST", "/scored_data", b" " * 50_001)[:2] == (413, "too_large")
     with api.open("GET", "/") as raw:
         head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {SECRET}\r\n"
@@ -211,7 +211,7 @@ def test_a_body_that_is_too_large_is_refused_announced_or_not(api: Served) -> No
     assert b" 413 " in answer
 
 
-def test_bodies_are_handed_out_as_they_came_and_unknown_fields_are_left_out(api: Served) -> None:
+def test_bodies_are_delivered_unchanged_without_unknown_fields(api: Served) -> None:
     body = json.dumps(group(1), indent=1).encode()
     api.post("/scored_data", body)
     api.post("/scored_data", group(2, rows=8, mystery={"deep": [1]}))
@@ -220,7 +220,7 @@ def test_bodies_are_handed_out_as_they_came_and_unknown_fields_are_left_out(api:
     assert marks(json.loads(answer)) == [1, 2] and b"mystery" not in answer
 
 
-def test_a_list_takes_the_good_groups_and_names_the_bad(api: Served) -> None:
+def test_list_stores_valid_groups_and_reports_invalid_ones(api: Served) -> None:
     answer = api.post("/scored_data_list", [group(1), group(2, scores=[1.0]), group(3), {"tokens": "x"}])
     assert (answer["groups_processed"], answer["sequence_numbers"], answer["waiting"]) == (2, [1, 2], 2)
     assert [(item["index"], item["type"], item["field"]) for item in answer["refused"]] == [
@@ -234,7 +234,7 @@ def test_a_list_takes_the_good_groups_and_names_the_bad(api: Served) -> None:
     assert api.get("/counts")["refused"] == {"length_mismatch": 2, "invalid_type": 1, "malformed_json": 1}
 
 
-def test_metrics_tell_the_account(api: Served) -> None:
+def test_metrics_show_the_account(api: Served) -> None:
     for mark in range(3):
         api.post("/scored_data", group(mark, environment='odd"name', scores=[1.0] * 8))
     api.refusal("POST", "/scored_data", b"{")

@@ -1,9 +1,8 @@
-"""The clients: same calls, typed errors, and nothing lost or doubled when connections break."""
+"""The clients raise typed errors, and lose or duplicate nothing when connections break."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import socket
 import threading
@@ -18,7 +17,7 @@ from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.journal.groups import Counts, Group, Outcome
 from toprope.records.journal.journal import FileJournal
 from toprope.training.api.clients.async_client import ApiClient
-from toprope.training.api.clients.requests import Backoff
+from toprope.training.api.clients.requests import Backoff, MissingRows
 from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.intake.validation import Limits
@@ -44,49 +43,35 @@ def a_group(mark: int, group_id: str | None = None) -> Group:
     )
 
 
-def test_both_clients_have_the_same_calls() -> None:
-    def calls(kind: type) -> dict[str, list[str]]:
-        return {
-            name: list(inspect.signature(member).parameters)
-            for name, member in vars(kind).items()
-            if not name.startswith("_") and name not in ("wanted", "take_up")  # for the driver, for the trainer
-        }
-
-    assert calls(ApiClient) == calls(SyncApiClient)
-
-
-def test_a_round_through_the_asynchronous_client(api: Served) -> None:
+def test_async_client_posts_waits_and_counts(api: Served) -> None:
     async def work() -> None:
         async with ApiClient(api.url, SECRET) as client:
             assert [await client.post_group(a_group(mark, f"g{mark}")) for mark in (1, 2, 3)] == [1, 2, 3]
             assert await client.post_group(a_group(3, "g3")) == 3
-            batch = await client.next_batch(0, 4, 1.0)
-            assert batch.batch == [a_group(1, "g1"), a_group(2, "g2")]
-            assert (batch.cursor, batch.sequence_numbers, batch.waiting) == (2, [1, 2], 1)
-            assert (await client.next_batch(2, 4)).batch is None
-            assert await client.wait_for_room(2) and not await client.wait_for_room(1, 0.01)
-            await client.dropped([(1, "stale")])
-            await client.commit(2)
+            assert await client.wait_for_room(4) and not await client.wait_for_room(3, 0.01)
+            assert await client.missing_rows() == MissingRows(version=0, rows=0)
             counts = await client.counts()
-            assert (counts.accepted, counts.committed, counts.dropped, counts.duplicates) == (3, 1, {"stale": 1}, 1)
+            assert (counts.accepted, counts.waiting, counts.duplicates) == (3, 3, 1)
 
     asyncio.run(work())
 
 
-def test_a_round_through_the_synchronous_client(api: Served) -> None:
+def test_sync_client_reads_commits_and_reports_drops(api: Served) -> None:
     with SyncApiClient(api.url + "/", SECRET) as client:
         assert [client.post_group(a_group(mark, f"g{mark}")) for mark in (1, 2, 3)] == [1, 2, 3]
         batch = client.next_batch(0, 4, 1.0)
-        assert batch.batch == [a_group(1, "g1"), a_group(2, "g2")] and batch.cursor == 2
+        assert batch.batch == [a_group(1, "g1"), a_group(2, "g2")]
+        assert (batch.cursor, batch.sequence_numbers, batch.waiting) == (2, [1, 2], 1)
         assert client.next_batch(0, 4) == batch
         assert client.next_batch(2, 4).batch is None
-        assert client.wait_for_room(2, 0.0)
         client.dropped([(1, "stale")])
         client.commit(2)
-        assert client.counts().committed == 1
+        counts = client.counts()
+        assert (counts.accepted, counts.committed, counts.dropped) == (3, 1, {"stale": 1})
+        assert client.take_up(0) == 2
 
 
-def test_refusals_are_typed(api: Served) -> None:
+def test_refusals_are_raised_as_typed_errors(api: Served) -> None:
     bad = Group(tokens=[[1]], masks=[[1]], scores=[])
 
     async def asynchronously() -> None:
@@ -105,24 +90,22 @@ def test_refusals_are_typed(api: Served) -> None:
     assert unauthorized.value.status == 401
 
 
-def test_a_post_to_a_full_queue_waits_for_room(api: Served) -> None:
-    async def work() -> list[int]:
+def test_post_waits_while_queue_is_full(api: Served) -> None:
+    async def work() -> int:
         async with ApiClient(api.url, SECRET) as client:
             for mark in range(4):
                 await client.post_group(a_group(mark))
             posting = asyncio.create_task(client.post_group(a_group(4)))
-            while api.store.queue.counts().refused.get("queue_full", 0) < 1:
-                await asyncio.sleep(0.005)
+            await asyncio.to_thread(until, lambda: api.store.queue.counts().refused.get("queue_full", 0))
             assert not posting.done()
-            cursor = (await client.next_batch(0, 4)).cursor
-            waiting = await posting
-            return [cursor, waiting]
+            assert len(api.get("/batch?cursor=0&sequences=4")["batch"]) == 2
+            return await posting
 
-    assert asyncio.run(work()) == [2, 3]
+    assert asyncio.run(work()) == 3
 
 
 def message(connection: socket.socket) -> bytes:
-    """One HTTP message with its body; empty when the peer has gone."""
+    """One HTTP message with its body; empty if the peer has left."""
     data = b""
     while part := connection.recv(1 << 20):
         data += part
@@ -137,8 +120,10 @@ def message(connection: socket.socket) -> bytes:
 
 @contextmanager
 def breaking(target: tuple[str, int], breaks: Callable[[int], str]) -> Iterator[str]:
-    """A way to `target` on which the nth connection (from 0) is treated as `breaks` says: `pass` it on, `drop` it
-    unheard, or pass the request on and drop the `answer`."""
+    """A proxy to `target` that asks `breaks` about the nth connection (from 0).
+
+    It forwards the connection (`pass`), drops it (`drop`), or forwards the request and drops the `answer`.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.05)
     ending = threading.Event()
@@ -173,7 +158,7 @@ def breaking(target: tuple[str, int], breaks: Callable[[int], str]) -> Iterator[
 
 
 @pytest.mark.parametrize("how", ["drop", "answer"])
-def test_broken_connections_lose_and_double_nothing(api: Served, how: str) -> None:
+def test_broken_connections_neither_lose_nor_duplicate_groups(api: Served, how: str) -> None:
     def breaks(number: int) -> str:
         return how if number % 3 else "pass"
 
@@ -194,7 +179,7 @@ def test_broken_connections_lose_and_double_nothing(api: Served, how: str) -> No
     assert (counts.duplicates > 0) == (how == "answer")
 
 
-def test_clients_go_on_when_the_api_comes_back(tmp_path: Path) -> None:
+def test_clients_continue_when_api_returns(tmp_path: Path) -> None:
     with served(tmp_path / "journal") as first:
         client = SyncApiClient(first.url, SECRET, patience_s=0.2)
         client.post_group(a_group(1, "k"))
@@ -208,7 +193,7 @@ def test_clients_go_on_when_the_api_comes_back(tmp_path: Path) -> None:
         client.close()
 
 
-def test_an_api_that_is_not_there_is_an_error_in_good_time() -> None:
+def test_unreachable_api_is_an_error_after_patience() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     url = "http://{}:{}".format(*listener.getsockname())
     listener.close()
@@ -221,10 +206,10 @@ def test_an_api_that_is_not_there_is_an_error_in_good_time() -> None:
         asyncio.run(work())
 
 
-def test_patience_ends_for_an_api_that_cannot_store_and_never_for_a_full_queue() -> None:
+def test_backoff_patience_by_kind_of_failure() -> None:
     away = Backoff(30.0, away_s=60.0)
     assert away.after_error(OSError(), 0.0) == 0.0 and away.after_error(OSError(), 1.0) > 0
-    # One that is being started again is waited for, and then the patience begins anew.
+    # The patience begins anew after an absence.
     assert 0 < away.after_absence(29.0) <= away.after_absence(80.0) <= 0.25
     assert away.after_error(OSError(), 85.0) == 0.0
     assert away.after_absence(90.0) > 0
@@ -238,17 +223,18 @@ def test_patience_ends_for_an_api_that_cannot_store_and_never_for_a_full_queue()
     with pytest.raises(NotPossibleNow, match="disk full"):
         backoff.after_refusal(storage, 31.0)
     assert backoff.after_refusal(Refused("queue_full", "", status=503), 1e9) == 0.25
-    assert backoff.after_refusal(Refused("bad_mask", ""), 0.0) is None
+    with pytest.raises(Refused, match="permanent"):
+        backoff.after_refusal(Refused("bad_mask", "permanent"), 0.0)
 
 
-def test_an_answer_that_is_none_of_ours_is_told() -> None:
+def test_unexpected_answer_is_reported() -> None:
     refusal = Refused.parse(502, b"<html>bad gateway</html>")
     assert (refusal.kind, refusal.status) == ("unexpected_answer", 502) and "bad gateway" in refusal.message
     again = Refused.parse(422, Refused("bad_mask", "A mask.", field="masks[0]").body())
     assert (again.kind, again.message, again.field) == ("bad_mask", "A mask.", "masks[0]")
 
 
-def test_a_disk_that_is_full_is_a_moment_not_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_post_succeeds_after_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: FileJournal, *rest: object) -> int:
         raise NotPossibleNow("The journal cannot be written: No space left on device.")
 
@@ -262,14 +248,18 @@ def test_a_disk_that_is_full_is_a_moment_not_an_end(tmp_path: Path, monkeypatch:
         until(lambda: api.store.queue.counts().accepted == 1)
 
 
-def test_clients_go_on_at_the_address_that_the_api_comes_back_at(tmp_path: Path) -> None:
-    """What a member knows of its peers changes: away, then elsewhere."""
+def test_clients_follow_the_api_to_a_new_address(tmp_path: Path) -> None:
     where: list[str | None] = [None]
+    lookups: list[str | None] = []
+
+    def resolve() -> str | None:
+        lookups.append(where[0])
+        return where[0]
 
     async def posts(first: str, second: str) -> tuple[int, Counts]:
-        async with ApiClient(lambda: where[0], SECRET, patience_s=5.0) as client:
+        async with ApiClient(resolve, SECRET, patience_s=5.0) as client:
             posting = asyncio.create_task(client.post_group(a_group(0)))
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(until, lambda: len(lookups) > 2)
             assert not posting.done()
             where[0] = first
             waiting = await posting

@@ -1,9 +1,10 @@
-"""The decoder under fire: what is posted is refused with a reason, or what is stored can be read by a trainer."""
+"""Any post is either refused with a reason, or stored so that a trainer can read it."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 import msgspec
@@ -15,20 +16,21 @@ from tests.support.training_api_server import group
 from toprope.records.journal.groups import MASKED, Batch, Group
 from toprope.training.api.clients.requests import BATCH
 from toprope.training.api.http.errors import Refused
-from toprope.training.api.intake.validation import Door, Limits
+from toprope.training.api.intake.fast_validation import MatrixScanner
+from toprope.training.api.intake.validation import GroupValidator, Limits
 
-DOOR = Door(vocabulary=100, limits=Limits(rows=16))
+VALIDATOR = GroupValidator(vocabulary=100, limits=Limits(rows=16))
 
 
 def check(body: bytes) -> Group | None:
-    """The stored group as a trainer reads it; None where it was refused. All that a trainer relies on is asserted."""
+    """The stored group as a trainer reads it; None if it was refused. Asserts everything a trainer relies on."""
     try:
-        parcel = DOOR.open(body, 64)
+        post = VALIDATOR.validate(body, 64)
     except Refused as refusal:
         assert 400 <= refusal.status < 500 and refusal.kind and refusal.message
         json.loads(refusal.body())
         return None
-    batch: Batch = BATCH.decode(b'{"batch":[' + parcel.body + b'],"cursor":1}')
+    batch: Batch = BATCH.decode(b'{"batch":[' + post.body + b'],"cursor":1}')
     (stored,) = batch.batch or []
     lengths = [len(row) for row in stored.tokens]
     assert 1 <= len(lengths) <= 16 and all(1 <= length <= 64 for length in lengths)
@@ -46,7 +48,7 @@ def check(body: bytes) -> Group | None:
             assert all(math.isfinite(value) for row in matrix for value in row)
     for row, length in zip(stored.versions or (), lengths, strict=False):
         assert sum(count for _, count in row) <= length
-    assert parcel.note.rows == len(lengths) and parcel.note.tokens == sum(lengths)
+    assert post.note.rows == len(lengths) and post.note.tokens == sum(lengths)
     return stored
 
 
@@ -64,7 +66,7 @@ values = st.recursive(
 fields = st.sampled_from([*msgspec.structs.asdict(Group([], [], [])), "unknown"])
 
 
-def test_the_valid_group_passes() -> None:
+def test_valid_group_is_accepted() -> None:
     stored = check(VALID)
     assert stored is not None and stored.group_id == "k" and stored.versions == [[(1, 1), (2, 1)]] * 3
 
@@ -73,7 +75,7 @@ def test_the_valid_group_passes() -> None:
 @given(changes=st.dictionaries(fields, values, min_size=1, max_size=3))
 @example(changes={"unknown": math.nan})
 @example(changes={"scores": [1e999, 0.0, 0.0]})
-def test_a_group_with_any_fields_replaced(changes: dict[str, Any]) -> None:
+def test_group_with_any_fields_replaced(changes: dict[str, Any]) -> None:
     check(json.dumps(json.loads(VALID) | changes).encode())
 
 
@@ -81,19 +83,19 @@ def test_a_group_with_any_fields_replaced(changes: dict[str, Any]) -> None:
 @given(at=st.integers(0, len(VALID) - 1), cut=st.integers(0, 12), put=st.binary(max_size=6) | st.sampled_from(
     [b"1e999", b"-", b"[", b"]]", b"null", b"NaN", b"1.5", b"\xff", b"9" * 400, b"\\u0000", b'"', b"{}", b",,"]
 ))  # fmt: skip
-def test_a_group_with_any_bytes_replaced(at: int, cut: int, put: bytes) -> None:
+def test_group_with_any_bytes_replaced(at: int, cut: int, put: bytes) -> None:
     check(VALID[:at] + put + VALID[at + cut :])
 
 
 @settings(max_examples=100, deadline=None)
 @given(body=st.binary(max_size=200))
-def test_any_bytes(body: bytes) -> None:
+def test_random_bytes_are_refused(body: bytes) -> None:
     assert check(body) is None
 
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=5), data=st.data())
-def test_any_mask_over_any_tokens(rows: list[list[int]], data: st.DataObject) -> None:
+def test_mask_is_valid_if_it_repeats_tokens(rows: list[list[int]], data: st.DataObject) -> None:
     chosen = [[data.draw(st.sampled_from([MASKED, token, token + 1])) for token in row] for row in rows]
     stored = check(json.dumps({"tokens": rows, "masks": chosen, "scores": [0.0] * len(rows)}).encode())
     valid = all(
@@ -105,7 +107,7 @@ def test_any_mask_over_any_tokens(rows: list[list[int]], data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("depth", [33, 2000, 200_000])
-def test_depth_is_bounded_wherever_it_is(depth: int) -> None:
+def test_nesting_depth_is_bounded(depth: int) -> None:
     nested = b"[" * depth + b"]" * depth
     for name in (b"messages", b"images", b"unknown", b"tokens"):
         body = VALID[:-1] + b',"' + name + b'":' + nested + b"}"
@@ -127,31 +129,30 @@ ODD = st.sampled_from([
     b"1000", b"4294967296", b'"', b'"]"', b"{}", b",", b",,", b", ", b" ", b"\n", b"\t", b"\\u0000", b"",
     b"-100, -100", b"-100,-100",
 ])  # fmt: skip
-SURVEYED = Door(vocabulary=1000, limits=Limits(rows=16))
-EXACT = Door(vocabulary=1000, limits=Limits(rows=16))
+SCANNING = GroupValidator(vocabulary=1000, limits=Limits(rows=16), scan_bytes=0)
+EXACT = GroupValidator(vocabulary=1000, limits=Limits(rows=16), scan_bytes=sys.maxsize)
+SCANNER = MatrixScanner(1000)
 
 
-def verdict(door: Door, body: bytes, surveyed: bool) -> Any:
-    """What a door makes of a body: the refusal, or all that is kept."""
-    if not surveyed:
-        door._surveyed = lambda _: (None, {})  # type: ignore[method-assign]
+def verdict(validator: GroupValidator, body: bytes) -> Any:
+    """The refusal of a body, or everything that is stored of it."""
     try:
-        parcel = door.open(body, 800)
+        post = validator.validate(body, 800)
     except Refused as refusal:
         return refusal.kind, refusal.message, refusal.field, refusal.status
-    parcel.note.at = 0.0
-    return bytes(parcel.body), parcel.note, parcel.env_id, parcel.unversioned
+    post.note.at = 0.0
+    return bytes(post.body), post.note, post.env_id, post.unversioned
 
 
-def both(body: bytes) -> bool:
-    """Asserts that looking a body over and decoding it come to the same; returns whether it was looked over."""
-    assert verdict(SURVEYED, body, True) == verdict(EXACT, body, False)
-    return SURVEYED._surveyed(body)[0] is not None
+def compare(body: bytes) -> bool:
+    """Assert that scanning and decoding a body agree; returns whether the scanner could decide."""
+    assert verdict(SCANNING, body) == verdict(EXACT, body)
+    return SCANNER.scan(body) is not None
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (", ", ":")])
-def test_a_large_group_is_looked_over_rather_than_decoded(separators: tuple[str, str]) -> None:
-    assert both(json.dumps(json.loads(LARGE), separators=separators).encode())
+def test_large_group_is_scanned_instead_of_decoded(separators: tuple[str, str]) -> None:
+    assert compare(json.dumps(json.loads(LARGE), separators=separators).encode())
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,8 @@ def test_a_large_group_is_looked_over_rather_than_decoded(separators: tuple[str,
         {"ref_logprobs": [[-1e-300, 3] * 350] * 3},
     ],
 )
-def test_so_is_every_usual_shape_of_one(change: dict[str, Any]) -> None:
-    assert both(json.dumps(json.loads(LARGE) | change).encode())
+def test_usual_shapes_of_large_groups_are_scanned(change: dict[str, Any]) -> None:
+    assert compare(json.dumps(json.loads(LARGE) | change).encode())
 
 
 @pytest.mark.parametrize(
@@ -180,31 +181,31 @@ def test_so_is_every_usual_shape_of_one(change: dict[str, Any]) -> None:
         ({"rollouts": [0, 0, 9], "outcomes": [{"reward": 1.0}]}, "rollouts[2]"),
     ],
 )
-def test_what_is_wrong_with_a_large_group_is_named_as_ever(change: dict[str, Any], field: str) -> None:
+def test_refusal_of_large_group_names_the_field(change: dict[str, Any], field: str) -> None:
     body = json.dumps(json.loads(LARGE) | change).encode()
-    both(body)
+    compare(body)
     with pytest.raises(Refused) as refusal:
-        SURVEYED.open(body)
+        SCANNING.validate(body)
     assert refusal.value.field == field
 
 
 @pytest.mark.parametrize("again", [b'"junk"', b"[[1.5]]", b"[[5]]", b"null", b"[[]]"])
 @pytest.mark.parametrize("name", [b"tokens", b"masks", b"inference_logprobs", b"advantages"])
-def test_a_key_that_comes_twice_hides_nothing(name: bytes, again: bytes) -> None:
-    both(b'{"' + name + b'":' + again + b"," + LARGE[1:])
-    both(LARGE[:-1] + b',"' + name + b'":' + again + b"}")
-    both(b'{"\\u00' + b"%x" % name[0] + name[1:] + b'":' + again + b"," + LARGE[1:])
+def test_repeated_json_key_is_validated(name: bytes, again: bytes) -> None:
+    compare(b'{"' + name + b'":' + again + b"," + LARGE[1:])
+    compare(LARGE[:-1] + b',"' + name + b'":' + again + b"}")
+    compare(b'{"\\u00' + b"%x" % name[0] + name[1:] + b'":' + again + b"," + LARGE[1:])
 
 
 @settings(max_examples=150, deadline=None)
 @given(at=st.integers(0, len(LARGE) - 1), cut=st.integers(0, 6), put=ODD)
-def test_looking_over_and_decoding_agree_whatever_is_replaced(at: int, cut: int, put: bytes) -> None:
-    both(LARGE[:at] + put + LARGE[at + cut :])
+def test_scanner_agrees_with_decoder_on_any_bytes(at: int, cut: int, put: bytes) -> None:
+    compare(LARGE[:at] + put + LARGE[at + cut :])
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), put=ODD, name=st.sampled_from([b"tokens", b"masks", b"inference_logprobs"]))
-def test_they_agree_whichever_number_is_replaced(data: st.DataObject, put: bytes, name: bytes) -> None:
+def test_scanner_agrees_with_decoder_on_any_number(data: st.DataObject, put: bytes, name: bytes) -> None:
     start = LARGE.index(b'"' + name + b'": [[') + len(name) + 4
     number = data.draw(st.integers(0, 1500))
     at = start
@@ -212,4 +213,4 @@ def test_they_agree_whichever_number_is_replaced(data: st.DataObject, put: bytes
         at = LARGE.index(b",", at + 1)
     at += 2
     end = min(LARGE.index(b",", at), LARGE.index(b"]", at))
-    both(LARGE[:at] + put + LARGE[end:])
+    compare(LARGE[:at] + put + LARGE[end:])

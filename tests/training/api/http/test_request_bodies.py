@@ -1,4 +1,4 @@
-"""Bodies that are read in one piece: however they are sent, they arrive as they were, and the connection stays."""
+"""Request bodies arrive unchanged however they are sent, and the connection stays usable."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def connect(api: Served) -> socket.socket:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7, 40])
-def test_a_body_arrives_whole_in_however_many_pieces_it_is_sent(api: Served, pieces: int) -> None:
+def test_body_arrives_whole_when_sent_in_pieces(api: Served, pieces: int) -> None:
     with connect(api) as raw:
-        for number in range(1, 4):  # the connection is kept
+        for number in range(1, 4):  # on one connection
             sent = request(body(number))
             step = len(sent) // pieces + 1
             for at in range(0, len(sent), step):
@@ -62,10 +62,10 @@ def test_a_body_arrives_whole_in_however_many_pieces_it_is_sent(api: Served, pie
         raw.sendall(f"GET /counts HTTP/1.1\r\n{HEAD}\r\n".encode())
         assert answer(raw)[1]["accepted"] == 3
     for number in range(1, 4):
-        assert api.store._journal.read(number) == body(number)
+        assert api.journal.read(number) == body(number)
 
 
-def test_the_head_may_come_alone_and_in_pieces(api: Served) -> None:
+def test_head_may_arrive_in_pieces_before_the_body(api: Served) -> None:
     data = body(1)
     head, _, _ = request(data).partition(data)
     with connect(api) as raw:
@@ -75,7 +75,7 @@ def test_the_head_may_come_alone_and_in_pieces(api: Served) -> None:
         assert answer(raw)[0] == 200
 
 
-def test_a_client_may_ask_before_it_sends(api: Served) -> None:
+def test_expect_100_continue_is_answered(api: Served) -> None:
     data = body(1)
     head, _, _ = request(data, more="Expect: 100-continue\r\n").partition(data)
     with connect(api) as raw:
@@ -85,7 +85,7 @@ def test_a_client_may_ask_before_it_sends(api: Served) -> None:
         assert answer(raw)[0] == 200
 
 
-def test_an_answer_before_the_body_leaves_the_connection_usable(api: Served) -> None:
+def test_connection_survives_a_refused_body(api: Served) -> None:
     large = b" " * 400_001
     with connect(api) as raw:
         raw.sendall(request(large))
@@ -94,7 +94,7 @@ def test_an_answer_before_the_body_leaves_the_connection_usable(api: Served) -> 
         assert answer(raw)[0] == 200
 
 
-def test_requests_in_a_row_are_answered_in_order(api: Served) -> None:
+def test_pipelined_requests_are_answered_in_order(api: Served) -> None:
     with connect(api) as raw:
         small = json.dumps(group(1)).encode()
         raw.sendall(request(small) + request(small) + f"GET /status HTTP/1.1\r\n{HEAD}\r\n".encode() + request(body(2)))
@@ -105,7 +105,7 @@ def test_requests_in_a_row_are_answered_in_order(api: Served) -> None:
     assert numbers == [1, 2, 3]
 
 
-def test_a_client_that_goes_within_its_body_leaves_nothing_behind(api: Served) -> None:
+def test_client_that_leaves_within_its_body_stores_nothing(api: Served) -> None:
     raw = connect(api)
     raw.sendall(request(body(1))[:150_000])
     raw.close()
@@ -115,7 +115,7 @@ def test_a_client_that_goes_within_its_body_leaves_nothing_behind(api: Served) -
     until(lambda: api.get("/counts")["accepted"] == 1)
 
 
-def test_a_chunked_body_takes_the_other_way(api: Served) -> None:
+def test_chunked_body_is_accepted(api: Served) -> None:
     data = body(1)
     with connect(api) as raw:
         raw.sendall(f"POST /scored_data HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
@@ -124,4 +124,4 @@ def test_a_chunked_body_takes_the_other_way(api: Served) -> None:
             raw.sendall(b"%x\r\n%s\r\n" % (len(part), part))
         raw.sendall(b"0\r\n\r\n")
         assert answer(raw)[0] == 200
-    assert api.store._journal.read(1) == data
+    assert api.journal.read(1) == data

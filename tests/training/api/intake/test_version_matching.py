@@ -1,4 +1,4 @@
-"""Groups that outside environments post: their versions and log-probabilities are those that inference recorded."""
+"""Groups of outside environments get the versions and log-probabilities that inference recorded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 
 from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, SECRET, Served, group, marks, served
 from toprope.records.journal.journal import FileJournal
-from toprope.training.api.intake.validation import Door
-from toprope.training.api.intake.version_matching import InferenceMatcher, spans_of
-from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, Sought
+from toprope.training.api.intake.validation import GroupValidator
+from toprope.training.api.intake.version_matching import InferenceMatcher, sampled_spans
+from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, SoughtRow
 
 
 @contextmanager
 def inference(index: SampleIndex) -> Iterator[str]:
-    """An inference server that knows an index, as far as matching goes."""
+    """An inference server that answers match requests from `index`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -65,7 +65,7 @@ def outside(mark: int, rows: int = 2, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_versions_are_added_and_unmatched_groups_treated_as_the_owner_sets(tmp_path: Path, train: bool) -> None:
+def test_versions_are_added_and_unmatched_setting_is_followed(tmp_path: Path, train: bool) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
     for version in (4, 5):
         index.add([1], [2, 3], [-0.5, -0.25 * version], version)
@@ -74,14 +74,14 @@ def test_versions_are_added_and_unmatched_groups_treated_as_the_owner_sets(tmp_p
         matcher.connect(url)
         api.post("/scored_data", outside(1))
         api.post("/scored_data_list", [outside(9), outside(1, inference_logprobs=[[1.0, -9.0, -9.0]] * 2)])
-        api.post("/scored_data", group(8, rows=2))  # the run's own driver knows its versions
+        api.post("/scored_data", group(8, rows=2))  # a post of the run's own driver
         assert api.get("/counts")["unmatched"] == 1
         answer = api.get("/batch?cursor=0&sequences=6" if not train else "/batch?cursor=0&sequences=8")
         assert marks(answer) == ([1, 9, 1, 8] if train else [1, 1, 8])
         first = answer["batch"][0]
         assert first["versions"] == [[[4, 2]], [[5, 2]]]
         assert first["inference_logprobs"] == [[1.0, -0.5, -1.0], [1.0, -0.5, -1.25]]
-        assert answer["batch"][-2]["inference_logprobs"] == [[1.0, -9.0, -9.0]] * 2, "its own word stays"
+        assert answer["batch"][-2]["inference_logprobs"] == [[1.0, -9.0, -9.0]] * 2, "posted log-probabilities stay"
         assert api.get("/counts")["dropped"] == ({} if train else {"unmatched": 1})
         assert "toprope_api_unmatched_total 1" in api.raw("GET", "/metrics")[2].decode()
     notes = [record.note for record in FileJournal(tmp_path / "journal").iterate() if record.size]
@@ -90,7 +90,7 @@ def test_versions_are_added_and_unmatched_groups_treated_as_the_owner_sets(tmp_p
     ]  # fmt: skip
 
 
-def test_matched_versions_hold_the_off_policy_limit(tmp_path: Path) -> None:
+def test_matched_versions_obey_max_staleness(tmp_path: Path) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
     index.add([1], [2, 3], [-0.5, -0.5], 1)
     index.add([7], [2, 3], [-0.5, -0.5], 9)
@@ -103,75 +103,75 @@ def test_matched_versions_hold_the_off_policy_limit(tmp_path: Path) -> None:
         assert api.get("/counts")["dropped"] == {"stale": 1}
 
 
-def test_an_inference_server_that_is_gone_delays_nobody_for_long(tmp_path: Path) -> None:
+def test_missing_inference_server_does_not_block_posts(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         matcher = InferenceMatcher(SECRET)
         with served(tmp_path / "journal", matcher=matcher) as api:
             registered(api)
             api.post("/scored_data", outside(1))
-            assert api.get("/counts")["unmatched"] == 0, "it is not known yet: nobody looked"
+            assert api.get("/counts")["unmatched"] == 0, "no address, so nothing was looked up"
             matcher.connect(f"http://127.0.0.1:{nobody.getsockname()[1]}")
             for mark in (2, 3):
                 api.post("/scored_data", outside(mark))
             assert api.get("/counts")["unmatched"] == 2
 
 
-def test_a_retry_of_a_matched_group_is_the_same_group(tmp_path: Path) -> None:
+def test_repeated_post_of_matched_group_is_one_group(tmp_path: Path) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
     index.add([1], [2, 3], [-0.5, -0.5], 1)
     with inference(index) as url, served(tmp_path / "journal", matcher=matcher) as api:
         registered(api)
         matcher.connect(url)
         api.post("/scored_data", outside(1))
-    with served(tmp_path / "journal") as api:  # killed before its answer, as far as anybody knows
+    with served(tmp_path / "journal") as api:  # as if the API had been killed before its answer
         assert api.post("/scored_data", outside(1))["sequence_number"] == 1
 
 
-def test_spans_are_runs_of_sampled_tokens() -> None:
-    assert spans_of([-100, 5, 6, -100, 7]) == [(1, 3), (4, 5)]
-    assert spans_of([5, -100]) == [(0, 1)]
-    assert spans_of([-100]) == []
+def test_sampled_spans_are_runs_of_unmasked_tokens() -> None:
+    assert sampled_spans([-100, 5, 6, -100, 7]) == [(1, 3), (4, 5)]
+    assert sampled_spans([5, -100]) == [(0, 1)]
+    assert sampled_spans([-100]) == []
 
 
-def test_samples_are_found_by_their_ids_and_what_stood_before_them() -> None:
+def test_samples_are_found_by_their_ids_and_prompt() -> None:
     index = SampleIndex(endings=frozenset({0}))
     index.add([1, 2], [5, 6, 0], [-1.0, -2.0, -3.0], 3)
     index.add([1, 2, 5, 6, 0, 9], [7], [-4.0], 4)
-    both = index.match(Sought([1, 2, 5, 6, 0, 9, 7], [(2, 5), (6, 7)]))
+    both = index.match(SoughtRow([1, 2, 5, 6, 0, 9, 7], [(2, 5), (6, 7)]))
     assert both is not None
     assert (both.versions, both.logprobs) == ([(3, 3), (4, 1)], [-1.0, -2.0, -3.0, -4.0])
-    cut = index.match(Sought([1, 2, 5, 6], [(2, 4)]))
-    assert cut is not None and cut.logprobs == [-1.0, -2.0], "an environment may leave the ending out"
+    cut = index.match(SoughtRow([1, 2, 5, 6], [(2, 4)]))
+    assert cut is not None and cut.logprobs == [-1.0, -2.0], "an environment may leave out the end token"
     for tokens, spans in (([1, 2, 5, 6, 0, 9, 8], [(2, 5), (6, 7)]), ([2, 2, 5, 6, 0], [(2, 5)]), ([1, 2], [])):
-        assert index.match(Sought(tokens, spans)) is None
+        assert index.match(SoughtRow(tokens, spans)) is None
     long = list(range(10, 40))
     index.add([1], long, [-1.0] * 30, 5)
-    found = index.match(Sought([3, 3, *long], [(2, 32)]))
-    assert found is not None and found.versions == [(5, 30)], "a long sample tells by itself"
+    found = index.match(SoughtRow([3, 3, *long], [(2, 32)]))
+    assert found is not None and found.versions == [(5, 30)], "a long sample is recognised without its prompt"
 
 
-def test_the_oldest_samples_are_forgotten_first() -> None:
+def test_oldest_samples_are_forgotten_first() -> None:
     index = SampleIndex(limit=10)
     for token in range(8):
         index.add([1], [token, 50], [-1.0, -1.0], token)
     assert index.tokens == 10
-    known = [index.match(Sought([1, token, 50], [(1, 3)])) is not None for token in range(8)]
+    known = [index.match(SoughtRow([1, token, 50], [(1, 3)])) is not None for token in range(8)]
     assert known == [False] * 3 + [True] * 5
 
 
-def test_an_answer_that_does_not_fit_marks_the_group(tmp_path: Path) -> None:
-    class Liar(SampleIndex):
-        def match(self, row: Sought) -> Any:
+def test_inconsistent_answer_marks_group_as_unmatched(tmp_path: Path) -> None:
+    class InconsistentIndex(SampleIndex):
+        def match(self, row: SoughtRow) -> Any:
             return {"versions": [[1, 7]], "logprobs": [0.0]}
 
     async def main() -> None:
         matcher = InferenceMatcher(SECRET)
-        parcel = Door().open(json.dumps(outside(1)).encode())
-        with inference(Liar()) as url:
+        post = GroupValidator().validate(json.dumps(outside(1)).encode())
+        with inference(InconsistentIndex()) as url:
             matcher.connect(url)
-            await matcher.match([parcel])
-        assert parcel.note.unmatched and parcel.body == parcel.posted
+            await matcher.match([post])
+        assert post.note.unmatched and post.body == post.posted
         matcher.close()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What an answer promises: on disk, once, also after a kill, a failed disk and the removal of old segments."""
+"""An answered group is on disk, once, also after a kill, a failed disk and the removal of old segments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(mark: int, **fields: Any) -> bytes:
     return json.dumps(group(mark, **fields)).encode()
 
 
-def test_an_answer_waits_for_the_disk_and_one_wait_serves_many(tmp_path: Path) -> None:
+def test_one_flush_serves_all_waiting_answers(tmp_path: Path) -> None:
     async def main() -> None:
         journal = FileJournal(tmp_path, sync="group")
         commit = GroupCommit(journal)
@@ -41,7 +41,7 @@ def test_an_answer_waits_for_the_disk_and_one_wait_serves_many(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_a_slow_disk_is_waited_for_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_is_flushed_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
     go = threading.Event()
     flush = Unsynced.flush
@@ -60,12 +60,12 @@ def test_a_slow_disk_is_waited_for_beside_the_loop(tmp_path: Path, monkeypatch: 
         journal = FileJournal(tmp_path, sync="group", segment_bytes=1)
         commit = GroupCommit(journal)
         journal.append(b"x", GroupNote(rows=1))
-        await commit.wait()  # in the loop, where it is seen to be slow
+        await commit.wait()  # flushed on the loop, which measures that the disk is slow
         journal.append(b"x", GroupNote(rows=1))
         waiting = asyncio.create_task(commit.wait())
         while len(threads) < 2:
             await asyncio.sleep(0)
-        journal.append(b"later", GroupNote(rows=1))  # meanwhile, in a segment of its own
+        journal.append(b"later", GroupNote(rows=1))  # during the flush, in a segment of its own
         go.set()
         await waiting
         assert journal.durable == 2
@@ -78,7 +78,7 @@ def test_a_slow_disk_is_waited_for_beside_the_loop(tmp_path: Path, monkeypatch: 
     asyncio.run(main())
 
 
-def test_a_disk_that_fails_refuses_everybody_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_disk_refuses_all_later_posts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -90,13 +90,11 @@ def test_a_disk_that_fails_refuses_everybody_from_then_on(tmp_path: Path, monkey
             assert (status, headers["retry-after"]) == (503, "5")
             assert "Input/output error" in json.loads(answer)["error"]["message"]
         monkeypatch.undo()
-        assert api.refusal("POST", "/scored_data", group(3))[:2] == (503, "storage"), "it cannot be trusted again"
+        assert api.refusal("POST", "/scored_data", group(3))[:2] == (503, "storage"), "the disk is not trusted again"
 
 
 @pytest.mark.parametrize("sync", ["os", "group", "always"])
-def test_the_policy_says_when_the_disk_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any
-) -> None:
+def test_journal_sync_policy_decides_when_to_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
     synced: list[int] = []
     real = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(descriptor), real(descriptor)))
@@ -112,16 +110,14 @@ def test_the_policy_says_when_the_disk_is_waited_for(
     journal.close()
 
 
-def test_what_a_killed_writer_left_in_memory_is_on_disk_before_it_is_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recovery_flushes_records_of_killed_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = FileJournal(tmp_path, sync="group", segment_bytes=1)
     for _ in range(2):
         journal.append(b"x", GroupNote(rows=1))
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     FileJournal(tmp_path)
-    assert not synced, "a reader waits for nothing"
+    assert not synced, "a reader does not flush"
     FileJournal(tmp_path, sync="group")
     assert len(synced) == 2
     journal.close()
@@ -137,7 +133,7 @@ def segments(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("keep", "recent"), [(True, False), (True, True), (False, False)])
-def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Path, keep: bool, recent: bool) -> None:
+def test_committed_segments_are_kept_or_removed(tmp_path: Path, keep: bool, recent: bool) -> None:
     journal, store = small_store(tmp_path, keep=keep)
     store.next_batch(0, 16)
     for mark in range(40):
@@ -157,9 +153,9 @@ def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Pat
     journal, again = small_store(tmp_path, recent, keep=keep)
     again.queue.rewind(26)
     assert (again.queue.counts(), again.queue.step, again.queue.delivered, again.registry.current_step) == before
-    assert again.post(body(3, group_id="k3")) == 4, "its key is remembered even if its bytes are gone"
+    assert again.post(body(3, group_id="k3")) == 4, "its key is remembered even if its body is gone"
     if keep:
-        assert FileJournal(tmp_path).read(1), "whoever browses the run reads all"
+        assert FileJournal(tmp_path).read(1), "a reader sees all segments"
     if keep and not recent:
         assert journal.read(1)
     else:
@@ -175,7 +171,7 @@ def test_segments_that_a_checkpoint_has_passed_are_kept_or_removed(tmp_path: Pat
 
 
 def kept_history(folder: Path, groups: int) -> tuple[TrajectoryStore, int]:
-    """A journal of so many groups, of which checkpoints have passed all but the last few; and the cursor."""
+    """A store of `groups` groups of which all but the last few are committed, and its cursor."""
     journal, store = small_store(folder)
     cursor = 0
     for mark in range(groups):
@@ -189,7 +185,7 @@ def kept_history(folder: Path, groups: int) -> tuple[TrajectoryStore, int]:
     return store, cursor
 
 
-def test_a_restart_does_not_read_what_checkpoints_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_does_not_read_committed_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, cursor = kept_history(tmp_path, 60)
     assert len(segments(tmp_path)) > 30
     counts, read = store.queue.counts(), []
@@ -206,8 +202,8 @@ def test_a_restart_does_not_read_what_checkpoints_have_passed(tmp_path: Path, mo
     journal.close()
 
 
-def test_restarts_after_every_commit_find_all(tmp_path: Path) -> None:
-    """Each start is a new segment, so that snapshots lie among the segments that a later one sets aside."""
+def test_restart_after_every_commit_recovers_all(tmp_path: Path) -> None:
+    """Each start begins a new segment, so that snapshots lie in segments that a later one replaces."""
     cursor = 0
     for mark in range(24):
         for keep in (True, False):
@@ -222,11 +218,13 @@ def test_restarts_after_every_commit_find_all(tmp_path: Path) -> None:
         cursor += 2
 
 
-@pytest.mark.parametrize("harm", ["start is no number", "start is missing", "start is ahead", "snapshots are damaged"])
-def test_a_start_that_cannot_be_trusted_costs_time_only(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize(
+    "harm", ["start is not a number", "start is missing", "start is ahead", "snapshots are damaged"]
+)
+def test_damaged_start_file_loses_nothing(tmp_path: Path, harm: str) -> None:
     store, cursor = kept_history(tmp_path, 20)
     start = tmp_path / "start"
-    if harm == "start is no number":
+    if harm == "start is not a number":
         start.write_bytes(b"\xff")
     elif harm == "start is missing":
         start.unlink()
@@ -241,10 +239,9 @@ def test_a_start_that_cannot_be_trusted_costs_time_only(tmp_path: Path, harm: st
     journal.close()
 
 
-def test_removed_segments_leave_the_participants_known(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"keep": False, "limits": None}
+def test_participants_survive_removed_segments(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"keep": False, "segment_bytes": 3000}
     with served(tmp_path / "journal", **options) as api:
-        api.store._journal._segment_bytes = 3000
         api.post("/register", REGISTRATION | {"starting_step": 7})
         api.get("/batch?cursor=0")
         api.post("/register-env", ENVIRONMENT | {"weight": 2.5})
@@ -260,14 +257,12 @@ def test_removed_segments_leave_the_participants_known(tmp_path: Path) -> None:
     with served(tmp_path / "journal", **options) as api:
         assert (api.get("/status"), api.get("/counts")) == (status, counts)
         assert api.get("/status")["current_step"] == 17
-        assert api.store.queue.lanes.lane("#0").weight == 2.5
+        assert api.store.queue.scheduler.lane("#0").weight == 2.5
         assert api.refusal("GET", "/batch")[1] == "cursor_needed"
         assert marks(api.get(f"/batch?cursor={cursor}")) == [20, 21]
 
 
-def test_a_crash_while_segments_are_removed_leaves_a_journal_that_can_be_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_recovers_from_crash_during_segment_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, store = small_store(tmp_path, keep=False)
     for mark in range(20):
         store.post(body(mark))
@@ -296,26 +291,26 @@ def test_a_crash_while_segments_are_removed_leaves_a_journal_that_can_be_taken_u
     journal.close()
 
 
-def test_a_retry_without_a_key_is_one_group_even_if_the_api_was_killed_in_between(tmp_path: Path) -> None:
+def test_repeated_post_without_key_is_one_group_after_kill(tmp_path: Path) -> None:
     journal, store = small_store(tmp_path)
-    parcels = [store.examine(body(mark)) for mark in range(4)]
-    numbers = [store.take(parcel) for parcel in parcels]
-    store.answered([numbers[0]])
-    store.take(store.examine(body(9, group_id="keyed")))
-    store.drop([])  # marks lie between the groups too
-    store.tally()
-    journal.close()  # killed: 2, 3 and 4 were not answered
+    posts = [store.validate(body(mark)) for mark in range(4)]
+    numbers = [store.accept(post) for post in posts]
+    store.mark_answered([numbers[0]])
+    store.accept(store.validate(body(9, group_id="keyed")))
+    store.drop([])  # leaves a mark between the groups
+    store.save_counts()
+    journal.close()  # killed before 2, 3 and 4 were answered
     for _ in range(2):
         journal, store = small_store(tmp_path)
         journal.close()
     journal, store = small_store(tmp_path)
     assert [store.post(body(mark)) for mark in (3, 1, 2)] == [4, 2, 3]
-    assert store.post(body(0)) == 6, "this one had its answer, so it is another group"
+    assert store.post(body(0)) == 6, "its first post was answered, so it is another group"
     assert store.queue.counts().duplicates == 3
     journal.close()
 
 
-def test_a_retry_is_known_by_what_was_posted_not_by_what_was_stored(tmp_path: Path) -> None:
+def test_repeated_post_is_recognised_by_posted_body(tmp_path: Path) -> None:
     journal, store = small_store(tmp_path)
     posted = body(1, mystery={"deep": 1})
     assert store.post(posted) == 1
@@ -326,25 +321,25 @@ def test_a_retry_is_known_by_what_was_posted_not_by_what_was_stored(tmp_path: Pa
     journal.close()
 
 
-def test_what_was_turned_away_is_counted_over_restarts(tmp_path: Path) -> None:
+def test_refusal_counts_survive_restart(tmp_path: Path) -> None:
     journal, store = small_store(tmp_path)
     store.post(body(1, group_id="a"))
     store.post(body(1, group_id="a"))
     with pytest.raises(Refused, match="scores"):
         store.post(body(1, scores=[1.0]))
-    store.tally()
+    store.save_counts()
     counts = store.queue.counts()
     assert (counts.duplicates, counts.refused) == (1, {"length_mismatch": 1})
     journal.close()
     journal, store = small_store(tmp_path)
     assert store.queue.counts() == counts
     records = journal.appended
-    store.tally()
+    store.save_counts()
     assert journal.appended == records, "nothing changed"
     journal.close()
 
 
-def test_groups_too_old_for_the_trainer_are_dropped_before_they_are_delivered(tmp_path: Path) -> None:
+def test_stale_groups_are_dropped_before_delivery(tmp_path: Path) -> None:
     with served(tmp_path / "journal", max_staleness=2) as api:
         for mark, version in enumerate([0, 5, 3, 4, None, 6]):
             fields = {} if version is None else {"versions": [[[version, 2]]] * 8}
@@ -360,7 +355,7 @@ def test_groups_too_old_for_the_trainer_are_dropped_before_they_are_delivered(tm
         assert api.get("/counts") == counts
 
 
-def test_how_many_were_too_old_is_said_with_the_next_batch(tmp_path: Path) -> None:
+def test_next_batch_reports_number_of_stale_groups(tmp_path: Path) -> None:
     with served(tmp_path / "journal", max_staleness=0) as api:
         api.post("/scored_data", group(1, versions=[[[0, 2]]] * 8))
         assert api.get("/batch?cursor=0&sequences=8&version=1")["batch"] is None
@@ -369,7 +364,7 @@ def test_how_many_were_too_old_is_said_with_the_next_batch(tmp_path: Path) -> No
         assert until(lambda: api.get("/counts")["dropped"]) == {"stale": 1}
 
 
-def test_the_journal_says_why_it_refuses_after_a_failure(tmp_path: Path) -> None:
+def test_journal_names_reason_after_disk_failure(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path, sync="group")
     journal.append(b"x", GroupNote(rows=1))
     assert "gone" in str(journal.fail(OSError(5, "gone")))

@@ -1,4 +1,4 @@
-"""The account of groups: a state machine of posts, deliveries, commits, drops, rewinds and restarts against a model."""
+"""The account of groups, also as a state machine of posts, deliveries, commits, drops, rewinds and restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toprope.records.journal.groups import Counts
 from toprope.records.journal.journal import FileJournal, GroupNote
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.queue.group_queue import GroupQueue
-from toprope.training.api.storage.store import Formed, TrajectoryStore
+from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 
 
 def queue_of(*rows: int) -> GroupQueue:
@@ -31,7 +31,7 @@ def numbers(queue: GroupQueue, cursor: int, sequences: int) -> list[int] | None:
     return None if plan is None else [group.seq for group in plan.groups]
 
 
-def test_batches_come_in_order_and_only_when_enough_waits() -> None:
+def test_batches_come_in_order_once_enough_rows_wait() -> None:
     queue = queue_of(8, 8, 8, 8, 8)
     assert [numbers(queue, cursor, 16) for cursor in (0, 2)] == [[1, 2], [3, 4]]
     assert numbers(queue, 4, 16) is None
@@ -39,7 +39,7 @@ def test_batches_come_in_order_and_only_when_enough_waits() -> None:
     assert queue.counts() == Counts(accepted=5, waiting=1, delivered=4, equal_score=2)
 
 
-def test_the_same_cursor_gives_the_same_batch_again_even_if_more_would_fit_now() -> None:
+def test_same_cursor_gives_same_batch_again() -> None:
     queue = queue_of(5, 5, 5)
     assert numbers(queue, 0, 12) == [1, 2]
     queue.accept(4, GroupNote(rows=2, lane="other"), 100)
@@ -47,7 +47,7 @@ def test_the_same_cursor_gives_the_same_batch_again_even_if_more_would_fit_now()
     assert queue.step == 1
 
 
-def test_a_rewind_delivers_the_old_batches_again_first() -> None:
+def test_rewind_delivers_old_batches_again_first() -> None:
     queue = queue_of(*[4] * 9)
     batches = [numbers(queue, cursor, 8) for cursor in (0, 2, 4)]
     queue.commit(2)
@@ -56,14 +56,14 @@ def test_a_rewind_delivers_the_old_batches_again_first() -> None:
     assert [numbers(queue, cursor, 8) for cursor in (2, 4, 6)] == [*batches[1:], [7, 8]]
 
 
-def test_other_batch_sizes_after_a_rewind_keep_the_order() -> None:
+def test_rewind_with_other_batch_size_keeps_order() -> None:
     queue = queue_of(*[4] * 6)
     numbers(queue, 0, 8), numbers(queue, 2, 8)
     assert numbers(queue, 0, 12) == [1, 2, 3]
     assert numbers(queue, 3, 12) == [4, 5, 6]
 
 
-def test_a_cursor_within_a_batch_splits_it() -> None:
+def test_cursor_within_batch_splits_it() -> None:
     queue = queue_of(*[4] * 6)
     numbers(queue, 0, 16)
     assert numbers(queue, 3, 4) == [4]
@@ -71,7 +71,7 @@ def test_a_cursor_within_a_batch_splits_it() -> None:
     assert numbers(queue, 4, 8) == [5, 6]
 
 
-def test_cursors_that_cannot_be_are_refused_with_the_reason() -> None:
+def test_cursor_out_of_range_is_refused() -> None:
     queue = queue_of(*[4] * 6)
     numbers(queue, 0, 16)
     queue.commit(2)
@@ -85,7 +85,7 @@ def test_cursors_that_cannot_be_are_refused_with_the_reason() -> None:
     assert queue.delivered == 4 and queue.counts().committed == 2
 
 
-def test_dropped_groups_leave_the_account_and_never_come_back() -> None:
+def test_dropped_groups_are_never_delivered_again() -> None:
     queue = queue_of(*[4] * 6)
     numbers(queue, 0, 16)
     assert queue.drop([2, 3], "stale") == [2, 3]
@@ -95,11 +95,11 @@ def test_dropped_groups_leave_the_account_and_never_come_back() -> None:
     assert queue.counts() == Counts(
         accepted=6, waiting=2, delivered=0, committed=2, dropped={"stale": 2}, equal_score=3
     )
-    assert queue.drop([1], "late") == [], "it is committed"
+    assert queue.drop([1], "late") == [], "the group is committed"
 
 
 @pytest.mark.parametrize("number", [0, 5, 7])
-def test_only_delivered_groups_can_be_dropped_and_a_report_is_taken_whole(number: int) -> None:
+def test_drop_refuses_whole_report_if_a_group_was_not_delivered(number: int) -> None:
     queue = queue_of(*[4] * 6)
     numbers(queue, 0, 16)
     with pytest.raises(Refused, match=f"Group {number} "):
@@ -107,37 +107,37 @@ def test_only_delivered_groups_can_be_dropped_and_a_report_is_taken_whole(number
     assert queue.counts().dropped == {}
 
 
-def test_keys_are_remembered_while_their_groups_are_at_stake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_remembered_while_groups_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toprope.training.api.queue.group_queue._REMEMBERED_KEYS", 3)
     queue = GroupQueue()
     queue.accept(1, GroupNote(rows=1, lane="slow", group_id="waits"), 1)
-    queue.lanes.lane("slow").virtual = 1e9
+    queue.scheduler.lane("slow").virtual = 1e9
     queue.accept(2, GroupNote(rows=1, group_id="g2"), 1)
     for number in range(3, 50):
         queue.accept(number, GroupNote(rows=1, group_id=f"g{number}"), 1)
         queue.next_batch(queue.delivered, 1, 0.0)
         queue.commit(queue.delivered)
-    assert queue.known("waits") == 1
-    assert queue.known("g49") == 49 and queue.known("g2") is None and queue.counts().committed == 47
-    assert queue.known(None) is None
+    assert queue.find("waits") == 1
+    assert queue.find("g49") == 49 and queue.find("g2") is None and queue.counts().committed == 47
+    assert queue.find(None) is None
     with pytest.raises(ValueError, match="before"):
         queue.accept(50, GroupNote(rows=1, group_id="waits"), 1)
 
 
-def test_a_lost_group_is_counted_wherever_it_waits() -> None:
+def test_drop_waiting_counts_group_anywhere_in_queue() -> None:
     queue = queue_of(*[4] * 4)
     numbers(queue, 0, 8)
     queue.rewind(0)
-    queue.lose(2, "unreadable")
-    queue.lose(3, "unreadable")
+    queue.drop_waiting(2, "unreadable")
+    queue.drop_waiting(3, "unreadable")
     assert queue.counts().dropped == {"unreadable": 2} and queue.counts().balanced()
     assert numbers(queue, 0, 8) == [1, 4]
     with pytest.raises(ValueError, match="does not wait"):
-        queue.lose(1, "unreadable")
+        queue.drop_waiting(1, "unreadable")
 
 
-class Lives(RuleBasedStateMachine):
-    """A store over a journal, restarted at any moment, against plain lists."""
+class StoreMachine(RuleBasedStateMachine):
+    """A store over a journal, restarted at any moment, compared with plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Lives(RuleBasedStateMachine):
         self.posted: list[tuple[str, str, bytes]] = []  # (lane, key, body), by number
         self.log: list[tuple[list[int], int]] = []  # batches in the lineage: numbers and rows asked for
         self.base = 0  # position at which the log starts
-        self.again: list[tuple[list[int], int]] = []  # batches to come again
+        self.again: list[tuple[list[int], int]] = []  # batches to deliver again
         self.dropped: set[int] = set()
         self.committed: set[int] = set()
         self.duplicates = 0
@@ -155,7 +155,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(keep=st.booleans(), recent=st.booleans())
     def choose(self, keep: bool, recent: bool) -> None:
-        """Whether segments that a commit has passed are kept, and whether a restart passes them over."""
+        """`keep`: committed segments are kept; `recent`: a restart does not read them."""
         self.keep, self.recent = keep, recent
         self.journal.close()
         self.store = self.opened()
@@ -209,20 +209,20 @@ class Lives(RuleBasedStateMachine):
         cursor = self.rewind(data.draw(st.integers(0, len(self.log) - 1)))
         self.delivered(self.store.next_batch(cursor, rows), rows)
 
-    def delivered(self, formed: Formed | None, rows: int) -> None:
+    def delivered(self, delivery: DeliveredBatch | None, rows: int) -> None:
         waiting = set(range(1, len(self.posted) + 1)) - self.outstanding - self.dropped - self.committed
-        if formed is None:
+        if delivery is None:
             assert sum(self.rows(seq) for seq in waiting) < rows
             return
-        batch = [group.seq for group in formed.plan.groups]
+        batch = [group.seq for group in delivery.plan.groups]
         assert batch and set(batch) <= waiting and len(set(batch)) == len(batch)
-        assert formed.bodies == [self.posted[seq - 1][2] for seq in batch]
+        assert delivery.bodies == [self.posted[seq - 1][2] for seq in batch]
         assert sum(map(self.rows, batch)) <= rows or len(batch) == 1
         returned = [seq for old, _ in self.again for seq in old]
         if self.again and self.again[0][1] == rows:
-            assert batch == self.again[0][0], "an old batch comes again as it was"
+            assert batch == self.again[0][0], "an old batch is delivered again unchanged"
         repeated = batch[: len(returned)]
-        assert repeated == returned[: len(repeated)], "and before anything else"
+        assert repeated == returned[: len(repeated)], "and before other groups"
         fresh = batch[len(repeated) :]
         for lane in "abc":
             mine = [seq for seq in fresh if self.posted[seq - 1][0] == lane]
@@ -238,7 +238,7 @@ class Lives(RuleBasedStateMachine):
                 self.again[0] = (old[left:], asked)
                 left = 0
         self.log.append((batch, rows))
-        assert formed.plan.end == self.cursor
+        assert delivery.plan.end == self.cursor
 
     @precondition(lambda self: self.log)
     @rule(data=st.data())
@@ -260,32 +260,32 @@ class Lives(RuleBasedStateMachine):
 
     @rule(lane=st.sampled_from(["a", "b", "c"]), answered=st.booleans(), repeat=st.booleans())
     def post_without_a_key(self, lane: str, answered: bool, repeat: bool) -> None:
-        """As an environment of Atropos does, which repeats the post if it got no answer."""
+        """Post as an Atropos environment does, which repeats a post that was not answered."""
         mark = len(self.posted) + 1000
         rows = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [1.0, 0.0]}
         body = json.dumps(rows | {"environment": lane, "task_id": f"t{mark}"}).encode()
-        parcel = self.store.examine(body)
-        seq = self.store.take(parcel)
+        post = self.store.validate(body)
+        seq = self.store.accept(post)
         assert seq == len(self.posted) + 1
         self.posted.append((lane, "", body))
         if answered:
-            self.store.answered([seq])
+            self.store.mark_answered([seq])
             return
         if repeat:
-            self.store.unanswered([seq], [parcel])
-            again = self.store.examine(body)
-            assert self.store.take(again) == seq
+            self.store.mark_unanswered([seq], [post])
+            again = self.store.validate(body)
+            assert self.store.accept(again) == seq
         else:
             self.restart()  # killed before the answer
-            again = self.store.examine(body)
-            assert self.store.take(again) == seq
+            again = self.store.validate(body)
+            assert self.store.accept(again) == seq
         self.duplicates += 1
-        self.store.answered([seq])
+        self.store.mark_answered([seq])
 
     @rule(part=st.floats(0, 0.999))
     def kill_within_a_record(self, part: float) -> None:
-        """A post of which only the beginning came to the disk: it was not acknowledged, and its poster goes away."""
-        self.store.tally()
+        """A kill that leaves only the beginning of an unanswered post on disk."""
+        self.store.save_counts()
         before = self.journal.last
         key = f"torn{len(self.posted)}"
         group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "group_id": key, "environment": "a"}
@@ -300,13 +300,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.store.tally()
+        self.store.save_counts()
         self.journal.close()
         self.store = self.opened()
 
     @rule()
     def hang_up(self) -> None:
-        """A delivery that its reader never got, then the same cursor again."""
+        """A delivery that its reader never received, then a request at the same cursor."""
         before = self.store.next_batch(self.cursor, 6)
         again = self.store.next_batch(self.cursor, 6)
         assert (before and before.plan.groups) == (again and again.plan.groups)
@@ -331,5 +331,5 @@ class Lives(RuleBasedStateMachine):
         assert self.store.queue.delivered == self.cursor
 
 
-Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLives = Lives.TestCase
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStore = StoreMachine.TestCase

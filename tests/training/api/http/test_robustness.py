@@ -1,4 +1,4 @@
-"""The faults of Atropos's run-api, each with the test that it does not exist here."""
+"""Faults of Atropos's run-api that this API must not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def api(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-def test_batches_are_first_in_first_out_and_a_step_is_a_batch_delivered(api: Served) -> None:
+def test_batches_are_fifo_and_step_counts_delivered_batches(api: Served) -> None:
     api.post("/register", REGISTRATION)
     for mark in range(1, 9):
         api.post("/scored_data", group(mark))
@@ -37,12 +37,12 @@ def test_batches_are_first_in_first_out_and_a_step_is_a_batch_delivered(api: Ser
         assert api.get("/status")["current_step"] == step
 
 
-def test_a_client_that_hangs_up_while_it_waits_loses_nothing(api: Served) -> None:
+def test_disconnect_while_waiting_loses_no_group(api: Served) -> None:
     api.post("/register", REGISTRATION)
     raw = api.open("GET", "/batch?wait_s=30")
-    until(lambda: api.store.changed._waiters)
+    until(lambda: len(api.store.changed))
     raw.close()
-    until(lambda: not api.store.changed._waiters)
+    until(lambda: not len(api.store.changed))
     for mark in (1, 2):
         api.post("/scored_data", group(mark))
     assert marks(api.get("/batch")) == [1, 2]
@@ -54,7 +54,7 @@ def big(mark: int) -> dict[str, object]:
     return {"tokens": [row], "masks": [[-100, *row[1:]]], "scores": [1.0]}
 
 
-def test_a_client_that_hangs_up_within_the_answer_loses_nothing(api: Served) -> None:
+def test_disconnect_within_the_answer_loses_no_group(api: Served) -> None:
     api.post("/register", REGISTRATION | {"batch_size": 2, "max_token_len": 1_000_000})
     for mark in (1, 2, 3, 4):
         api.post("/scored_data", big(mark))
@@ -67,7 +67,7 @@ def test_a_client_that_hangs_up_within_the_answer_loses_nothing(api: Served) -> 
     assert marks(api.get("/batch")) == [3, 4]
 
 
-def test_a_client_that_reads_its_answer_and_closes_keeps_the_batch(api: Served) -> None:
+def test_batch_stays_delivered_if_client_closes_after_reading(api: Served) -> None:
     api.post("/register", REGISTRATION)
     for mark in range(4):
         api.post("/scored_data", group(mark))
@@ -76,32 +76,32 @@ def test_a_client_that_reads_its_answer_and_closes_keeps_the_batch(api: Served) 
     assert api.get("/counts")["waiting"] == 0
 
 
-def test_a_retried_post_is_one_group(api: Served) -> None:
+def test_repeated_post_with_key_is_one_group(api: Served) -> None:
     answer = api.post("/scored_data", group(1, group_id="once"))
     assert api.post("/scored_data", group(1, group_id="once")) == answer
     assert api.get("/counts") | {"accepted": 1, "duplicates": 1} == api.get("/counts")
 
 
-def test_a_retry_without_a_key_is_one_group_if_its_first_answer_was_not_delivered(api: Served) -> None:
+def test_repeated_post_without_key_is_one_group_if_unanswered(api: Served) -> None:
     body = json.dumps(group(1)).encode()
     raw = api.open("POST", "/scored_data", body)
     until(lambda: api.store.queue.waiting == 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    raw.close()  # killed before it read the answer
-    until(lambda: api.store._repeats._unanswered)
+    raw.close()  # reset: the client was killed before it read the answer
+    until(lambda: len(api.store.duplicates))
     assert api.post("/scored_data", body)["sequence_number"] == 1
     assert api.get("/counts")["duplicates"] == 1
-    # The same body once more is a group of its own: its environment did get the answer.
+    # Posted once more, the body is another group: its environment has the answer.
     assert api.post("/scored_data", body)["sequence_number"] == 2
     assert api.post("/scored_data", body)["sequence_number"] == 3
 
 
-def test_a_window_closes_after_which_the_same_body_is_another_group(tmp_path: Path) -> None:
+def test_equal_body_after_ten_minutes_is_another_group(tmp_path: Path) -> None:
     clock = [0.0]
     store = TrajectoryStore(FileJournal(tmp_path), now=lambda: clock[0])
     body = json.dumps(group(1)).encode()
-    parcel = store.examine(body)
-    store.unanswered([store.take(parcel)], [parcel])
+    post = store.validate(body)
+    store.mark_unanswered([store.accept(post)], [post])
     clock[0] = 601.0
     assert store.post(body) == 2
 
@@ -138,7 +138,7 @@ BAD_GROUPS = [
 ]
 
 
-def test_a_bad_group_is_refused_at_the_door_and_harms_no_other(tmp_path: Path) -> None:
+def test_invalid_group_is_refused_and_harms_no_other(tmp_path: Path) -> None:
     with served(tmp_path / "journal", vocabulary=100) as api:
         api.post("/register", REGISTRATION)
         api.get("/batch")
@@ -173,9 +173,7 @@ def test_a_bad_group_is_refused_at_the_door_and_harms_no_other(tmp_path: Path) -
         ("min_batch_allocation", 1.5), ("min_batch_allocation", -0.1), ("desired_name", ""),
     ],
 )  # fmt: skip
-def test_registrations_out_of_range_are_refused_and_break_no_status(
-    api: Served, field: str, value: float | str
-) -> None:
+def test_registration_out_of_range_is_refused(api: Served, field: str, value: float | str) -> None:
     api.post("/register", REGISTRATION)
     api.get("/batch")
     api.post("/register-env", ENVIRONMENT)
@@ -185,7 +183,7 @@ def test_registrations_out_of_range_are_refused_and_break_no_status(
     assert api.refusal("GET", "/status-env?env_id=3")[1] == "unknown_environment"
 
 
-def test_a_second_register_counts(api: Served) -> None:
+def test_second_registration_replaces_the_first(api: Served) -> None:
     api.post("/register", REGISTRATION)
     for mark in range(1, 5):
         api.post("/scored_data", group(mark))
@@ -197,7 +195,7 @@ def test_a_second_register_counts(api: Served) -> None:
     assert api.get("/status")["current_step"] == 41
 
 
-def test_batches_that_can_never_be_formed_are_refused_at_registration(api: Served) -> None:
+def test_registration_that_cannot_fill_batches_is_refused(api: Served) -> None:
     api.post("/register", REGISTRATION | {"batch_size": 12})
     api.get("/batch")
     for size in (8, 24):
@@ -217,19 +215,19 @@ def test_batches_that_can_never_be_formed_are_refused_at_registration(api: Serve
     )
 
 
-def test_a_dead_environment_with_an_allocation_blocks_nobody(api: Served) -> None:
+def test_dead_environment_with_allocation_blocks_no_batch(api: Served) -> None:
     api.post("/register", REGISTRATION)
     api.get("/batch")
     api.post("/register-env", ENVIRONMENT | {"min_batch_allocation": 0.5})
     for mark in (1, 2):
         api.post("/scored_data", group(mark))
-    assert api.get("/batch")["batch"] is None, "its share is waited for while it may be alive"
+    assert api.get("/batch")["batch"] is None, "the batch waits for its share while it may be alive"
     began = time.monotonic()
     assert marks(api.get("/batch?wait_s=20")) == [1, 2]
     assert time.monotonic() - began < 10
 
 
-def test_posts_before_register_are_taken_and_poison_nothing(api: Served) -> None:
+def test_posts_before_registration_are_stored(api: Served) -> None:
     assert api.post("/scored_data", group(1))["status"] == "received"
     assert api.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
     assert api.refusal("GET", "/batch") == (409, "not_registered", None)
@@ -238,7 +236,7 @@ def test_posts_before_register_are_taken_and_poison_nothing(api: Served) -> None
     assert marks(api.get("/batch")) == [1, 2]
 
 
-def test_a_restart_loses_nothing_and_environments_go_on_under_their_ids(tmp_path: Path) -> None:
+def test_restart_keeps_groups_and_environment_ids(tmp_path: Path) -> None:
     with served(tmp_path / "journal") as api:
         api.post("/register", REGISTRATION | {"starting_step": 3})
         api.get("/batch")
@@ -252,12 +250,12 @@ def test_a_restart_loses_nothing_and_environments_go_on_under_their_ids(tmp_path
         assert api.post("/scored_data", group(5, env_id=0, group_id="k5"))["sequence_number"] == 5
         assert api.post("/scored_data", group(6, env_id=0))["sequence_number"] == 6
         assert api.call("GET", "/status-env", {"env_id": 0})[1]["self_queue_size"] == 4
-        assert marks(api.get("/batch?cursor=0")) == [1, 2], "the trainer went down with its last answer"
+        assert marks(api.get("/batch?cursor=0")) == [1, 2], "the trainer died with its last answer"
         assert marks(api.get("/batch?cursor=2")) == [3, 4]
         assert api.refusal("GET", "/batch")[1] == "cursor_needed"
 
 
-def test_a_full_queue_refuses_for_the_moment_and_says_for_how_long(tmp_path: Path) -> None:
+def test_full_queue_refuses_with_retry_after(tmp_path: Path) -> None:
     with served(tmp_path / "journal", limits=Limits(queue_groups=3)) as api:
         api.post("/scored_data", group(1, group_id="k"))
         api.post("/scored_data_list", [group(2), group(3)])
@@ -265,7 +263,7 @@ def test_a_full_queue_refuses_for_the_moment_and_says_for_how_long(tmp_path: Pat
             status, headers, answer = api.raw("POST", path, body)
             assert (status, headers["retry-after"]) == (503, "1")
             assert json.loads(answer)["error"]["type"] == "queue_full"
-        assert api.post("/scored_data", group(1, group_id="k"))["sequence_number"] == 1, "known, so it needs no room"
+        assert api.post("/scored_data", group(1, group_id="k"))["sequence_number"] == 1, "a known group needs no room"
         assert api.refusal("POST", "/scored_data_list", [group(5)] * 4)[:2] == (413, "too_large")
         api.get("/batch?cursor=0&sequences=16")
         api.post("/scored_data", group(4))
@@ -274,7 +272,7 @@ def test_a_full_queue_refuses_for_the_moment_and_says_for_how_long(tmp_path: Pat
         assert [api.raw("POST", "/scored_data", group())[0] for _ in range(3)] == [200, 200, 503]
 
 
-def test_it_listens_on_loopback_only(api: Served) -> None:
+def test_server_listens_on_loopback_only(api: Served) -> None:
     port = f"{api.address[1]:04X}"
     listening = [
         line.split()[1]
@@ -285,7 +283,7 @@ def test_it_listens_on_loopback_only(api: Served) -> None:
     assert listening == [f"0100007F:{port}"]
 
 
-def test_policy_versions_travel_with_their_tokens(api: Served, tmp_path: Path) -> None:
+def test_policy_versions_are_stored_and_delivered(api: Served, tmp_path: Path) -> None:
     api.post("/scored_data", group(1, versions=[[[3, 1], [4, 1]]] * 8, inference_logprobs=[[1.0, -0.5, -0.25]] * 8))
     journal = FileJournal(tmp_path / "journal")
     assert next(journal.iterate()).note.oldest_version == 3
@@ -296,9 +294,9 @@ def test_policy_versions_travel_with_their_tokens(api: Served, tmp_path: Path) -
     assert received.inference_logprobs == [[1.0, -0.5, -0.25]] * 8
 
 
-def test_forming_batches_does_not_grow_with_what_waits() -> None:
+def test_batch_cost_does_not_grow_with_queue_length() -> None:
     queue = GroupQueue()
-    queue.lanes.lane("b").minimum = 0.25
+    queue.scheduler.lane("b").minimum = 0.25
     for number in range(1, 50_001):
         queue.accept(number, GroupNote(rows=8, lane="ab"[number % 2]), 100_000)
     began = time.process_time()
@@ -308,7 +306,7 @@ def test_forming_batches_does_not_grow_with_what_waits() -> None:
     assert time.process_time() - began < 5, "3125 batches; run-api takes 39 s without, minutes with an allocation"
 
 
-def test_a_group_that_cannot_be_read_back_is_counted_and_passed_over(tmp_path: Path) -> None:
+def test_unreadable_group_is_counted_and_skipped(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     store = TrajectoryStore(journal)
     for mark in range(1, 5):
@@ -324,7 +322,7 @@ def test_a_group_that_cannot_be_read_back_is_counted_and_passed_over(tmp_path: P
     assert store.queue.counts().dropped == {"unreadable": 1} and store.queue.counts().balanced()
 
 
-def test_a_journal_that_contradicts_itself_is_left_alone(tmp_path: Path) -> None:
+def test_contradictory_journal_is_refused_and_unchanged(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     store = TrajectoryStore(journal)
     for mark in range(1, 5):
@@ -335,6 +333,6 @@ def test_a_journal_that_contradicts_itself_is_left_alone(tmp_path: Path) -> None
     data = bytearray(path.read_bytes())
     data[30] ^= 0xFF  # the head of group 1, which was delivered
     path.write_bytes(data)
-    with pytest.raises(Corrupt, match="cannot be taken up again"):
+    with pytest.raises(Corrupt, match="cannot be recovered"):
         TrajectoryStore(FileJournal(tmp_path))
     assert path.read_bytes() == data
