@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from toprope.settings.schema import PpoSection
-from toprope.training.trainer.ppo_loss import estimate, step_loss
+from toprope.training.trainer.ppo_loss import compute_targets, step_loss
 
 __all__ = ["SlowRow", "by_product", "largest_error", "made_up", "slow_gradients", "slow_loss"]
 
@@ -172,7 +172,7 @@ def by_product(rows: list[SlowRow], section: PpoSection) -> tuple[float, Any, li
     mask = torch.tensor(table(lambda row: row.sampled, False))
     old = torch.tensor(table(lambda row: row.old_logprobs, 0.0), dtype=double)
     reference = torch.tensor(table(lambda row: row.reference, 0.0), dtype=double)
-    towards = estimate(
+    towards = compute_targets(
         mask,
         [row.rollout for row in rows],
         [row.score for row in rows],

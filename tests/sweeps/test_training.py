@@ -17,8 +17,8 @@ from toprope.records.run.specification import EnvironmentSource, SweepMember, Te
 from toprope.settings.schema import Config
 from toprope.training.driver.program import Driver
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.base import TrainingRun
-from toprope.training.trainer.checkpoint_io import CheckpointState, load_moments, save
+from toprope.training.trainer.checkpoint_io import CheckpointState, load_moments, save_checkpoint
+from toprope.training.trainer.grpo import GrpoRun
 
 NUMBERS = '''
 from toprope.sdk import Environment, Part, Task
@@ -116,7 +116,7 @@ def trained(tiny_policy: Path, tmp_path: Path) -> tuple[Path, Any]:
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
-    path = save(
+    path = save_checkpoint(
         tmp_path, CheckpointState(2, 16, 2, 1.0), model=model, tokenizer=load_tokenizer(tiny_policy),
         optimizer=optimizer, scheduler=scheduler, keep=1,
     )  # fmt: skip
@@ -142,10 +142,10 @@ def test_a_trainer_takes_over_moments_only_where_it_goes_on(trained: tuple[Path,
     path, state = trained
     for continues, moments in ((None, 0), ("other-run", len(state))):
         model = load_model(path / "model", Config())
-        run = TrainingRun.__new__(TrainingRun)
+        run = GrpoRun.__new__(GrpoRun)
         member = SweepMember(sweep="s", candidate="c002", epoch=2, continues=continues)
         run._member = SimpleNamespace(spec=SimpleNamespace(member=member))  # type: ignore[assignment]
         run._model, run._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-        run._take_over(path / "model")
+        run._load_parent_moments(path / "model")
         assert len(run._optimizer.state_dict()["state"]) == moments
     assert json.loads((path / "state.json").read_text())["step"] == 2

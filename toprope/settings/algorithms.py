@@ -16,7 +16,7 @@ __all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied"]
 NAME = "algorithm.name"
 """The field that names an algorithm."""
 
-_GROUPS = "toprope.training.trainer.base:TrainingRun"
+_GROUPS = "toprope.training.trainer.grpo:GrpoRun"
 """TRL's GRPOTrainer on delivered groups."""
 
 
@@ -138,7 +138,7 @@ _ALL = (
         "sft",
         "Supervised fine-tuning on demonstrations; the section sft has its settings.",
         "TRL 1.16, SFTTrainer",
-        program="toprope.training.trainer.sft:FineTuning",
+        program="toprope.training.trainer.sft:SftRun",
         spread=False,
     ),
     Algorithm(

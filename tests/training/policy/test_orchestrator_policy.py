@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.training.trainer.test_resume import StandInMember, small
+from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.journal.traces import Trace, append_traces
 from toprope.records.run.folder import RunFolder
@@ -18,9 +18,9 @@ from toprope.sdk.orchestration.tools import calculator, think
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import embedded_folder
 from toprope.training.policy.orchestrator import OrchestratorPolicy
-from toprope.training.trainer.base import all_finite, make_optimizer
-from toprope.training.trainer.grpo import arguments
-from toprope.training.trainer.sft import FineTuning
+from toprope.training.trainer.grpo import grpo_config
+from toprope.training.trainer.optimization import all_finite, make_optimizer
+from toprope.training.trainer.sft import SftRun
 
 TOOLS = [calculator(), think()]
 TALK = [
@@ -50,11 +50,13 @@ def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = RunFolder.create(runs, "orchestrator-1")
     append_traces(folder.path / "traces.jsonl", [Trace(str(number), 0, TALK) for number in range(4)])
     folder.crew.mkdir(exist_ok=True)
-    config = small(sft__epochs=60, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64, sft__save_epochs=60)
+    config = small_run_config(
+        sft__epochs=60, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64, sft__save_epochs=60
+    )
     config.environment.knobs = {"system_prompt": "none"}
     member = _Member(folder, untrained, config)
     member.spec = SimpleNamespace(config=config, kind="sft")
-    FineTuning(member).run()
+    SftRun(member).run()
     Specification(
         run_id="orchestrator-1", kind="sft", created_at=0.0, toprope_version="0", config=config,
         environment=EnvironmentSource(name="orchestrator", file="", attribute=""), policy_cache="",
@@ -117,11 +119,11 @@ def test_eight_bits_without_a_gpu_are_refused_with_the_fields_name(untrained: Pa
     config = Config()
     config.algorithm.beta, config.algorithm.reference_8bit, config.optimizer.eight_bit = 0.1, True, True
     with pytest.raises(InvalidValue, match="algorithm.reference_8bit needs"):
-        arguments(config, "out", "cpu", [])
+        grpo_config(config, "out", "cpu", [])
     with pytest.raises(InvalidValue, match="optimizer.eight_bit needs"):
         make_optimizer(config, {"w": torch.zeros(2, 2)})
     config.policy.lora = True  # its reference is the model without adapters: there is no second one
-    assert arguments(config, "out", "cpu", []).model_init_kwargs is None
+    assert grpo_config(config, "out", "cpu", []).model_init_kwargs is None
 
 
 def test_moments_in_eight_bits_are_not_asked_whether_they_are_finite():

@@ -17,7 +17,7 @@ from toprope.settings.mixture import Curriculum
 from toprope.settings.schema import Config
 from toprope.training.rollouts.curriculum import Climb
 from toprope.training.rollouts.mixture_weights import Claim, Mixer, shares
-from toprope.training.trainer.environment_metrics import Several
+from toprope.training.trainer.environment_metrics import EnvironmentMetrics
 
 CLAIMS = [Claim("sums", 3), Claim("words", 1), Claim("games", 1, 0.3)]
 
@@ -106,16 +106,16 @@ def group(environment: str, *rewards: float) -> Group:
 
 
 def test_a_step_tells_of_each_environment() -> None:
-    several = Several(["sums", "words", "games"])
+    several = EnvironmentMetrics(["sums", "words", "games"])
     seen = [group("sums", 1, 0), group("sums", 0, 0), group("words", 1, 1)]
-    numbers = several.numbers(seen, seen[:1])
+    numbers = several.add_step(seen, seen[:1])
     assert numbers["environments/sums/reward"] == numbers["environments/sums/success"] == 0.25
     assert numbers["environments/sums/frac_reward_zero_std"] == 0.5
     assert numbers["environments/words/frac_reward_zero_std"] == 1.0
     shown = {name: value for name, value in numbers.items() if name.endswith("share")}
     assert shown == {"environments/sums/share": 1, "environments/words/share": 0, "environments/games/share": 0}
-    assert several.numbers(seen, seen[2:] * 3)["environments/words/share"] == 0.75
-    assert Several(["sums"]).numbers(seen, seen) == {}
+    assert several.add_step(seen, seen[2:] * 3)["environments/words/share"] == 0.75
+    assert EnvironmentMetrics(["sums"]).add_step(seen, seen) == {}
 
 
 def test_levels_open_on_success_and_some_groups_stay_at_earlier_ones() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from toprope.errors import Corrupt
+from toprope.records.run.folder import checkpoints_in
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.checkpoint_io import CheckpointState, latest, load, save
+from toprope.training.trainer.checkpoint_io import CheckpointState, load_checkpoint, save_checkpoint
 
 
 def make(folder: Path) -> tuple[Any, Any, Any]:
@@ -44,14 +45,15 @@ def test_training_goes_on_from_a_checkpoint_as_without_it(tiny_policy: Path, tmp
     torch.manual_seed(1)
     train(model, optimizer, scheduler, 3)
     state = CheckpointState(step=3, cursor=24, policy_version=3, train_seconds=1.5)
-    path = save(tmp_path, state, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler, keep=2)
+    parts = {"model": model, "tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
+    path = save_checkpoint(tmp_path, state, keep=2, **parts)
     numbers = [random.random() for _ in range(3)]
     expected = train(model, optimizer, scheduler, 3)
 
     torch.manual_seed(99)
     random.seed(99)
     model, optimizer, scheduler = make(path / "model")
-    assert load(path, model=model, optimizer=optimizer, scheduler=scheduler) == state
+    assert load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler) == state
     assert [random.random() for _ in range(3)] == numbers
     assert train(model, optimizer, scheduler, 3) == expected
     assert load_tokenizer(path / "model").chat_template == tokenizer.chat_template
@@ -62,7 +64,7 @@ def test_nothing_in_it_is_a_pickle_and_only_the_newest_are_kept(tiny_policy: Pat
     model, optimizer, scheduler = make(tiny_policy)
     train(model, optimizer, scheduler, 1)
     for step in (1, 2, 10):
-        save(
+        save_checkpoint(
             tmp_path,
             CheckpointState(step, step * 8, step, 0.0),
             model=model,
@@ -72,23 +74,21 @@ def test_nothing_in_it_is_a_pickle_and_only_the_newest_are_kept(tiny_policy: Pat
             keep=2,
         )
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000002", "step-000010"]
-    newest = latest(tmp_path)
-    assert newest is not None
-    assert newest.name == "step-000010"
+    newest = checkpoints_in(tmp_path)[-1]
     suffixes = {path.suffix for path in newest.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".safetensors", ".jinja"}
 
 
 def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-000004" / "model").mkdir(parents=True)
-    assert latest(tmp_path) is None
+    assert checkpoints_in(tmp_path) == []
 
 
 def after_one_step(policy: Path, folder: Path) -> tuple[Path, Any, Any, Any]:
     """A checkpoint of step 1, and what it was made from."""
     model, optimizer, scheduler = make(policy)
     train(model, optimizer, scheduler, 1)
-    path = save(
+    path = save_checkpoint(
         folder,
         CheckpointState(1, 8, 1, 0.0),
         model=model,
@@ -106,7 +106,7 @@ def test_a_broken_checkpoint_is_refused_and_left(tiny_policy: Path, tmp_path: Pa
     content = (path / broken).read_bytes()[:-7]
     (path / broken).write_bytes(content)
     with pytest.raises(Corrupt, match="step-000001"):
-        load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+        load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert (path / broken).read_bytes() == content
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.run_harness import eventually
-from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, rows, small
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, TopropeError
 from toprope.records.messages import Checkpointed, Evaluated, Finished, Ready, Stepped
@@ -30,7 +30,7 @@ from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.weight_sync import WeightReader
-from toprope.training.trainer.custom import CustomRun, settings_of
+from toprope.training.trainer.custom import CustomRun, train_config
 from toprope.workbench.launch.custom_trainers import trainer_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
@@ -70,7 +70,7 @@ class Member(StandInMember):
 
 
 def custom(**changes: Any) -> Config:
-    return small(algorithm__name="custom", algorithm__trainer="mine.py:Reinforce", **changes)
+    return small_run_config(algorithm__name="custom", algorithm__trainer="mine.py:Reinforce", **changes)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_trainers_life_needs_nothing_but_a_session():
 def test_a_trainers_settings_are_the_runs():
     config = custom(optimizer__warmup_steps=3, evaluation__every_steps=5)
     config.algorithm.trainer_settings = {"epochs": 2, "decay": 0.9}
-    made = settings_of(config, "cpu")
+    made = train_config(config, "cpu")
     assert (made.epochs, made.batch_size, made.warmup_steps, made.eval_every) == (2, 4 * GROUPS, 3, 5)
     assert made.settings == {"decay": 0.9} and made.learning_rate == config.optimizer.learning_rate
 
@@ -213,7 +213,7 @@ def test_only_classes_of_named_folders_are_taken(tmp_path):
         return trainer_of(config, folders, settings)
 
     assert found("mine.py:Reinforce", mine) == made
-    assert trainer_of(small(), [mine], settings) is None
+    assert trainer_of(small_run_config(), [mine], settings) is None
     for named in ("../other/mine.py:Reinforce", f"{other}/mine.py:Reinforce", "mine.py", "mine:Reinforce"):
         with pytest.raises(InvalidValue, match="file.py:Class"):
             found(named, mine)

@@ -25,7 +25,7 @@ from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import fix_kernels, load_tokenizer
 from toprope.training.rollouts.group_sampler import Made
 from toprope.training.rollouts.task_sampler import Choice
-from toprope.training.trainer.base import rate_factor
+from toprope.training.trainer.optimization import learning_rate_factor
 
 
 def test_the_api_says_what_a_waiting_trainer_lacks(tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_the_clock_does_not_move_the_learning_rate() -> None:
     config = Config()
     config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps = "linear", 0
     config.budget.steps, config.budget.max_train_seconds = 100, 10.0
-    assert rate_factor(config, 10, 9.0) == pytest.approx(0.1)
+    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.1)
     config.algorithm.deterministic = True
-    assert rate_factor(config, 10, 9.0) == pytest.approx(0.9)
+    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.9)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, small_run_config
 from tests.support.training_api_server import SECRET, Served, group, marks, served
-from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, small
 from toprope.errors import Corrupt, DiskFull
 from toprope.records.journal import journal as records_journal
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Stepped, Warned
@@ -26,6 +26,7 @@ from toprope.training.api.clients import sync_client
 from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.trainer import base as training_run
 from toprope.training.trainer import checkpoint_io as checkpoints
+from toprope.training.trainer.grpo import GrpoRun
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def attempt(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(sync_client, "SyncApiClient", Api)
         folder.crew.mkdir(exist_ok=True)
-        made = member(folder, tiny_policy, small(**options.pop("changes", {})), **options)
-        training_run.TrainingRun(made).run(folder.newest_checkpoint())
+        made = member(folder, tiny_policy, small_run_config(**options.pop("changes", {})), **options)
+        GrpoRun(made).run(folder.newest_checkpoint())
         return made, apis[0]
 
     return run
@@ -155,7 +156,7 @@ def test_a_checkpoint_without_room_is_written_later_and_the_one_before_it_stands
         real(path)
 
     monkeypatch.setattr(checkpoints, "seal", seal)
-    monkeypatch.setattr(training_run, "_SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(training_run, "SAVE_AGAIN_S", 0.0)
     member, _ = attempt(folder, changes={"logging__save_steps": 2})
     assert [name[-1] for name in tries] == ["2", "4", "5", "6"], "every step until there is room, then as before"
     assert [report.step for report in member.of(Checkpointed)] == [2, 6]
@@ -171,7 +172,7 @@ def test_at_the_end_a_full_disk_is_waited_for_unless_the_run_is_stopped(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoints, "seal", seal)
-    monkeypatch.setattr(training_run, "_SAVE_AGAIN_S", 0.01)
+    monkeypatch.setattr(training_run, "SAVE_AGAIN_S", 0.01)
 
     class Stopped(StandInMember):
         def report(self, report: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.errors import InvalidValue
-from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
 from toprope.settings.algorithms import ALGORITHMS
 from toprope.settings.changes import apply
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.batch_source import BatchSource, Ending, GroupBatch, advantages, rows_of
-from toprope.training.trainer.grpo import BATCH_KEYS, GroupTrainer, arguments, collate
+from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
+from toprope.training.trainer.collate import BATCH_KEYS, collate
+from toprope.training.trainer.grpo import GroupTrainer, grpo_config
 
 # What _compute_loss may ask for and do without: pictures, other samplers' corrections, the reference policy.
 OPTIONAL = {
@@ -53,34 +54,6 @@ def test_trl_reads_the_keys_that_we_give() -> None:
     assert read - OPTIONAL == set(BATCH_KEYS)
 
 
-def rollout_group(rewards: list[float], *, version: int = 0, task: str = "t") -> Group:
-    """A group of one-row rollouts: prompt 5 6, two sampled tokens and the end."""
-    tokens = [[5, 6, 10 + index, 20 + index, 1] for index in range(len(rewards))]
-    return Group(
-        tokens=tokens,
-        masks=[[MASKED, MASKED, *row[2:]] for row in tokens],
-        scores=rewards,
-        inference_logprobs=[[PROMPT_LOGPROB] * 2 + [-2.0, -1.5, -0.5] for _ in tokens],
-        versions=[[(version, 3)] for _ in tokens],
-        group_id=f"{task}-{version}-{rewards}",
-        outcomes=[Outcome(reward, {"exact": reward}, success=reward >= 1) for reward in rewards],
-    )
-
-
-def small_config(**changes: Any) -> Config:
-    config = Config()
-    config.rollout.group_size, config.rollout.groups_per_step, config.rollout.max_new_tokens = 4, 2, 4
-    config.policy.max_context = 64
-    config.launcher.device = "cpu"
-    config.budget.steps = 3
-    config.optimizer.warmup_steps = 0
-    config.optimizer.learning_rate = 1e-2
-    for name, value in changes.items():
-        section, field = name.split("__")
-        setattr(getattr(config, section), field, value)
-    return config
-
-
 def trained_loss(
     tiny_policy: Path, tmp_path: Path, groups: list[Group], config: Config
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -92,9 +65,9 @@ def trained_loss(
         config,
         model,
         tokenizer,
-        arguments(config, str(tmp_path), "cpu", []),
+        grpo_config(config, str(tmp_path), "cpu", []),
         next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}),
-        on_row=lambda step, numbers: rows.append({"step": step} | numbers),
+        on_step=lambda step, numbers: rows.append({"step": step} | numbers),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         callbacks=[],
     )
@@ -161,7 +134,7 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
         assert torch.allclose(value, parts[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":TrainingRun")])
+@pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")])
 def test_every_name_of_the_family_trains_as_its_paper_has_it(tiny_policy: Path, tmp_path: Path, name: str) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
     config, _ = apply(small_config(budget__steps=1), {"algorithm.name": name})
@@ -200,7 +173,7 @@ def test_collate_pads_prompts_left_and_completions_right() -> None:
         scores=[1.0, 0.0],
         inference_logprobs=[[1.0, -0.1, -0.2, -0.3], [1.0, 1.0, 1.0, -0.4, 1.0, -0.5]],
     )
-    batch = collate(rows_of([segment], Config()), pad=0, mask_truncated=False)
+    batch = collate(build_rows([segment], Config()), pad=0, mask_truncated=False)
     assert batch["prompt_ids"].tolist() == [[0, 0, 5], [5, 6, 7]]
     assert batch["prompt_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
     assert batch["completion_ids"].tolist() == [[9, 8, 7], [9, 9, 1]]
@@ -217,7 +190,7 @@ def test_segments_of_a_rollout_share_one_advantage() -> None:
         rollouts=[0, 0, 1],
         outcomes=[Outcome(1.0), Outcome(0.0)],
     )
-    found = [row.advantage for row in rows_of([group], Config())]
+    found = [row.advantage for row in build_rows([group], Config())]
     assert found[0] == found[1] == pytest.approx(-found[2])
     assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
 
@@ -233,22 +206,23 @@ def test_advantages_that_an_environment_gives_are_used_token_by_token() -> None:
     )  # fmt: skip
     config = Config()
     config.algorithm.scale_rewards = "none"
-    batch = collate(rows_of([given, zeroed], config), pad=0, mask_truncated=False)
+    batch = collate(build_rows([given, zeroed], config), pad=0, mask_truncated=False)
     assert batch["advantages"].tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
-    assert collate(rows_of([zeroed], config)[1:], pad=0, mask_truncated=False)["advantages"].tolist() == [-0.5]
+    assert collate(build_rows([zeroed], config)[1:], pad=0, mask_truncated=False)["advantages"].tolist() == [-0.5]
     config.algorithm.shuffle_rewards = True  # the control knows nothing of the answers
-    assert all(row.token_advantages is None for row in rows_of([given, zeroed], config))
+    assert all(row.token_advantages is None for row in build_rows([given, zeroed], config))
 
 
-def test_equal_scores_are_no_lack_of_signal_where_advantages_are_given() -> None:
-    group = rollout_group([1.0, 1.0])
-    config = Config()
-    source = BatchSource(Reader([]), config, ending=lambda: False)
-    assert source._reason_to_drop(group, 0) == "zero_signal"
-    group.advantages = [[0.0] * len(row) for row in group.tokens]
-    assert source._reason_to_drop(group, 0) == "zero_signal"
-    group.advantages[0][-1] = 1.0
-    assert source._reason_to_drop(group, 0) is None
+@pytest.mark.parametrize(("last_advantage", "dropped"), [(None, True), (0.0, True), (1.0, False)])
+def test_equal_scores_have_signal_if_advantages_differ(last_advantage: float | None, dropped: bool) -> None:
+    equal, useful = rollout_group([1.0, 1.0]), rollout_group([1.0, 0.0], task="useful")
+    if last_advantage is not None:
+        equal.advantages = [[0.0] * len(row) for row in equal.tokens]
+        equal.advantages[0][-1] = last_advantage
+    groups = PreparedGroups([equal, useful])
+    config = small_config(rollout__groups_per_step=1, rollout__group_size=2)
+    BatchSource(groups, config, is_ending=lambda: False).next(0)
+    assert groups.reports == ([(0, "zero_signal")] if dropped else [])
 
 
 def test_advantages_by_scale() -> None:
@@ -258,49 +232,30 @@ def test_advantages_by_scale() -> None:
 
 def test_rloo_holds_each_answer_against_the_others() -> None:
     config, _ = apply(Config(), {"algorithm.name": "rloo"})
-    found = [row.advantage for row in rows_of([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
+    found = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
     assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
 
 
 def test_shuffled_rewards_keep_the_group_and_lose_the_owner() -> None:
     group = rollout_group([0.0, 0.25, 0.5, 1.0])
     config = Config()
-    plain = [row.advantage for row in rows_of([group], config)]
+    plain = [row.advantage for row in build_rows([group], config)]
     config.algorithm.shuffle_rewards = True
     shuffled = []
     for number in range(20):
         group.group_id = f"g{number}"
-        shuffled.append([row.advantage for row in rows_of([group], config)])
+        shuffled.append([row.advantage for row in build_rows([group], config)])
     assert all(sorted(values) == pytest.approx(sorted(plain)) for values in shuffled)
     assert len({tuple(values) for values in shuffled}) > 5
-
-
-class Reader:
-    """Delivers prepared groups, as many as are asked for, and remembers what was reported."""
-
-    def __init__(self, groups: Iterator[Group]) -> None:
-        self.groups, self.reports, self.sent = groups, [], 0
-
-    def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
-        found: list[Group] = []
-        while sequences > 0 and (group := next(self.groups, None)) is not None:
-            found.append(group)
-            sequences -= len(group.tokens)
-        numbers = list(range(self.sent, self.sent + len(found)))
-        self.sent += len(found)
-        return Batch(found or None, self.sent, numbers)
-
-    def dropped(self, items: list[tuple[int, str]]) -> None:
-        self.reports += items
 
 
 def test_stale_and_signalless_groups_are_counted_then_dropped_with_the_reason() -> None:
     config = small_config(rollout__max_staleness=2)
     useful = [rollout_group([1.0, 0.0, 0.0, 0.0], version=9, task=str(n)) for n in range(2)]
-    reader = Reader(
+    reader = PreparedGroups(
         iter([rollout_group([0.0] * 4, version=9), rollout_group([1.0, 0.0, 0.0, 1.0], version=3), *useful])
     )
-    batch = BatchSource(reader, config, ending=lambda: False).next(version=10)
+    batch = BatchSource(reader, config, is_ending=lambda: False).next(version=10)
     assert [group.group_id for group in batch.groups] == [group.group_id for group in useful]
     assert reader.reports == [(0, "zero_signal"), (1, "stale")]
     assert batch.metrics["groups/delivered"] == 4
@@ -312,19 +267,17 @@ def test_stale_and_signalless_groups_are_counted_then_dropped_with_the_reason() 
 
 
 def test_an_ending_run_makes_no_further_batch() -> None:
-    with pytest.raises(Ending):
-        BatchSource(Reader(iter([])), small_config(), ending=lambda: True).next(0)
+    with pytest.raises(EndOfTraining):
+        BatchSource(PreparedGroups(iter([])), small_config(), is_ending=lambda: True).next(0)
 
 
-def test_a_batch_that_never_came_about_is_not_passed_by_the_cursor() -> None:
-    """The checkpoint at the end commits the cursor: half a batch that nobody trained on must not be behind it."""
-    source = BatchSource(
-        Reader(iter([rollout_group([1.0, 0.0, 0.0, 0.0], task=str(n)) for n in range(3)])),
-        small_config(),
-        lambda: False,
-    )
+def test_cursor_stays_before_unfinished_batch() -> None:
+    """The last checkpoint commits the cursor, which must not pass groups that nobody trained on."""
+    ending = [False]
+    groups = PreparedGroups(rollout_group([1.0, 0.0, 0.0, 0.0], task=str(n)) for n in range(3))
+    source = BatchSource(groups, small_config(), lambda: ending[0] and groups.sent == 3)
     assert source.next(0).cursor == source.cursor == 2
-    source._ending = iter([False, True]).__next__
-    with pytest.raises(Ending):
+    ending[0] = True
+    with pytest.raises(EndOfTraining):
         source.next(0)
     assert source.cursor == 2

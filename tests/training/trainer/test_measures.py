@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.trainer.test_grpo import Reader, rollout_group, small_config
+from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.records.journal.groups import Group, Outcome
-from toprope.training.trainer.batch_source import BatchSource, Row, rows_of
-from toprope.training.trainer.step_metrics import AGES, Movement, StepClock, ages
+from toprope.training.trainer.batch_source import BatchSource, TrainingRow, build_rows
+from toprope.training.trainer.step_metrics import VERSION_AGES, PolicyDrift, StepTimer, version_ages
 
 
 def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -20,13 +20,13 @@ def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> t
         "completion_mask": torch.ones_like(sampled, dtype=torch.long),
         "tool_mask": torch.tensor(mask),
         "sampling_per_token_logps": sampled,
-        AGES: torch.tensor(age),
+        VERSION_AGES: torch.tensor(age),
     }
     return sampled + torch.tensor(delta), batch
 
 
 def test_movement_is_split_by_whether_the_weights_were_the_same() -> None:
-    movement = Movement()
+    movement = PolicyDrift()
     assert movement.take() == {}
     # Row 0 is of the same version, row 1 four versions old, of row 2 nobody knows; 9.0 stands where nothing is trained.
     movement.add(*passed([[0.1, -0.3], [1.0, 9.0], [0.5, 0.5]], [0, 4, -1], [[1, 1], [1, 0], [1, 1]]))
@@ -44,28 +44,28 @@ def test_movement_is_split_by_whether_the_weights_were_the_same() -> None:
 
 
 def test_only_what_there_is_is_told() -> None:
-    movement = Movement()
+    movement = PolicyDrift()
     movement.add(*passed([[1.0]], [3], [[1]]))
     assert "sampling/sampling_logp_difference/mean" not in movement.take()
 
 
 def test_ages_count_versions_since_the_oldest_token() -> None:
-    def row(version: int | None) -> Row:
-        return Row([1], [2], [True], [-0.1], advantage=0.0, truncated=False, version=version)
+    def row(version: int | None) -> TrainingRow:
+        return TrainingRow([1], [2], [True], [-0.1], advantage=0.0, truncated=False, version=version)
 
-    assert ages([row(3), row(7), row(9), row(None)], 7, "cpu").tolist() == [4, 0, 0, -1]
-    assert ages([row(3)], None, "cpu").tolist() == [-1]
+    assert version_ages([row(3), row(7), row(9), row(None)], 7, "cpu").tolist() == [4, 0, 0, -1]
+    assert version_ages([row(3)], None, "cpu").tolist() == [-1]
     group = rollout_group([1.0, 0.0])
     group.versions = [[(5, 2), (6, 1)], [(6, 3)]]
-    assert [one.version for one in rows_of([group], small_config())] == [5, 6]
+    assert [one.version for one in build_rows([group], small_config())] == [5, 6]
 
 
 def test_a_steps_time_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 2.0, 2.5, 10.0])
     monkeypatch.setattr("toprope.training.trainer.step_metrics.time.perf_counter", lambda: next(moments))
-    clock = StepClock()
-    clock.prepares()
-    clock.prepared()
+    clock = StepTimer()
+    clock.start_preparing()
+    clock.stop_preparing()
     found = clock.take({"step_time": 6.0}, waited=2.0)
     assert found == {
         "time/step": 10.0,
@@ -85,7 +85,7 @@ def test_groups_without_signal_are_told_apart() -> None:
 
     config = small_config(algorithm__drop_zero_signal=False, rollout__groups_per_step=4)
     groups = [flat(0.0, False, "a"), flat(1.0, True, "b"), flat(0.5, False, "c"), rollout_group([1.0, 0.0, 0.0, 0.0])]
-    numbers = BatchSource(Reader(iter(groups)), config, lambda: False).next(0).metrics
+    numbers = BatchSource(PreparedGroups(iter(groups)), config, lambda: False).next(0).metrics
     assert numbers["frac_reward_zero_std"] == 0.75
     shares = {name: numbers[f"frac_reward_zero_std/{name}"] for name in ("all_wrong", "all_right", "other")}
     assert shares == {"all_wrong": 0.25, "all_right": 0.25, "other": 0.25}

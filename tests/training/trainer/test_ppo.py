@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.trainer.test_resume import GROUPS, StandInApi, StandInMember, group, rows, small
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, group, rows, small_run_config
 from toprope.records.journal.groups import Batch, Group
 from toprope.records.messages import Finished, Stepped
 from toprope.records.run.folder import RunFolder
@@ -18,15 +18,15 @@ from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer import program as trainer
-from toprope.training.trainer.batch_source import BatchSource, GroupBatch, rows_of
+from toprope.training.trainer.batch_source import BatchSource, GroupBatch, build_rows
 from toprope.training.trainer.collate import collate
-from toprope.training.trainer.ppo import PpoLearner, PpoRun
-from toprope.training.trainer.sft import FineTuning
-from toprope.training.trainer.value_head import ValueHead, with_values
+from toprope.training.trainer.grpo import GrpoRun
+from toprope.training.trainer.ppo import PpoLearner, PpoRun, ValueHead, forward_with_values
+from toprope.training.trainer.sft import SftRun
 
 
 def ppo(**changes: Any) -> Config:
-    config = small(algorithm__name="ppo", ppo__epochs=2, ppo__minibatches=2)
+    config = small_run_config(algorithm__name="ppo", ppo__epochs=2, ppo__minibatches=2)
     for name, value in changes.items():
         section, field = name.split("__")
         setattr(getattr(config, section), field, value)
@@ -41,7 +41,7 @@ def attempt(tiny_policy, monkeypatch):
     def run(folder: RunFolder, config: Config, stop_after: int = 0) -> StandInMember:
         folder.crew.mkdir(exist_ok=True)
         member = StandInMember(folder, tiny_policy, config, stop_after)
-        training = trainer._training_of(member)
+        training = trainer.create_training(member)
         assert isinstance(training, PpoRun)
         training.run(folder.newest_checkpoint())
         return member
@@ -110,7 +110,7 @@ def test_rows_know_their_rollout_and_its_reward():
         scores=[1.0, 1.0, 0.0],
         rollouts=[0, 0, 1],
     )
-    found = rows_of([two, group(1)], ppo())
+    found = build_rows([two, group(1)], ppo())
     assert [row.rollout for row in found] == [0, 0, 1, 3, 4, 5, 6]  # a group without outcomes counts by its rows
     assert [row.reward for row in found][:3] == [1.0, 1.0, 1.0]
 
@@ -121,11 +121,11 @@ def test_values_are_read_where_the_token_is_chosen(tiny_policy):
     torch.nn.init.normal_(head.out.weight)
     ids, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.long)
     with torch.no_grad():
-        logits, values = with_values(model, head, ids, mask, 3)
-        padded, moved = with_values(
+        logits, values = forward_with_values(model, head, ids, mask, 3)
+        padded, moved = forward_with_values(
             model, head, torch.tensor([[0, 0, 5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]]), 3
         )
-        other, changed = with_values(model, head, torch.tensor([[5, 6, 7, 8, 1]]), mask, 3)
+        other, changed = forward_with_values(model, head, torch.tensor([[5, 6, 7, 8, 1]]), mask, 3)
         whole = model(ids).logits[:, 1:4]
     assert torch.allclose(logits, whole, atol=1e-5) and torch.allclose(logits, padded, atol=1e-5)
     assert torch.allclose(values, moved, atol=1e-5) and torch.allclose(values, changed, atol=1e-5)
@@ -152,12 +152,12 @@ def test_the_rewarded_answer_becomes_more_likely_and_its_value_is_learned(tiny_p
     config = ppo(budget__steps=30, optimizer__learning_rate=5e-3, ppo__value_coef=1.0, optimizer__warmup_steps=0)
     model, head = load_model(tiny_policy, config), ValueHead(32)
     one = group(1)
-    batch = collate(rows_of([one], config), pad=0, mask_truncated=False)
+    batch = collate(build_rows([one], config), pad=0, mask_truncated=False)
     ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
 
     def likelihood() -> torch.Tensor:
         with torch.no_grad():
-            logits, _ = with_values(model, None, ids, mask, 3)
+            logits, _ = forward_with_values(model, None, ids, mask, 3)
         return torch.log_softmax(logits, -1).gather(2, batch["completion_ids"].unsqueeze(2)).sum((1, 2))
 
     before = likelihood()
@@ -180,7 +180,7 @@ def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], opti
         pad=0,
         device="cpu",
         next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}, 0),
-        on_row=lambda step, numbers: told.append(numbers),
+        on_step=lambda step, numbers: told.append(numbers),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
     ).train()
     return told
@@ -188,12 +188,12 @@ def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], opti
 
 def test_every_name_finds_its_program(tmp_path, tiny_policy):
     def program(kind: str, name: str) -> type:
-        member = StandInMember(RunFolder(tmp_path), tiny_policy, small(algorithm__name=name))
+        member = StandInMember(RunFolder(tmp_path), tiny_policy, small_run_config(algorithm__name=name))
         member.spec.kind = kind
-        return type(trainer._training_of(member))
+        return type(trainer.create_training(member))
 
-    assert program("train", "ppo") is PpoRun and program("sft", "grpo") is program("sft", "sft") is FineTuning
-    assert program("train", "gspo") is program("train", "grpo") is trainer.TrainingRun
+    assert program("train", "ppo") is PpoRun and program("sft", "grpo") is program("sft", "sft") is SftRun
+    assert program("train", "gspo") is program("train", "grpo") is GrpoRun
 
 
 def test_starting_ppo_needs_no_trl():

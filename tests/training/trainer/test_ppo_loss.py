@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.learning.ppo_reference import largest_error
 from toprope.settings.schema import PpoSection
-from toprope.training.trainer.ppo_loss import chains, estimate, generalized_advantages, step_loss, whiten
+from toprope.training.trainer.ppo_loss import compute_targets, generalized_advantages, rollout_tokens, step_loss, whiten
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_implementation(settin
 
 def test_rollouts_are_chains_of_their_sampled_tokens_over_turns_and_segments():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    assert chains(mask, [3, 7, 3, 9]).tolist() == [[0, 2, 9], [4, 5, -1]]
-    assert chains(mask[3:], [0]).numel() == 0
+    assert rollout_tokens(mask, [3, 7, 3, 9]).tolist() == [[0, 2, 9], [4, 5, -1]]
+    assert rollout_tokens(mask[3:], [0]).numel() == 0
 
 
 def test_the_reward_comes_once_at_a_rollouts_last_token():
@@ -38,7 +38,7 @@ def test_the_reward_comes_once_at_a_rollouts_last_token():
     section = PpoSection(gae_lambda=1.0, whiten_advantages=False)
     zero = torch.zeros(3, 3)
     values = torch.tensor([[0.2, 9.0, 0.4], [0.1, 0.3, 9.0], [0.5, 9.0, 9.0]])
-    found = estimate(mask, [0, 0, 1], [2.0, 2.0, -1.0], values, zero, None, {}, section)
+    found = compute_targets(mask, [0, 0, 1], [2.0, 2.0, -1.0], values, zero, None, {}, section)
     assert found.returns.tolist() == [
         pytest.approx([2.0, 0.0, 2.0]), pytest.approx([2.0, 2.0, 0.0]), pytest.approx([-1.0, 0.0, 0.0])
     ]  # fmt: skip
@@ -57,7 +57,7 @@ def test_advantages_stop_at_the_end_of_a_rollout():
 def test_advantages_of_the_environment_replace_ours_and_values_still_learn():
     mask, zero = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool(), torch.zeros(2, 3)
     section = PpoSection(gae_lambda=1.0)
-    found = estimate(mask, [0, 1], [1.0, 0.0], zero, zero, None, {0: [0.5, 3.0, -0.5]}, section)
+    found = compute_targets(mask, [0, 1], [1.0, 0.0], zero, zero, None, {0: [0.5, 3.0, -0.5]}, section)
     assert found.advantages[0].tolist() == [0.5, 0.0, -0.5]
     assert found.returns[0].tolist() == [1.0, 0.0, 1.0]
 
@@ -74,7 +74,7 @@ def test_losses_of_passes_add_up_to_that_of_the_whole():
     mask = torch.rand(6, 5) < 0.6
     section = PpoSection(entropy_coef=0.1)
     logprobs, sampled, values, entropies = (torch.randn(6, 5) for _ in range(4))
-    towards = estimate(mask, list(range(6)), [1.0, 0, 0, 1, 1, 0], torch.randn(6, 5), sampled, None, {}, section)
+    towards = compute_targets(mask, list(range(6)), [1.0, 0, 0, 1, 1, 0], torch.randn(6, 5), sampled, None, {}, section)
     tokens = float(mask.sum())
 
     def part(rows: slice) -> float:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, group, rows, small_run_config
 from toprope.errors import Corrupt, TopropeError
-from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
+from toprope.records.journal.groups import Batch
 from toprope.records.messages import Checkpointed, Finished, Ready, Stepped
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
@@ -20,93 +18,10 @@ from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightReader
-from toprope.training.trainer import base as training_run
 from toprope.training.trainer.batch_source import BatchSource
-from toprope.training.trainer.checkpoint_io import CheckpointState, latest, load, load_weights, save
-
-GROUPS = 2
-
-
-def group(number: int, version: int | None = None) -> Group:
-    """The same group for the same number, whoever asks."""
-    tokens = [[5, 6, 10 + (number * 7 + row) % 150, 20 + (number * 3 + row) % 150, 1] for row in range(4)]
-    rewards = [float((number + row) % 3 == 0) for row in range(4)]
-    return Group(
-        tokens=tokens,
-        masks=[[MASKED, MASKED, *row[2:]] for row in tokens],
-        scores=rewards,
-        inference_logprobs=[[PROMPT_LOGPROB] * 2 + [-5.0, -5.0, -5.0] for _ in tokens],
-        versions=None if version is None else [[(version, 3)] for _ in tokens],
-        group_id=f"g-{number}",
-        outcomes=[Outcome(reward, {"exact": reward}, success=reward >= 1) for reward in rewards],
-    )
-
-
-class StandInApi:
-    """Endless groups by position, as the journal has them; remembers what it was told."""
-
-    def __init__(self, *_: Any) -> None:
-        self.asked: list[int] = []
-        self.commits: list[int] = []
-
-    def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
-        self.asked.append(cursor)
-        numbers = list(range(cursor + 1, cursor + 1 + sequences // 4))
-        return Batch([group(number) for number in numbers], numbers[-1], numbers)
-
-    def dropped(self, items: list[tuple[int, str]]) -> None:
-        pass
-
-    def commit(self, cursor: int) -> None:
-        self.commits.append(cursor)
-
-    def take_up(self, cursor: int) -> int:
-        self.commit(cursor)
-        return cursor
-
-
-class StandInMember:
-    """A member without a keeper: the policy's folder is its only peer."""
-
-    def __init__(self, folder: RunFolder, policy: Path, config: Config, stop_after: int = 0) -> None:
-        self.folder, self.secret, self.ending = folder, "secret", threading.Event()
-        self.spec = SimpleNamespace(config=config, member=None, kind="train")
-        self.reports: list[Any] = []
-        self._policy, self._stop_after, self.attempt, self.life = policy, stop_after, 1, 0
-
-    def address(self, peer: str) -> str:
-        return str(self._policy) if peer == "policy" else "http://127.0.0.1:1"
-
-    def report(self, report: Any) -> None:
-        self.reports.append(report)
-        if isinstance(report, Stepped) and report.step == self._stop_after:
-            self.ending.set()
-
-    def peer(self, name: str) -> str:
-        return self.address(name)
-
-    def beat(self) -> None:
-        pass
-
-    def hold(self, beat: Any = None) -> float:
-        return 0.0
-
-    def of(self, kind: type) -> list[Any]:
-        return [report for report in self.reports if isinstance(report, kind)]
-
-
-def small(**changes: Any) -> Config:
-    config = Config()
-    config.rollout.group_size, config.rollout.groups_per_step, config.rollout.max_new_tokens = 4, GROUPS, 4
-    config.policy.max_context, config.policy.lora_rank = 64, 4
-    config.launcher.device = "cpu"
-    config.budget.steps = 6
-    config.optimizer.warmup_steps, config.optimizer.learning_rate = 2, 1e-2
-    config.optimizer.lr_scheduler_type = "linear"
-    for name, value in changes.items():
-        section, field = name.split("__")
-        setattr(getattr(config, section), field, value)
-    return config
+from toprope.training.trainer.checkpoint_io import CheckpointState, load_checkpoint, load_weights, save_checkpoint
+from toprope.training.trainer.grpo import GrpoRun
+from toprope.training.trainer.optimization import learning_rate_factor
 
 
 @pytest.fixture
@@ -123,14 +38,10 @@ def attempt(tiny_policy, monkeypatch):
         monkeypatch.setattr(sync_client, "SyncApiClient", api)
         folder.crew.mkdir(exist_ok=True)
         member = StandInMember(folder, tiny_policy, config, stop_after)
-        training_run.TrainingRun(member).run(folder.newest_checkpoint())
+        GrpoRun(member).run(folder.newest_checkpoint())
         return member, apis[0]
 
     return run
-
-
-def rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in folder.metrics.read_text().splitlines() if '"step"' in line]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +52,10 @@ def rows(folder: RunFolder) -> list[dict[str, Any]]:
 def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_them(attempt, tmp_path, changes):
     """With a KL term the reference is the starting policy in both attempts, not the checkpoint."""
     whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
-    attempt(whole, small(**changes))
-    first, _ = attempt(broken, small(**changes), stop_after=3)
+    attempt(whole, small_run_config(**changes))
+    first, _ = attempt(broken, small_run_config(**changes), stop_after=3)
     assert first.of(Finished)[0].detail["step"] == 3
-    second, api = attempt(broken, small(**changes))
+    second, api = attempt(broken, small_run_config(**changes))
     assert [report.step for report in second.of(Stepped)] == [4, 5, 6]
     assert api.asked[0] == 3 * GROUPS and api.commits == [3 * GROUPS, 6 * GROUPS]
     expected, found = rows(whole), rows(broken)
@@ -169,7 +80,7 @@ def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_the
 
 def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_ready(attempt, tiny_policy, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
-    config = small()
+    config = small_run_config()
     attempt(folder, config, stop_after=3)
     trained = load_model(folder.newest_checkpoint() / "model", config)
     for path in folder.crew.iterdir():
@@ -186,7 +97,7 @@ def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_rea
                 seen.append(reader.refresh())
                 seen.append({name: value.detach().clone() for name, value in served.named_parameters()})
 
-    training_run.TrainingRun(Looks(folder, tiny_policy, config)).run(folder.newest_checkpoint())
+    GrpoRun(Looks(folder, tiny_policy, config)).run(folder.newest_checkpoint())
     assert seen[0] == 3
     for name, value in trained.named_parameters():
         assert torch.equal(seen[1][name], value), name
@@ -194,7 +105,7 @@ def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_rea
 
 def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_published(attempt, tiny_policy, tmp_path):
     """It was killed before its first checkpoint, when inference had version 2, which goes back to the first weights."""
-    folder, config = RunFolder.create(tmp_path, "run-1"), small()
+    folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config()
     served = load_model(tiny_policy, config)
     first = {name: value.detach().clone() for name, value in served.named_parameters()}
     reader = WeightReader(folder.crew, dict(served.named_parameters()))
@@ -214,7 +125,7 @@ def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_publishe
 
     member = Looks(folder, tiny_policy, config, stop_after=1)
     member.life = 1
-    training_run.TrainingRun(member).run()
+    GrpoRun(member).run()
     assert seen == [0, True, 0]
     assert reader.refresh() == 1 and [report.step for report in member.of(Stepped)] == [1]
 
@@ -223,7 +134,7 @@ def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_publishe
 def test_what_is_not_finite_is_neither_published_nor_saved(attempt, tiny_policy, tmp_path, monkeypatch, what):
     from toprope.training.trainer.grpo import GroupTrainer
 
-    folder, config = RunFolder.create(tmp_path, "run-1"), small(logging__save_steps=1)
+    folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config(logging__save_steps=1)
     served = load_model(tiny_policy, config)
     reader = WeightReader(folder.crew, dict(served.named_parameters()))
     real, calls = GroupTrainer.compute_loss, []
@@ -248,9 +159,9 @@ def test_what_is_not_finite_is_neither_published_nor_saved(attempt, tiny_policy,
 
 def test_a_checkpoint_at_the_last_step_is_not_trained_on(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
-    attempt(folder, small())
+    attempt(folder, small_run_config())
     before = folder.metrics.read_text()
-    member, api = attempt(folder, small())
+    member, api = attempt(folder, small_run_config())
     assert member.of(Stepped) == [] and member.of(Finished)[0].detail["step"] == 6
     assert api.asked == [] and member.of(Checkpointed) == []
     assert folder.metrics.read_text() == before
@@ -258,34 +169,34 @@ def test_a_checkpoint_at_the_last_step_is_not_trained_on(attempt, tmp_path):
 
 def test_the_seconds_of_earlier_attempts_count(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
-    attempt(folder, small(), stop_after=2)
+    attempt(folder, small_run_config(), stop_after=2)
     path = folder.newest_checkpoint() / "state.json"
     state = json.loads(path.read_text())
     assert state["train_seconds"] > 0
     path.write_text(json.dumps(state | {"train_seconds": 50.0}))
     seal(path.parent)
-    member, _ = attempt(folder, small(budget__max_train_seconds=50.0))
+    member, _ = attempt(folder, small_run_config(budget__max_train_seconds=50.0))
     assert member.of(Stepped) == []
-    member, _ = attempt(folder, small(budget__max_train_seconds=3600.0))
+    member, _ = attempt(folder, small_run_config(budget__max_train_seconds=3600.0))
     assert member.of(Stepped)[0].values["train_seconds"] > 50
     # Half of the seconds are used: so is half of the decay, though few steps are done.
     path.write_text(json.dumps(state | {"train_seconds": 1800.0}))
     seal(path.parent)
-    rate = training_run.rate_factor(small(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
+    rate = learning_rate_factor(small_run_config(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
     assert rate == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_run_that_was_stopped_before_its_first_step_starts_with_it(attempt, tiny_policy, tmp_path):
-    folder, config = RunFolder.create(tmp_path, "run-1"), small()
+    folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config()
 
     class Stopped(StandInMember):
         def report(self, report: Any) -> None:
             super().report(report)
             self.ending.set()
 
-    attempt(RunFolder.create(tmp_path, "run-0"), small(budget__steps=1))
+    attempt(RunFolder.create(tmp_path, "run-0"), small_run_config(budget__steps=1))
     stopped = Stopped(folder, tiny_policy, config)
-    training_run.TrainingRun(stopped).run()
+    GrpoRun(stopped).run()
     assert stopped.of(Finished)[0].detail["step"] == 0
     member, api = attempt(folder, config)
     assert [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6] and api.asked[0] == 0
@@ -294,7 +205,7 @@ def test_a_run_that_was_stopped_before_its_first_step_starts_with_it(attempt, ti
 def test_a_row_that_was_half_written_spoils_none(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     folder.metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
-    attempt(folder, small(budget__steps=1))
+    attempt(folder, small_run_config(budget__steps=1))
     lines = folder.metrics.read_text().splitlines()
     assert lines[1] == '{"step": 2, "rew' and json.loads(lines[3])["step"] == 1
     assert json.loads(lines[2]) == {"version": 1, "attempt": 1}
@@ -302,12 +213,12 @@ def test_a_row_that_was_half_written_spoils_none(attempt, tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_weights_of_another_model_are_refused(tiny_policy, tmp_path, lora):
-    config = small(policy__lora=lora)
+    config = small_run_config(policy__lora=lora)
     model = load_model(tiny_policy, config)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(trained.values())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    path = save(
+    path = save_checkpoint(
         tmp_path,
         CheckpointState(1, 8, 1, 0.0, rollouts=32, dropped={"stale": 2}),
         model=model,
@@ -317,18 +228,18 @@ def test_weights_of_another_model_are_refused(tiny_policy, tmp_path, lora):
         keep=1,
     )
     load_weights(path, model)
-    state = load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    state = load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert (state.rollouts, state.dropped) == (32, {"stale": 2})
-    other = load_model(tiny_policy, small(policy__lora=lora, policy__lora_rank=8))
+    other = load_model(tiny_policy, small_run_config(policy__lora=lora, policy__lora_rank=8))
     if not lora:
         other.resize_token_embeddings(300)
     with pytest.raises(Corrupt, match="step-000001 cannot be used"):
-        load_weights(latest(tmp_path), other)
+        load_weights(path, other)
 
 
 def test_groups_of_versions_that_are_no_more_count_as_that_far_away():
     """After a resume from version 5 there may be groups of a version 30 that nobody has any more."""
-    config = small(rollout__max_staleness=3)
+    config = small_run_config(rollout__max_staleness=3)
 
     class Mixed(StandInApi):
         def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
@@ -345,10 +256,10 @@ def test_groups_of_versions_that_are_no_more_count_as_that_far_away():
 
 def test_a_resume_reads_what_a_version_without_counts_wrote(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
-    attempt(folder, small(), stop_after=2)
+    attempt(folder, small_run_config(), stop_after=2)
     path = folder.newest_checkpoint() / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in state.items() if key not in ("rollouts", "dropped")}))
     seal(path.parent)
-    member, _ = attempt(folder, small())
+    member, _ = attempt(folder, small_run_config())
     assert [report.step for report in member.of(Stepped)] == [3, 4, 5, 6]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.openai_stand_in import OpenAiStandIn
-from tests.training.trainer.test_resume import StandInMember, small
+from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.traces import Trace, append_traces, read_traces
 from toprope.records.messages import Checkpointed, Finished, Stepped
@@ -23,7 +23,7 @@ from toprope.training.demonstrations.from_teacher import Collector, cache_of
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
 from toprope.training.rollouts.environment_host import Hosted, plans_of
-from toprope.training.trainer.sft import FineTuning, as_training, examples_of, order_of
+from toprope.training.trainer.sft import SftRun, row_order, tokenize_traces, training_config
 
 KEY = "sk-very-secret-0123456789"
 TALK = [
@@ -36,13 +36,13 @@ TALK = [
 
 def test_only_the_assistants_tokens_are_learned():
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
-    [row], too_long = examples_of(tokenizer, [Trace("t", 0, TALK)], 100)
+    [row], too_long = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
     assert tokenizer.decode(learned) == "".join(f"{one['content']}<|end|>" for one in TALK[1::2])
     assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert tokenizer.decode(row["input_ids"]) == whole and too_long == 0
-    assert examples_of(tokenizer, [Trace("t", 0, TALK)], 10) == ([], 1)
+    assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == ([], 1)
 
 
 def test_a_template_that_rewrites_the_past_gives_each_answer_its_own_sequence():
@@ -53,7 +53,7 @@ def test_a_template_that_rewrites_the_past_gives_each_answer_its_own_sequence():
         "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    rows, _ = examples_of(tokenizer, [Trace("t", 0, TALK)], 100)
+    rows, _ = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
     learned = [
         tokenizer.decode([t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0])
         for row in rows
@@ -62,16 +62,16 @@ def test_a_template_that_rewrites_the_past_gives_each_answer_its_own_sequence():
 
 
 def test_the_order_of_rows_is_known_from_the_seed():
-    order = order_of(10, 4, 3, seed=1)
+    order = row_order(10, 4, 3, seed=1)
     assert len(order) == 32 and sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
-    assert order == order_of(10, 4, 3, seed=1) != order_of(10, 4, 3, seed=2) and order[:10] != order[10:20]
+    assert order == row_order(10, 4, 3, seed=1) != row_order(10, 4, 3, seed=2) and order[:10] != order[10:20]
     assert order[30:] == order[:2]
 
 
 def test_the_section_sft_rules_the_training():
     config = Config()
     config.sft.learning_rate, config.sft.warmup_ratio, config.sft.save_epochs = 0.5, 0.1, 2
-    made = as_training(config, 50, 10)
+    made = training_config(config, 50, 10)
     assert (made.optimizer.learning_rate, made.optimizer.warmup_steps, made.optimizer.lr_scheduler_type) == (
         0.5, 5, "linear",
     )  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_stopped_fine_tuning_goes_on_where_it_was(tmp_path: Path, tiny_policy:
         )
         for number in range(9)
     ]
-    config = small(sft__epochs=2, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64)
+    config = small_run_config(sft__epochs=2, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64)
 
     def run(name: str, stop_after: int = 0) -> tuple[_Member, RunFolder]:
         folder = RunFolder(tmp_path / "runs" / name)
@@ -230,7 +230,7 @@ def test_a_stopped_fine_tuning_goes_on_where_it_was(tmp_path: Path, tiny_policy:
         folder.crew.mkdir(exist_ok=True)
         member = _Member(folder, tiny_policy, config, stop_after)
         member.spec = SimpleNamespace(config=config, kind="sft")
-        FineTuning(member).run(folder.newest_checkpoint())
+        SftRun(member).run(folder.newest_checkpoint())
         return member, folder
 
     whole, folder = run("whole")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toprope.settings.schema import Config
-from toprope.training.trainer.base import rate_factor
+from toprope.training.trainer.optimization import learning_rate_factor
 
 
 def configured(kind: str, warmup: int = 4, steps: int = 104, seconds: float | None = None) -> Config:
@@ -18,19 +18,21 @@ def configured(kind: str, warmup: int = 4, steps: int = 104, seconds: float | No
 
 def test_warm_up_rises_to_the_peak() -> None:
     config = configured("constant_with_warmup")
-    assert [rate_factor(config, step, 0.0) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert rate_factor(configured("constant"), 0, 0.0) == 1.0
+    assert [learning_rate_factor(config, step, 0.0) for step in range(6)] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+    )
+    assert learning_rate_factor(configured("constant"), 0, 0.0) == 1.0
 
 
 def test_linear_and_cosine_end_at_zero() -> None:
-    assert rate_factor(configured("linear"), 54, 0.0) == pytest.approx(0.5)
-    assert rate_factor(configured("linear"), 104, 0.0) == 0.0
-    assert rate_factor(configured("cosine"), 54, 0.0) == pytest.approx(0.5)
-    assert rate_factor(configured("cosine"), 104, 0.0) == pytest.approx(0.0)
+    assert learning_rate_factor(configured("linear"), 54, 0.0) == pytest.approx(0.5)
+    assert learning_rate_factor(configured("linear"), 104, 0.0) == 0.0
+    assert learning_rate_factor(configured("cosine"), 54, 0.0) == pytest.approx(0.5)
+    assert learning_rate_factor(configured("cosine"), 104, 0.0) == pytest.approx(0.0)
 
 
 def test_the_decay_follows_the_nearer_limit() -> None:
     config = configured("linear", seconds=80.0)
-    assert rate_factor(config, 54, 10.0) == pytest.approx(0.5)
-    assert rate_factor(config, 54, 60.0) == pytest.approx(0.25)
-    assert rate_factor(config, 54, 200.0) == 0.0
+    assert learning_rate_factor(config, 54, 10.0) == pytest.approx(0.5)
+    assert learning_rate_factor(config, 54, 60.0) == pytest.approx(0.25)
+    assert learning_rate_factor(config, 54, 200.0) == 0.0

@@ -12,7 +12,7 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
 from toprope.settings.schema import Config
-from toprope.training.trainer.wandb_link import note_wandb
+from toprope.training.trainer.base import write_wandb_record
 
 PAGE = "https://wandb.example/me/toprope/runs/r1"
 
@@ -29,11 +29,11 @@ def test_the_report_names_the_page_when_online_and_the_folder_in_both_cases(tmp_
     status = Status(run_id="r1", kind="train", environment="x", state="training", created_at=0, since=0, updated_at=0)
     assert gather(folder, specification, status).wandb == {"mode": mode}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
-    note_wandb(folder, mode)
+    write_wandb_record(folder, mode)
     assert not (folder.path / "wandb.json").exists()
     run = SimpleNamespace(url=url, dir=f"{folder.path}/wandb/run-1/files")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    note_wandb(folder, mode)
+    write_wandb_record(folder, mode)
     assert read_json(folder.path / "wandb.json")["folder"] == f"{folder.path}/wandb/run-1"
     told = gather(folder, specification, status).wandb
     assert told is not None and told["mode"] == mode and told.get("url") == url

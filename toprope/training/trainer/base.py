@@ -1,72 +1,91 @@
-"""One attempt of a run's training: what every kind of training shares, and training by reward.
+"""One attempt of a run's training: what every kind of training shares.
 
-It loads the policy, trains it with TRL on the groups that the trajectory API delivers, publishes weights after every
-step, appends one row a step to metrics.jsonl, and writes checkpoints between generations. It says `Finished` only when
-its last checkpoint is on disk; whatever else happens, it fails.
+It loads the policy, trains it on the groups that the trajectory API delivers, publishes weights after every step,
+appends one row per step to metrics.jsonl, and writes checkpoints between steps. It reports `Finished` only after its
+last checkpoint is on disk; anything else is a failure.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import transformers
+
+from toprope.atomic import write_json
 from toprope.errors import DiskFull, TopropeError
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_aside
+from toprope.records.run.folder import WANDB_VERSION, RunFolder
 from toprope.records.run.lines import NO_ROOM, PatientLines
 from toprope.records.run.metrics import header
-from toprope.settings.schema import Config
+from toprope.training.api.clients import sync_client
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
-from toprope.training.trainer.wandb_link import note_wandb
+from toprope.training.policy.loading import describe_device, fix_kernels, load_model, load_tokenizer
+from toprope.training.policy.weight_sync import WeightFile
+from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch
+from toprope.training.trainer.checkpoint_io import (
+    CheckpointState,
+    load_checkpoint,
+    load_moments,
+    load_weights,
+    save_checkpoint,
+)
+from toprope.training.trainer.optimization import all_finite, learning_rate_factor, make_optimizer
 
-__all__ = ["TrainingRun", "after_step_of", "all_finite", "make_optimizer", "rate_factor"]
+__all__ = ["Learner", "TrainingRun", "step_callback", "write_wandb_record"]
 
-_SAVE_AGAIN_S = 2.0
+SAVE_AGAIN_S = 2.0
+"""Seconds between attempts to write a checkpoint to a full disk."""
 _ROWS_IN_MEMORY = 100_000
-"""Rows that wait for room on the disk; of more the oldest are lost."""
-
-
-def rate_factor(config: Config, step: int, elapsed_s: float) -> float:
-    """What the learning rate is multiplied with at `step`.
-
-    Warm-up is by steps. The decay of `linear` and `cosine` follows the nearer of the two limits, steps and seconds, so
-    that it has ended when the run does.
-    """
-    optimizer, budget = config.optimizer, config.budget
-    warmup = 0 if optimizer.lr_scheduler_type == "constant" else optimizer.warmup_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if optimizer.lr_scheduler_type in ("constant", "constant_with_warmup"):
-        return 1.0
-    progress = (step - warmup) / max(1, budget.steps - warmup)
-    if budget.max_train_seconds is not None and not config.algorithm.deterministic:
-        progress = max(progress, elapsed_s / budget.max_train_seconds)
-    progress = min(max(progress, 0.0), 1.0)
-    if optimizer.lr_scheduler_type == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+"""Rows that wait for room on the disk; beyond that the oldest are lost."""
 
 
 class Learner(Protocol):
-    """What turns batches into steps: it asks for a batch, steps, tells of the step's numbers, until it is done."""
+    """Asks for batches, takes steps and reports their metrics until the training is over."""
 
     first_step: int
-    """Steps that were done before, by an earlier attempt of the run."""
+    """Steps done before by an earlier attempt of the run."""
 
-    def train(self) -> Any:
-        """Trains until the budget is used or a stop is asked for. Raises Ending where no further batch will come."""
+    def train(self) -> object:
+        """Trains until the budget is used or a stop is requested.
+
+        Raises:
+            EndOfTraining: There is no further batch.
+        """
 
 
-class TrainingRun:
+class Publisher(Protocol):
+    """Makes weights available to inference."""
+
+    version: int
+    """Version published last."""
+
+    def publish(self) -> int:
+        """Publishes the next version and returns its number."""
+
+
+class TrainingRun(ABC):
     """One attempt of one run's training."""
+
+    _model: Any
+    _tokenizer: Any
+    _optimizer: torch.optim.Optimizer
+    _scheduler: torch.optim.lr_scheduler.LambdaLR
+    _publisher: Publisher
+    _api: sync_client.SyncApiClient
+    _source: BatchSource
 
     def __init__(self, member: CrewMember) -> None:
         self._member, self._config = member, member.spec.config
@@ -76,101 +95,94 @@ class TrainingRun:
         self._unsaved_since: float | None = None
         self._metrics = PatientLines(member.folder.metrics, most=_ROWS_IN_MEMORY)
         self._header = header(member.attempt)
+        torch.set_num_threads(self._config.launcher.threads)
+        transformers.logging.set_verbosity(logging.ERROR)
 
     def run(self, checkpoint: Path | None = None) -> None:
-        """Trains until the budget is used or a stop is asked for; leaves a checkpoint in both cases.
+        """Trains until the budget is used or a stop is requested; leaves a checkpoint in both cases.
 
         Args:
-            checkpoint: What to go on from: step, weights, optimizer, schedule, seconds used, and groups read.
+            checkpoint: Checkpoint to continue from: step, weights, optimizer, schedule, seconds used, groups read.
 
         Raises:
-            TopropeError: The training cannot go on.
+            TopropeError: The training cannot continue.
         """
-        # The slow imports come first: the policy may still be in the making, the API answers long before.
-        import torch
-        import transformers
-
-        torch.set_num_threads(self._config.launcher.threads)
-        transformers.logging.set_verbosity_error()
-        from toprope.training.api.clients.sync_client import SyncApiClient
-        from toprope.training.policy.loading import describe_device, fix_kernels, load_model, load_tokenizer
-        from toprope.training.policy.weight_sync import WeightFile
-        from toprope.training.trainer.batch_source import BatchSource, Ending
-        from toprope.training.trainer.checkpoint_io import CheckpointState
-
-        make_learner = self._learns_by()
         member, config = self._member, self._config
         fix_kernels(config)
         folder = Path(member.address("policy"))
-        self._tokenizer = load_tokenizer(folder)
-        self._model = load_model(folder, config, trained=True)
-        trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-        # Inference may hold what an earlier life of this trainer published, which is no more: it takes even version 0.
-        self._publisher = WeightFile(member.folder.crew, trained, -1 if member.life else 0)
-        self._optimizer = self._optimizer_of(trained)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: rate_factor(config, step, self._elapsed())
-        )
-        member.address("api")
-        self._api = SyncApiClient(self._where_api_is, member.secret)
-        self._api.waits = lambda: not member.ending.is_set()
+        trained = self._load_policy(folder)
+        self._optimizer = self._make_optimizer(trained)
+        self._scheduler = self._make_scheduler()
+        self._connect_api()
         report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
-        trainer = make_learner(folder, describe_device(config), report_to)
+        learner = self._make_learner(folder, describe_device(config), report_to)
         if checkpoint is None:
             state = CheckpointState(0, 0, 0, 0.0)
-            self._take_over(folder)
+            self._load_parent_moments(folder)
         else:
-            state = self._take_up(self._sound(checkpoint))
-        if member.life or state.policy_version:
-            self._publisher.version = state.policy_version - 1
-            self._publisher.publish()
-        trainer.first_step = state.step
-        self._source = BatchSource(self._api, config, self._is_ending, state.cursor, state.rollouts, state.dropped)
+            state = self._restore(self._newest_sound(checkpoint))
+        self._publish_restored(state)
+        learner.first_step = state.step
+        self._source = self._make_source(state)
         member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
         if state.step < config.budget.steps and not self._out_of_time():
-            try:
-                trainer.train()
-            except Ending:
-                pass
-        self._save_at_last()
-        if report_to:
-            import wandb
-
-            wandb.finish()
+            with suppress(EndOfTraining):
+                learner.train()
+        self._save_final()
+        self._finish_wandb()
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
 
-    def _learns_by(self) -> Callable[[Path, str, list[str]], Learner]:
-        """Imports what this kind of training needs, and returns what makes its learner of (the policy's folder, the
-        device, where to report), once the model and its optimizer are there."""
-        from toprope.training.trainer.grpo import GroupTrainer, arguments
+    @abstractmethod
+    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+        """The learner of the loaded model with its optimizer and schedule.
 
-        def make(folder: Path, device: str, report_to: list[str]) -> Learner:
-            return GroupTrainer(
-                self._config,
-                self._model,
-                self._tokenizer,
-                arguments(self._config, str(self._member.folder.crew / "trainer"), device, report_to),
-                next_batch=self._next_batch,
-                on_row=self._on_row,
-                optimizers=(self._optimizer, self._scheduler),
-                callbacks=[after_step_of(self)],
-            )
+        Args:
+            policy: Folder of the starting policy.
+            device: `cpu` or `cuda`.
+            report_to: `["wandb"]`, or empty.
+        """
 
-        return make
-
-    def _optimizer_of(self, trained: dict[str, Any]) -> Any:
-        """The optimizer of the policy's trained parameters, and of what is trained beside them."""
+    def _make_optimizer(self, trained: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of the policy's trained parameters and of the extra modules."""
         return make_optimizer(self._config, trained)
 
-    def _beside(self) -> dict[str, Any]:
-        """Modules that are trained beside the policy, and are no part of it, by the name of their file."""
+    def _extra_modules(self) -> Mapping[str, torch.nn.Module]:
+        """Modules that are trained with the policy and are not part of it, by the name of their file."""
         return {}
 
-    def _sound(self, checkpoint: Path) -> Path:
-        """The checkpoint, or where it is damaged the one before it that is not.
+    def _load_policy(self, folder: Path) -> dict[str, torch.nn.Parameter]:
+        """Loads tokenizer and model, and opens the weight file; returns the trained parameters."""
+        self._tokenizer = load_tokenizer(folder)
+        self._model = load_model(folder, self._config, trained=True)
+        trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
+        # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
+        self._publisher = WeightFile(self._member.folder.crew, trained, -1 if self._member.life else 0)
+        return trained
+
+    def _make_scheduler(self) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: learning_rate_factor(self._config, step, self._elapsed())
+        )
+
+    def _connect_api(self) -> None:
+        self._member.address("api")
+        self._api = sync_client.SyncApiClient(self._find_api, self._member.secret)
+        self._api.waits = lambda: not self._member.ending.is_set()
+
+    def _make_source(self, state: CheckpointState) -> BatchSource:
+        return BatchSource(self._api, self._config, self._is_ending, state.cursor, state.rollouts, state.dropped)
+
+    def _publish_restored(self, state: CheckpointState) -> None:
+        """Replaces the weights of an earlier life or attempt in inference by those of this one."""
+        if self._member.life or state.policy_version:
+            self._publisher.version = state.policy_version - 1
+            self._publisher.publish()
+
+    def _newest_sound(self, checkpoint: Path) -> Path:
+        """The checkpoint, or the newest undamaged one before it.
 
         Raises:
-            Corrupt: None is sound.
+            Corrupt: All checkpoints are damaged.
         """
         folder, step = self._member.folder, int(checkpoint.name.removeprefix("step-"))
         found, damaged = newest_sound(folder, below=step)
@@ -185,32 +197,29 @@ class TrainingRun:
             self._member.report(Checkpointed(found.step, str(found.path.relative_to(folder.path)), found.cursor))
         return found.path
 
-    def _take_over(self, policy: Path) -> None:
-        """Where a member of a sweep goes on with another's weights, its optimizer does so with the other's moments."""
+    def _load_parent_moments(self, policy: Path) -> None:
+        """Loads the optimizer's moments of another sweep member if this one continues from its weights."""
         member = self._member.spec.member
         if member is None or member.continues is None:
             return
-        from toprope.training.trainer.checkpoint_io import load_moments
+        count = load_moments(
+            policy.parent, model=self._model, optimizer=self._optimizer, extra_modules=self._extra_modules()
+        )
+        print(f"going on from {member.continues}: moments of {count} parameters", file=sys.stderr, flush=True)
 
-        found = load_moments(policy.parent, model=self._model, optimizer=self._optimizer, beside=self._beside())
-        print(f"going on from {member.continues}: moments of {found} parameters", file=sys.stderr, flush=True)
-
-    def _take_up(self, checkpoint: Path) -> Any:
-        """Becomes what the checkpoint was."""
-        from toprope.training.trainer.checkpoint_io import load, load_weights
-
+    def _restore(self, checkpoint: Path) -> CheckpointState:
+        """Restores everything from a checkpoint; returns its state with the cursor that the API agreed to."""
         load_weights(checkpoint, self._model)
-        state = load(
+        state = load_checkpoint(
             checkpoint,
             model=self._model,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
-            beside=self._beside(),
+            extra_modules=self._extra_modules(),
         )
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
-        # A trainer that was killed may have written the checkpoint and not have said so.
-        cursor = self._api.take_up(state.cursor)
+        cursor = self._restore_cursor(state.cursor)
         if cursor != state.cursor:
             lost = f"ends {state.cursor - cursor} groups before it" if cursor < state.cursor else "is past it"
             self._member.report(
@@ -220,16 +229,26 @@ class TrainingRun:
         print(f"going on from step {state.step}, group {cursor}", file=sys.stderr, flush=True)
         return replace(state, cursor=cursor)
 
-    def note_reporting(self) -> None:
-        """Leaves word of where Weights & Biases keeps this run, if it does."""
-        note_wandb(self._member.folder, self._config.logging.wandb)
+    def _restore_cursor(self, cursor: int) -> int:
+        """Commits the checkpoint's cursor, which a killed trainer may have left uncommitted; returns the API's."""
+        return self._api.take_up(cursor)
+
+    def record_wandb(self) -> None:
+        """Records where Weights & Biases keeps this run, if it does."""
+        write_wandb_record(self._member.folder, self._config.logging.wandb)
+
+    def _finish_wandb(self) -> None:
+        if self._config.logging.wandb != "disabled":
+            import wandb
+
+            wandb.finish()
 
     def beat(self) -> None:
-        """Says that the training goes on."""
+        """Gives a sign of life."""
         self._member.beat()
 
-    def after_step(self) -> bool:
-        """Whether the training is to end."""
+    def should_stop(self) -> bool:
+        """Whether the training is to end after the current step."""
         return self._member.ending.is_set() or self._out_of_time()
 
     def _out_of_time(self) -> bool:
@@ -237,8 +256,7 @@ class TrainingRun:
         return limit is not None and self._elapsed() >= limit
 
     def _hold(self) -> None:
-        """Waits while the run is held, which does not count as training; what found no room on the disk goes there
-        now."""
+        """Waits while the run is held, which does not count as training, then writes what the full disk refused."""
         held_s = self._member.hold(self._member.beat)
         if held_s:
             if self._began is not None:
@@ -248,65 +266,68 @@ class TrainingRun:
                 self._save()
 
     def _is_ending(self) -> bool:
-        """Asked about once a second while there are no groups."""
+        """Called about once a second while there are no groups."""
         self._member.beat()
         self._hold()
         return self._member.ending.is_set()
 
-    def _where_api_is(self) -> str | None:
-        """Asked before every call of the API, and while it is away."""
+    def _find_api(self) -> str | None:
+        """The API's present address; called before every request, and repeatedly while the API is away."""
         self._member.beat()
         url = self._member.peer("api")
         if url is None and self._member.ending.is_set():
             raise PeerAway("The trajectory API was away when the run ended.")
         return url
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self) -> GroupBatch:
         self._hold()
         self._api.policy_version = self._publisher.version
         try:
             batch = self._source.next(self._publisher.version)
         except (DiskFull, PeerAway):
-            if not self._member.ending.is_set():  # else both are waited for
+            if not self._member.ending.is_set():  # the client waits for both unless the run is ending
                 raise
-            from toprope.training.trainer.batch_source import Ending
-
-            raise Ending from None
+            raise EndOfTraining from None
         if self._began is None:
             self._began = time.monotonic()
         return batch
 
     def _elapsed(self) -> float:
-        """Seconds of training so far, those of earlier attempts included."""
+        """Seconds of training so far, including earlier attempts."""
         return self._earlier_s + (0.0 if self._began is None else time.monotonic() - self._began)
 
-    def _on_row(self, step: int, numbers: dict[str, float | None]) -> None:
+    def _finish_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Publishes the weights of a step, writes and reports its metrics, and saves a checkpoint if one is due.
+
+        Raises:
+            TopropeError: The loss or a weight is not finite; nothing of the step is published or saved.
+        """
         self._step = step
-        unsound = self._unsound(numbers.get("loss"))
-        if unsound is None:
+        not_finite = self._find_not_finite(metrics.get("loss"))
+        if not_finite is None:
             self._publisher.publish()
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        row |= {name: _short(value) for name, value in numbers.items()}
+        row |= {name: _short(value) for name, value in metrics.items()}
         row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
         line, self._header = self._header + (json.dumps(row) + "\n").encode(), b""
         if not self._metrics.append(line):
             self._member.report(NoRoom(f"{self._metrics.behind} rows of metrics.jsonl wait for room on the disk"))
         self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
-        if unsound is not None:
+        if not_finite is not None:
             raise TopropeError(
-                f"{unsound} at step {step} is not a number. Nothing of that step was published or saved.",
+                f"{not_finite} at step {step} is not a number. Nothing of that step was published or saved.",
                 hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; metrics.jsonl has the steps before.",
             )
-        waited = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= _SAVE_AGAIN_S
-        if waited or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):
+        retry = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= SAVE_AGAIN_S
+        if retry or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):
             self._save()
 
-    def _unsound(self, loss: float | None) -> str | None:
-        """What of a step is not finite; None: it may be published."""
+    def _find_not_finite(self, loss: float | None) -> str | None:
+        """Name of the first kind of value that is not finite; None if the step may be published."""
         if loss is None or not math.isfinite(loss):
             return "The loss"
         trained = [value for value in self._model.parameters() if value.requires_grad]
-        trained += [value for module in self._beside().values() for value in module.parameters()]
+        trained += [value for module in self._extra_modules().values() for value in module.parameters()]
         return None if all_finite(trained) else "A weight"
 
     def _eta(self, step: int) -> float:
@@ -316,36 +337,29 @@ class TrainingRun:
             left = min(left, max(budget.max_train_seconds - elapsed, 0.0))
         return round(left, 1)
 
-    def _save_at_last(self) -> None:
-        """The checkpoint of the end, for which a full disk is waited for unless the run is to end at once."""
+    def _save_final(self) -> None:
+        """Writes the last checkpoint; waits for room on a full disk unless the run is to end at once."""
         while not (self._save() and self._metrics.catch_up()):
-            if self._member.ending.wait(_SAVE_AGAIN_S):
+            if self._member.ending.wait(SAVE_AGAIN_S):
                 text = f"There was no room for a checkpoint of step {self._step}; the one before it stands."
                 self._member.report(Warned(text))
                 return
 
     def _save(self) -> bool:
-        """Writes a checkpoint, unless this step has one; False where there is no room for it on the disk.
+        """Writes a checkpoint unless this step has one; returns False if the disk has no room.
 
         Raises:
             TopropeError: It cannot be written for another reason.
         """
-        from toprope.training.trainer.checkpoint_io import CheckpointState
-
         if self._saved_step == self._step:
             return True
-        moments = [
-            value for kept in self._optimizer.state.values() for value in kept.values() if hasattr(value, "numel")
-        ]
-        if not all_finite(moments):
+        if not all_finite(self._moments()):
             raise TopropeError(
-                f"The optimizer's state at step {self._step} holds what is not a number, and was not saved.",
+                f"The optimizer's state at step {self._step} is not finite, and was not saved.",
                 hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
             )
-        source = self._source
-        state = CheckpointState(
-            self._step, source.cursor, self._publisher.version, self._elapsed(), source.rollouts, dict(source.dropped)
-        )
+        cursor, rollouts, dropped = self._position()
+        state = CheckpointState(self._step, cursor, self._publisher.version, self._elapsed(), rollouts, dropped)
         try:
             path = self._write(state)
         except OSError as error:
@@ -357,15 +371,25 @@ class TrainingRun:
         self._saved_step, self._unsaved_since = self._step, None
         relative = str(path.relative_to(self._member.folder.path))
         self._member.report(Checkpointed(self._step, relative, state.cursor))
-        with suppress(DiskFull, PeerAway):  # whoever goes on from here says it again
-            self._api.commit(state.cursor)
+        with suppress(DiskFull, PeerAway):  # a resume commits the cursor again
+            self._commit(state.cursor)
         return True
 
-    def _write(self, state: Any) -> Path:
-        """Writes the checkpoint of this state. Raises: OSError."""
-        from toprope.training.trainer.checkpoint_io import save
+    def _moments(self) -> Iterable[torch.Tensor]:
+        """The optimizer's state tensors."""
+        return [value for state in self._optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
-        return save(
+    def _position(self) -> tuple[int, int, dict[str, int]]:
+        """Cursor, number of rollouts delivered, and number of dropped groups by reason."""
+        return self._source.cursor, self._source.rollouts, dict(self._source.dropped)
+
+    def _commit(self, cursor: int) -> None:
+        """Tells the API that groups up to `cursor` are in a checkpoint."""
+        self._api.commit(cursor)
+
+    def _write(self, state: CheckpointState) -> Path:
+        """Writes the checkpoint of this state. Raises: OSError."""
+        return save_checkpoint(
             self._member.folder.checkpoints,
             state,
             model=self._model,
@@ -373,59 +397,49 @@ class TrainingRun:
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             keep=self._config.logging.save_total_limit,
-            beside=self._beside(),
+            extra_modules=self._extra_modules(),
         )
 
 
-def all_finite(tensors: Iterable[Any]) -> bool:
-    """Whether every number in them is one."""
-    import torch
+def step_callback(run: TrainingRun) -> transformers.TrainerCallback:
+    """Hugging Face callback that reports signs of life and ends the training when the run should stop."""
 
-    with torch.no_grad():
-        # The largest magnitude of each: one pass without a copy, and what is no number stays none.
-        floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-        largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in floating]
-        return not largest or bool(
-            torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest])).all()
-        )
-
-
-def make_optimizer(config: Config, parameters: dict[str, Any]) -> Any:
-    """AdamW; weight decay on matrices only, as usual."""
-    import torch
-
-    section = config.optimizer
-    matrices = [value for value in parameters.values() if value.dim() > 1]
-    vectors = [value for value in parameters.values() if value.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups, betas = [group for group in groups if group["params"]], (section.adam_beta1, section.adam_beta2)
-    if section.eight_bit:
-        from toprope.training.policy.quantization import adamw
-
-        return adamw(groups, lr=section.learning_rate, betas=betas)
-    return torch.optim.AdamW(groups, lr=section.learning_rate, betas=betas, fused=True)
-
-
-def after_step_of(run: TrainingRun) -> Any:
-    from transformers import TrainerCallback
-
-    class AfterStep(TrainerCallback):
+    class StepCallback(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            run.note_reporting()
+            run.record_wandb()
 
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             run.beat()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             run.beat()
-            if run.after_step():
+            if run.should_stop():
                 control.should_training_stop = True
 
-    return AfterStep()
+    return StepCallback()
+
+
+def write_wandb_record(folder: RunFolder, mode: str) -> None:
+    """Writes wandb.json of a run: version, mode, folder, and url if online. Does nothing unless wandb has begun.
+
+    wandb knows its run only within the process that it logs from, and other processes report on it.
+
+    Args:
+        folder: The run's folder.
+        mode: Value of logging.wandb.
+    """
+    wandb: Any = sys.modules.get("wandb")
+    run = getattr(wandb, "run", None)
+    if run is None:
+        return
+    record: dict[str, Any] = {"version": WANDB_VERSION, "mode": mode, "folder": str(run.dir).removesuffix("/files")}
+    if run.url:
+        record["url"] = str(run.url)
+    write_json(folder.path / "wandb.json", record)
 
 
 def _short(value: float | None) -> float | None:
-    """Six significant digits; null for what is no number, since JSON has none."""
+    """Six significant digits; None for values that are not finite, since JSON has none."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

@@ -1,8 +1,8 @@
-"""From delivered groups to training batches: the seam between the trajectory API and any trainer.
+"""Turns delivered groups into training batches: the seam between the trajectory API and any trainer.
 
-Groups that are too old, carry no signal or hold nothing to train on are counted in the step's numbers first, then
-passed over and reported to the API with the reason. What is left becomes rows with advantages. Nothing here needs
-torch, so other algorithms can stand on it.
+Groups that are too old, carry no signal or contain nothing to train on are counted in the step's metrics, then dropped
+and reported to the API with the reason. The rest become rows with advantages. This module needs no torch, so every
+algorithm can use it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,45 @@ from toprope.records.journal.groups import MASKED, Batch, Group
 from toprope.settings.algorithms import ALGORITHMS
 from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
-from toprope.training.trainer.environment_metrics import Several, is_flat, rewards_of
+from toprope.training.trainer.environment_metrics import EnvironmentMetrics, has_equal_rewards, rollout_rewards
 
-__all__ = ["PARSED", "BatchSource", "Ending", "GroupBatch", "GroupReader", "Row", "advantages", "rows_of"]
+__all__ = [
+    "PARSED",
+    "BatchSource",
+    "EndOfTraining",
+    "GroupBatch",
+    "GroupClient",
+    "TrainingRow",
+    "advantages",
+    "build_rows",
+]
 
 PARSED = "parsed"
-"""The reward part by which an environment says whether it could read an answer at all: 1 or 0."""
+"""Reward part by which an environment reports whether it could parse an answer: 1 or 0."""
 
 _POLL_S = 1.0
 _RATE_WINDOW = 50
 
 
-class Ending(Exception):
-    """The run is to end: no further batch will be made."""
+class EndOfTraining(Exception):
+    """The run is ending; there is no further batch."""
 
 
-class GroupReader(Protocol):
-    """What a batch is read from: the trajectory API's synchronous client, or a stand-in."""
+class GroupClient(Protocol):
+    """Delivers groups: the trajectory API's synchronous client, or a stand-in."""
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
-        """Groups after `cursor`, with about `sequences` rows; `batch` None when the wait ended without."""
+        """Groups after `cursor` with about `sequences` rows; `batch` is None if none came within `wait_s` seconds."""
         ...
 
     def dropped(self, items: list[tuple[int, str]]) -> None:
-        """Reports (sequence number, reason) of groups that were passed over."""
+        """Reports dropped groups as (sequence number, reason)."""
         ...
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sequence of a batch: `prompt` ids, then `completion` ids with what was sampled among them.
+class TrainingRow:
+    """One sequence of a batch: `prompt` ids, then `completion` ids, some of which were sampled.
 
     `trained[t]` is False where the environment wrote completion[t]; `logprobs[t]` is the sampler's log-probability, 0.0
     there.
@@ -61,24 +70,24 @@ class Row:
     advantage: float
     truncated: bool
     version: int | None = None
-    """The oldest policy version that sampled a token of it; None where unknown."""
+    """Oldest policy version that sampled a token of the row; None if unknown."""
     token_advantages: list[float] | None = None
-    """An advantage for each token of the completion, where the environment gave them: then `advantage` is not used."""
+    """Advantages per completion token if the environment gave them; they replace `advantage`."""
     rollout: int = 0
-    """Which rollout of the batch it is of: rows that are segments of one share the number, in their order."""
+    """Number of the rollout within the batch; the segments of one rollout share it and keep their order."""
     reward: float = 0.0
-    """That rollout's."""
+    """Reward of the rollout."""
 
 
 @dataclass
 class GroupBatch:
-    """Groups of one optimizer step, the cursor after them, and what their making showed."""
+    """Groups of one optimizer step, the cursor after them, and the metrics of their delivery."""
 
     groups: list[Group]
     cursor: int
     metrics: dict[str, float] = field(default_factory=dict)
     version: int | None = None
-    """The policy version that is trained on them."""
+    """Policy version that is trained on them."""
 
 
 def advantages(
@@ -91,8 +100,9 @@ def advantages(
 
     Args:
         rewards: One per rollout of a group.
-        scale: Divide by the group's own deviation, by `batch_std`, or not (Liu et al. 2025, Dr. GRPO).
-        baseline: What is subtracted: the mean of all, or of all others (Ahmadian et al. 2024, RLOO).
+        scale: Divide by the group's own deviation, by `batch_std`, or not at all (Liu et al. 2025, Dr. GRPO).
+        batch_std: Standard deviation of the rewards of the whole batch.
+        baseline: Subtract the mean of all rewards, or of all others (Ahmadian et al. 2024, RLOO).
     """
     mean = statistics.fmean(rewards)
     if scale == "group":
@@ -101,21 +111,24 @@ def advantages(
         deviation = batch_std
     divisor = 1.0 if scale == "none" else deviation + 1e-4
     if baseline == "leave_one_out" and len(rewards) > 1:
-        divisor *= (len(rewards) - 1) / len(rewards)  # reward minus the others' mean is so much more than that
+        divisor *= (len(rewards) - 1) / len(rewards)  # (r - mean of others) = (r - mean) * n / (n - 1)
     return [(reward - mean) / divisor for reward in rewards]
 
 
-def rows_of(groups: list[Group], config: Config) -> list[Row]:
-    """The rows of a batch, with advantages; rows without a sampled token are left out.
+def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
+    """Rows of a batch with their advantages; rows without a sampled token are left out.
 
-    What an environment says itself comes first: its `advantages`, token by token, and Atropos's override
+    Values from the environment take precedence: its token-level `advantages`, and Atropos's override
     `set_advantage_to_zero`. Shuffled rewards are a control that must know nothing of the answers, so they replace both.
     """
     algorithm = config.algorithm
-    rewards = [_shuffled(group, algorithm.seed) if algorithm.shuffle_rewards else rewards_of(group) for group in groups]
+    rewards = [
+        _shuffled_rewards(group, algorithm.seed) if algorithm.shuffle_rewards else rollout_rewards(group)
+        for group in groups
+    ]
     flat = [reward for own in rewards for reward in own]
     batch_std = statistics.stdev(flat) if len(flat) > 1 else 0.0
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     before = 0
     for group, own in zip(groups, rewards, strict=True):
         scaled = advantages(own, algorithm.scale_rewards, batch_std, algorithm.baseline)
@@ -124,21 +137,20 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
             if start is None:
                 continue
             rollout = group.outcome_of(index)
-            logprobs = (group.inference_logprobs or [])[index] if group.inference_logprobs else [0.0] * len(tokens)
+            logprobs = group.inference_logprobs[index] if group.inference_logprobs else [0.0] * len(tokens)
             trained = [mask != MASKED for mask in masks[start:]]
-            own_advantages = None if algorithm.shuffle_rewards else _own_advantages(group, index)
+            given = None if algorithm.shuffle_rewards else _given_advantages(group, index)
+            versions = group.versions[index] if group.versions else []
             rows.append(
-                Row(
+                TrainingRow(
                     prompt=tokens[:start],
                     completion=tokens[start:],
                     trained=trained,
                     logprobs=[value if kept else 0.0 for value, kept in zip(logprobs[start:], trained, strict=True)],
                     advantage=scaled[rollout],
-                    token_advantages=None if own_advantages is None else own_advantages[start:],
+                    token_advantages=None if given is None else given[start:],
                     truncated=group.outcomes[rollout].truncated if group.outcomes else False,
-                    version=min((version for version, _ in group.versions[index]), default=None)
-                    if group.versions
-                    else None,
+                    version=min((version for version, _ in versions), default=None),
                     rollout=before + rollout,
                     reward=own[rollout],
                 )
@@ -148,88 +160,84 @@ def rows_of(groups: list[Group], config: Config) -> list[Row]:
 
 
 class BatchSource:
-    """Reads groups until a step's worth of them is worth training on.
+    """Reads groups until there are enough to train a step.
 
     Args:
-        reader: The API.
+        client: The trajectory API.
         config: The run's configuration.
-        ending: Says whether the run is to end; asked between waits.
-        cursor: Where to begin: 0, or a checkpoint's.
-        rollouts: What a checkpoint had counted.
-        dropped: What a checkpoint had counted, by reason.
+        is_ending: Tells whether the run is ending; asked between waits.
+        cursor: Position to read from: 0, or a checkpoint's.
+        rollouts: Rollouts that a checkpoint had counted.
+        dropped: Dropped groups that a checkpoint had counted, by reason.
     """
 
     def __init__(
         self,
-        reader: GroupReader,
+        client: GroupClient,
         config: Config,
-        ending: Callable[[], bool],
+        is_ending: Callable[[], bool],
         cursor: int = 0,
         rollouts: int = 0,
         dropped: Mapping[str, int] | None = None,
     ) -> None:
-        self._reader, self._config, self._ending = reader, config, ending
+        self._client, self._config, self._is_ending = client, config, is_ending
         self.cursor = cursor
-        """Position after the last batch that was given out: groups read towards one that never was lie behind it."""
+        """Position after the last complete batch; groups read for an unfinished batch lie behind it."""
         self._position = cursor
         self.rollouts = rollouts
         """Rollouts delivered so far, trained on or not."""
         self.dropped: Counter[str] = Counter(dropped or {})
-        # A value function learns from groups without spread as well.
-        self._passes_over = config.algorithm.drop_zero_signal and ALGORITHMS[config.algorithm.name].spread
+        # A value function also learns from groups without spread.
+        self._drops_zero_signal = config.algorithm.drop_zero_signal and ALGORITHMS[config.algorithm.name].spread
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
-        self._several = Several([member.label for member in members_of(config.environment)])
+        self._environments = EnvironmentMetrics([member.label for member in members_of(config.environment)])
         self._waiting = 0
 
     def next(self, version: int) -> GroupBatch:
-        """The next step's groups.
+        """Groups of the next step.
 
         Args:
-            version: The policy version that will be trained, against which groups are old.
+            version: Policy version to be trained; the age of groups is measured against it.
 
         Raises:
-            Ending: The run is to end.
+            EndOfTraining: The run is ending.
             ComponentFailed: The API does not answer.
         """
         rollout = self._config.rollout
         kept: list[Group] = []
         seen: list[Group] = []
-        stale: list[int] = []
+        ages: list[int] = []
         began = time.monotonic()
         self._position = self.cursor
         while len(kept) < rollout.groups_per_step:
-            # Never wait for more groups at once than may queue, or nobody would move.
+            # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
             for number, group in self._read(wanted * rollout.group_size):
                 seen.append(group)
                 oldest = group.oldest_version()
-                # After a resume there are groups of versions that came after the checkpoint and are no more.
+                # After a resume, groups may come from versions after the checkpoint, which no longer exist.
                 age = 0 if oldest is None else abs(version - oldest)
-                stale.append(age)
+                ages.append(age)
                 if (reason := self._reason_to_drop(group, age)) is None:
                     kept.append(group)
                 else:
                     self.dropped[reason] += 1
-                    self._reader.dropped([(number, reason)])
+                    self._client.dropped([(number, reason)])
         waited = time.monotonic() - began
-        self.rollouts += sum(len(rewards_of(group)) for group in seen)
+        self.rollouts += sum(len(rollout_rewards(group)) for group in seen)
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        return GroupBatch(
-            kept,
-            self.cursor,
-            _numbers(seen, kept, stale, waited) | self._several.numbers(seen, kept) | self._totals(),
-            version,
-        )
+        metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept) | self._totals()
+        return GroupBatch(kept, self.cursor, metrics, version)
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
         while True:
-            if self._ending():
-                raise Ending
-            answer = self._reader.next_batch(self._position, sequences, _POLL_S)
+            if self._is_ending():
+                raise EndOfTraining
+            answer = self._client.next_batch(self._position, sequences, _POLL_S)
             if answer.batch:
                 self._position, self._waiting = answer.cursor, answer.waiting
-                if answer.stale:  # the API held the limit before they came here
+                if answer.stale:  # dropped by the API, which applies the same limit
                     self.dropped["stale"] += answer.stale
                 yield from zip(answer.sequence_numbers, answer.batch, strict=True)
                 return
@@ -239,14 +247,14 @@ class BatchSource:
             return "stale"
         if not any(mask != MASKED for masks in group.masks for mask in masks):
             return "empty"
-        if self._passes_over and self._is_silent(group):
+        if self._drops_zero_signal and self._has_no_signal(group):
             return "zero_signal"
         return None
 
-    def _is_silent(self, group: Group) -> bool:
+    def _has_no_signal(self, group: Group) -> bool:
         if group.advantages is not None and not self._config.algorithm.shuffle_rewards:
             return not any(any(row) for row in group.advantages)
-        return is_flat(group)
+        return has_equal_rewards(group)
 
     def _totals(self) -> dict[str, float]:
         first, last = self._pace[0], self._pace[-1]
@@ -256,51 +264,50 @@ class BatchSource:
         return totals | {f"dropped/{reason}": float(count) for reason, count in sorted(self.dropped.items())}
 
 
-def _numbers(seen: list[Group], kept: list[Group], stale: list[int], waited: float) -> dict[str, float]:
-    """A step's numbers over everything that was delivered for it, under TRL's names where it has one."""
-    rewards = [reward for group in seen for reward in rewards_of(group)]
-    flat = [is_flat(group) for group in seen]
+def _step_metrics(seen: list[Group], kept: list[Group], ages: list[int], waited: float) -> dict[str, float]:
+    """Metrics over all groups delivered for a step, under TRL's names where TRL has one."""
+    rewards = [reward for group in seen for reward in rollout_rewards(group)]
+    flat = [group for group in seen if has_equal_rewards(group)]
     outcomes = [outcome for group in seen for outcome in group.outcomes or []]
     lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
-    numbers = {
+    metrics = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        "frac_reward_zero_std": sum(flat) / len(flat),
-        **_flat_shares([group for group, is_flat in zip(seen, flat, strict=True) if is_flat], len(seen)),
+        "frac_reward_zero_std": len(flat) / len(seen),
+        **_zero_std_shares(flat, len(seen)),
         "groups/delivered": float(len(seen)),
         "groups/trained": float(len(kept)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/max_length": float(max(lengths)),
-        "staleness/mean": statistics.fmean(stale),
-        "staleness/min": float(min(stale)),
-        "staleness/max": float(max(stale)),
+        "staleness/mean": statistics.fmean(ages),
+        "staleness/min": float(min(ages)),
+        "staleness/max": float(max(ages)),
         "wait_seconds": round(waited, 4),
     }
     if outcomes:
-        numbers["success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
-        numbers["completions/clipped_ratio"] = sum(outcome.truncated for outcome in outcomes) / len(outcomes)
-        numbers["errors"] = float(sum(outcome.error is not None for outcome in outcomes))
-        numbers["errors/share"] = numbers["errors"] / len(outcomes)
+        metrics["success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
+        metrics["completions/clipped_ratio"] = sum(outcome.truncated for outcome in outcomes) / len(outcomes)
+        metrics["errors"] = float(sum(outcome.error is not None for outcome in outcomes))
+        metrics["errors/share"] = metrics["errors"] / len(outcomes)
         if any(PARSED in outcome.parts for outcome in outcomes):
-            unread = sum(outcome.parts.get(PARSED, 1.0) <= 0 for outcome in outcomes)
-            numbers["parse_failures"] = unread / len(outcomes)
-        numbers["turns/mean"] = statistics.fmean(outcome.turns for outcome in outcomes)
+            unparsed = sum(outcome.parts.get(PARSED, 1.0) <= 0 for outcome in outcomes)
+            metrics["parse_failures"] = unparsed / len(outcomes)
+        metrics["turns/mean"] = statistics.fmean(outcome.turns for outcome in outcomes)
         for name in sorted({name for outcome in outcomes for name in outcome.parts}):
             values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
-            numbers[f"rewards/{name}/mean"] = statistics.fmean(values)
-    return numbers
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
+    return metrics
 
 
-def _own_advantages(group: Group, row: int) -> list[float] | None:
-    """An advantage for each token of a row, where the environment gave them; None where rewards decide."""
+def _given_advantages(group: Group, row: int) -> list[float] | None:
+    """Token-level advantages of a row from the environment; None if it gave none."""
     if group.overrides is not None and group.overrides[row].get("set_advantage_to_zero"):
         return [0.0] * len(group.tokens[row])
     return None if group.advantages is None else group.advantages[row]
 
 
-def _flat_shares(flat: list[Group], of: int) -> dict[str, float]:
-    """Why groups carry no signal, as shares of all: all answers wrong, all right, or neither (a scorer that gives
-    everything the same)."""
+def _zero_std_shares(flat: list[Group], total: int) -> dict[str, float]:
+    """Groups without spread as shares of `total`: all answers right, all wrong, or neither."""
     right = wrong = 0
     for group in flat:
         if group.outcomes:
@@ -309,10 +316,10 @@ def _flat_shares(flat: list[Group], of: int) -> dict[str, float]:
         else:
             right, wrong = right + (group.scores[0] >= 1), wrong + (group.scores[0] <= 0)
     shares = {"all_right": right, "all_wrong": wrong, "other": len(flat) - right - wrong}
-    return {f"frac_reward_zero_std/{why}": count / of for why, count in shares.items()}
+    return {f"frac_reward_zero_std/{kind}": count / total for kind, count in shares.items()}
 
 
-def _shuffled(group: Group, seed: int) -> list[float]:
-    rewards = rewards_of(group)
+def _shuffled_rewards(group: Group, seed: int) -> list[float]:
+    rewards = rollout_rewards(group)
     random.Random(f"{seed}:{group.group_id}").shuffle(rewards)
     return rewards

@@ -1,16 +1,16 @@
 """Checkpoints of the trainer: written aside, renamed into place, the cursor inside; safetensors and JSON only.
 
     checkpoints/step-000120/
-      model/               what `from_pretrained` loads: weights (or adapters), configuration, tokenizer
+      model/               loaded by `from_pretrained`: weights (or adapters), configuration, tokenizer
       NAME.safetensors     a module that is trained beside the model (PPO's value_head)
       optimizer.safetensors   moments by parameter name
       random.safetensors      states of torch's generators
-      state.json              step, cursor, policy version, counts, optimizer's and scheduler's numbers,
+      state.json              step, cursor, policy version, counts, the optimizer's and the scheduler's numbers,
                               Python's random state
       manifest.json           size and SHA-256 of every other file
 
-A folder of that name is complete: it appears by a rename after everything in it was synced. See
-`toprope.records.run.checkpoints` for the manifest, by which damage is found before a checkpoint is used.
+A folder of that name is complete: it appears by a rename after everything in it was synced.
+`toprope.records.run.checkpoints` describes the manifest, by which damage is found before a checkpoint is used.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler
 
 from toprope.atomic import fsync
 from toprope.errors import Corrupt
@@ -34,16 +35,23 @@ from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.lines import NO_ROOM
 
-__all__ = ["CheckpointState", "keep_checkpoint", "latest", "load", "load_moments", "load_weights", "save"]
-
+__all__ = [
+    "CheckpointState",
+    "commit_checkpoint",
+    "load_checkpoint",
+    "load_moments",
+    "load_weights",
+    "read_state",
+    "save_checkpoint",
+]
 
 _HASH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What a checkpoint knows besides tensors: `cursor` is behind the last group that it was trained on, `rollouts` and
-    `dropped` count what was delivered until then and what of it was passed over, by reason."""
+    """The numbers of a checkpoint. `cursor` is the position after the last group trained on; `rollouts` counts the
+    rollouts delivered until then, `dropped` the dropped groups by reason."""
 
     step: int
     cursor: int
@@ -54,52 +62,54 @@ class CheckpointState:
     version: int = STATE_VERSION
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     state: CheckpointState,
     *,
     model: Any,
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
-    scheduler: Any,
+    scheduler: LRScheduler,
     keep: int,
-    beside: Mapping[str, torch.nn.Module] | None = None,
+    extra_modules: Mapping[str, torch.nn.Module] | None = None,
 ) -> Path:
     """Writes checkpoint `step-N` into `folder` and removes all but the newest `keep`.
 
     Args:
-        folder: Where checkpoints lie.
-        state: What it knows besides tensors.
-        model, tokenizer, optimizer, scheduler: What is kept.
-        keep: Checkpoints that stay.
-        beside: Modules that are trained beside the model, by the name of their file.
+        folder: Folder of the checkpoints.
+        state: The numbers to store.
+        model, tokenizer, optimizer, scheduler: Their states are stored.
+        keep: Number of checkpoints to keep.
+        extra_modules: Modules trained beside the model, by the name of their file.
 
     Returns:
-        Its path.
+        The checkpoint's path.
 
     Raises:
-        OSError: See `keep_checkpoint`.
+        OSError: See `commit_checkpoint`.
     """
-    beside = beside or {}
-    write = lambda aside: _write(aside, state, model, tokenizer, optimizer, scheduler, beside)  # noqa: E731
-    return keep_checkpoint(folder, state.step, write, keep)
+
+    def write(aside: Path) -> None:
+        _write(aside, state, model, tokenizer, optimizer, scheduler, extra_modules or {})
+
+    return commit_checkpoint(folder, state.step, write, keep)
 
 
-def keep_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Has a checkpoint written aside, seals it, puts it into its place, and removes all but the newest `keep`.
+def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    """Writes a checkpoint aside, seals it, renames it into place, and removes all but the newest `keep`.
 
     Args:
-        folder: Where checkpoints lie.
-        step: Its number.
-        write: Writes everything of it into the folder that it is given, and makes that.
-        keep: Checkpoints that stay.
+        folder: Folder of the checkpoints.
+        step: Number of the checkpoint.
+        write: Creates the folder that it is given and writes all files into it.
+        keep: Number of checkpoints to keep.
 
     Returns:
-        Its path. If it was there already and is sound it is left as it is; a damaged one gets another name.
+        The checkpoint's path. A sound checkpoint of that step is left as it is; a damaged one is renamed.
 
     Raises:
-        OSError: It could not be written, for lack of room perhaps. What was written of it is gone again, and the
-            checkpoints before it stand.
+        OSError: It could not be written, for example because the disk is full. Partial files are removed, and earlier
+            checkpoints stay.
     """
     final = folder / f"step-{step:06d}"
     if final.exists():
@@ -114,9 +124,9 @@ def keep_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
         os.rename(aside, final)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
-        said = _no_room_in(str(error))
-        if said is not None and not isinstance(error, OSError):
-            raise OSError(said, os.strerror(said)) from error
+        number = _disk_full_errno(str(error))
+        if number is not None and not isinstance(error, OSError):
+            raise OSError(number, os.strerror(number)) from error
         raise
     fsync(folder)
     for old in checkpoints_in(folder)[: -max(keep, 1)]:
@@ -129,19 +139,19 @@ def _write(
     state: CheckpointState,
     model: Any,
     tokenizer: Any,
-    optimizer: Any,
-    scheduler: Any,
-    beside: Mapping[str, torch.nn.Module],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    extra_modules: Mapping[str, torch.nn.Module],
 ) -> None:
     (aside / "model").mkdir(parents=True, mode=0o700)
-    # TRL keeps a copy of the starting adapters beside those that it trains; the policy is the trained ones.
+    # TRL keeps a copy of the starting adapters beside the trained ones; only the latter are the policy.
     adapters = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
     model.save_pretrained(aside / "model", safe_serialization=True, **adapters)
     tokenizer.save_pretrained(aside / "model")
-    for name, module in beside.items():
+    for name, module in extra_modules.items():
         tensors = {key: value.detach().cpu().contiguous() for key, value in module.state_dict().items()}
         save_file(tensors, aside / f"{name}.safetensors")
-    names = _names(model, optimizer, beside)
+    names = _names(model, optimizer, extra_modules)
     moments, numbers = {}, {}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
@@ -154,34 +164,29 @@ def _write(
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     save_file(generators, aside / "random.safetensors")
+    plain = (int, float, str, bool, list, type(None))
     document = asdict(state) | {
         "optimizer": numbers,
         "learning_rates": [group["lr"] for group in optimizer.param_groups],
-        "scheduler": {key: value for key, value in scheduler.state_dict().items() if _plain(value)},
+        "scheduler": {key: value for key, value in scheduler.state_dict().items() if isinstance(value, plain)},
         "python_random": random.getstate(),
     }
     (aside / "state.json").write_text(json.dumps(document))
 
 
-def _no_room_in(text: str) -> int | None:
-    """The system's error number: the libraries that write tensors and tokenizers say it only in words."""
+def _disk_full_errno(text: str) -> int | None:
+    """Error number of a full disk, if the text names one; safetensors and tokenizers raise no OSError."""
     return next((number for number in NO_ROOM if f"(os error {number})" in text), None)
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, None where there is none."""
-    found = checkpoints_in(folder)
-    return found[-1] if found else None
-
-
 def load_weights(path: Path, model: Any) -> None:
-    """Puts a checkpoint's weights, or its adapters, into a model that was loaded from the starting policy.
+    """Loads a checkpoint's weights, or its adapters, into a model that was loaded from the starting policy.
 
-    The model stays the object that it was, so that what was made of the starting policy before (TRL's reference for the
-    KL term, a frozen copy of the first adapters) stays that.
+    The model object is kept, so that copies of the starting policy made before (TRL's reference for the KL term, the
+    frozen first adapters) stay valid.
 
     Raises:
-        Corrupt: They are damaged, or those of another model.
+        Corrupt: The weights are damaged or belong to another model.
     """
     _check(path)
     folder = path / "model"
@@ -189,30 +194,31 @@ def load_weights(path: Path, model: Any) -> None:
         if hasattr(model, "peft_config"):
             from peft import load_peft_weights, set_peft_model_state_dict
 
-            result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), "default")
+            result: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), "default")
             missing = [name for name in result.missing_keys if ".default." in name]
             if missing or result.unexpected_keys:
                 raise ValueError(f"adapters do not fit: {(missing or result.unexpected_keys)[:3]}")
             return
         from transformers import AutoModelForCausalLM
 
-        # float32 holds every other format; what is trained keeps its own.
+        # float32 represents every other format exactly; the trained parameters keep their own.
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
         model.load_state_dict(saved.state_dict())
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unusable(path, error) from error
 
 
-def load(
+def load_checkpoint(
     path: Path,
     *,
     model: Any,
     optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    beside: Mapping[str, torch.nn.Module] | None = None,
+    scheduler: LRScheduler,
+    extra_modules: Mapping[str, torch.nn.Module] | None = None,
 ) -> CheckpointState:
-    """Puts optimizer, scheduler and random states back, and what was trained beside the model; the model's weights come
-    before, by `load_weights` or from `path / "model"`.
+    """Restores optimizer, scheduler, random states and extra modules.
+
+    Load the model's weights before, with `load_weights` or from `path / "model"`.
 
     Raises:
         Corrupt: Something is missing, damaged, or does not fit the model.
@@ -222,9 +228,9 @@ def load(
         document = json.loads((path / "state.json").read_text())
         moments = load_file(path / "optimizer.safetensors")
         generators = load_file(path / "random.safetensors")
-        for name, module in (beside or {}).items():
+        for name, module in (extra_modules or {}).items():
             module.load_state_dict(load_file(path / f"{name}.safetensors"))
-        state = _state_of(_names(model, optimizer, beside or {}), moments, document["optimizer"])
+        state = _optimizer_state(_names(model, optimizer, extra_modules or {}), moments, document["optimizer"])
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         for group, rate in zip(optimizer.param_groups, document["learning_rates"], strict=True):
             group["lr"] = rate
@@ -236,6 +242,22 @@ def load(
         random.setstate((kind, tuple(numbers), gauss))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unusable(path, error) from error
+    return _state_of(document)
+
+
+def read_state(path: Path) -> CheckpointState:
+    """The numbers of a checkpoint.
+
+    Raises:
+        Corrupt: state.json is missing or damaged.
+    """
+    try:
+        return _state_of(json.loads((path / "state.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _unusable(path, error) from error
+
+
+def _state_of(document: Mapping[str, Any]) -> CheckpointState:
     known = CheckpointState.__dataclass_fields__
     return CheckpointState(**{key: value for key, value in document.items() if key in known})
 
@@ -245,20 +267,21 @@ def load_moments(
     *,
     model: Any,
     optimizer: torch.optim.Optimizer,
-    beside: Mapping[str, torch.nn.Module] | None = None,
+    extra_modules: Mapping[str, torch.nn.Module] | None = None,
 ) -> int:
-    """Gives an optimizer the moments that another run's had, for a run that goes on with its weights under settings of
-    its own: rates, schedule, step and random states are not taken over.
+    """Loads the moments of another run's optimizer, for a run that continues from its weights under its own settings.
+
+    Learning rates, schedule, step and random states are not loaded.
 
     Args:
         path: The other run's checkpoint.
-        model: Whose parameters the optimizer has; those that the checkpoint does not know, or with another shape, begin
+        model: The model that the optimizer trains. Parameters that the checkpoint lacks, or has in another shape, begin
             without moments.
-        optimizer: Of this run.
-        beside: What is trained beside the model: its weights are taken over as well, where the checkpoint has them.
+        optimizer: This run's optimizer.
+        extra_modules: Modules trained beside the model; their weights are loaded if the checkpoint has them.
 
     Returns:
-        How many parameters have moments now.
+        Number of parameters that have moments now.
 
     Raises:
         Corrupt: The checkpoint is damaged.
@@ -267,12 +290,12 @@ def load_moments(
     try:
         numbers = json.loads((path / "state.json").read_text())["optimizer"]
         moments = load_file(path / "optimizer.safetensors")
-        for name, module in (beside or {}).items():
+        for name, module in (extra_modules or {}).items():
             if (path / f"{name}.safetensors").is_file():
                 module.load_state_dict(load_file(path / f"{name}.safetensors"))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unusable(path, error) from error
-    names = _names(model, optimizer, beside or {})
+    names = _names(model, optimizer, extra_modules or {})
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {name: ordered[index].shape for index, name in names.items()}
     fits = {
@@ -283,15 +306,15 @@ def load_moments(
     known = {key.rpartition("/")[0] for key, value in fits.items() if value.dim()}
     fits = {key: value for key, value in fits.items() if key.rpartition("/")[0] in known}
     kept = {key: value for key, value in numbers.items() if key.rpartition("/")[0] in known}
-    state = _state_of({index: name for index, name in names.items() if name in known}, fits, kept)
+    state = _optimizer_state({index: name for index, name in names.items() if name in known}, fits, kept)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     return len(state)
 
 
-def _state_of(
+def _optimizer_state(
     names: dict[int, str], moments: dict[str, torch.Tensor], numbers: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """An optimizer's state by parameter index, from what a checkpoint has by parameter name."""
+    """An optimizer's state by parameter index, from a checkpoint's by parameter name."""
     state: dict[int, dict[str, Any]] = {}
     for index, name in names.items():
         entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
@@ -305,7 +328,7 @@ def _state_of(
 
 
 def _check(path: Path) -> None:
-    """What costs little: whoever resumes has compared all of it (`records.checkpoints.newest_sound`)."""
+    """Checks what is cheap to check; a resume has compared all hashes before (`newest_sound`)."""
     if (problem := problem_of(path, hash_bytes=_HASH_BYTES)) is not None:
         raise _unusable(path, problem)
 
@@ -317,14 +340,12 @@ def _unusable(path: Path, error: Exception | str) -> Corrupt:
     )
 
 
-def _names(model: Any, optimizer: torch.optim.Optimizer, beside: Mapping[str, torch.nn.Module]) -> dict[int, str]:
-    """Names of the optimizer's parameters by the index that its state_dict gives them."""
+def _names(
+    model: Any, optimizer: torch.optim.Optimizer, extra_modules: Mapping[str, torch.nn.Module]
+) -> dict[int, str]:
+    """Names of the optimizer's parameters by their index in its state_dict."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    for above, module in beside.items():
-        by_id |= {id(parameter): f"{above}.{name}" for name, parameter in module.named_parameters()}
+    for prefix, module in extra_modules.items():
+        by_id |= {id(parameter): f"{prefix}.{name}" for name, parameter in module.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: by_id[id(parameter)] for index, parameter in enumerate(ordered)}
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, bool, list, type(None)))

@@ -1,8 +1,8 @@
-"""What a step shows of each environment by itself, where a run trains on several.
+"""Per-environment metrics of a step, for runs that train on several environments.
 
-The names follow TRL's for the whole: `environments/<label>/reward`, `/success`, `/frac_reward_zero_std`, `/errors` over
-what was delivered for the step, and `/share`, of the groups that were trained over the last steps. An environment that
-had no group in a step has its share alone.
+Names follow TRL's for the whole step: `environments/<label>/reward`, `/success`, `/frac_reward_zero_std` and `/errors`
+over the groups delivered for the step, and `/share`, the share of groups trained over the last steps. An environment
+without a group in a step reports its share alone.
 """
 
 from __future__ import annotations
@@ -13,61 +13,61 @@ from collections.abc import Sequence
 
 from toprope.records.journal.groups import Group
 
-__all__ = ["Several", "is_flat", "rewards_of"]
+__all__ = ["EnvironmentMetrics", "has_equal_rewards", "rollout_rewards"]
 
 _WINDOW = 50
 """Steps over which shares are counted."""
 
 
-def rewards_of(group: Group) -> list[float]:
-    """One reward per rollout of the group (rows that are segments of one rollout share it)."""
+def rollout_rewards(group: Group) -> list[float]:
+    """One reward per rollout of the group; rows that are segments of one rollout share it."""
     if group.outcomes is not None:
         return [outcome.reward for outcome in group.outcomes]
     return list(group.scores)
 
 
-def is_flat(group: Group) -> bool:
-    """Whether all its rewards are equal: no signal for group-relative advantages."""
-    rewards = rewards_of(group)
+def has_equal_rewards(group: Group) -> bool:
+    """Whether all rewards are equal: no signal for group-relative advantages."""
+    rewards = rollout_rewards(group)
     return max(rewards) - min(rewards) < 1e-9
 
 
-class Several:
-    """The numbers of a run's environments.
+class EnvironmentMetrics:
+    """Computes the metrics of each environment.
 
     Args:
-        labels: Of all of them; of one alone there is nothing to tell.
+        labels: Labels of all environments of the run; a single environment has no metrics of its own.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = list(labels) if len(labels) > 1 else []
         self._trained: deque[Counter[str]] = deque(maxlen=_WINDOW)
 
-    def numbers(self, seen: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
-        """The numbers of a step.
+    def add_step(self, delivered: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a step.
 
         Args:
-            seen: Everything that was delivered for it.
-            kept: What of it is trained.
+            delivered: All groups delivered for the step.
+            trained: Those of them that are trained on.
         """
         if not self._labels:
             return {}
-        self._trained.append(Counter(group.environment or "" for group in kept))
-        trained: Counter[str] = Counter()
-        for one in self._trained:
-            trained.update(one)
-        total = sum(trained.values()) or 1
-        found: dict[str, float] = {}
+        self._trained.append(Counter(group.environment or "" for group in trained))
+        counts: Counter[str] = Counter()
+        for step in self._trained:
+            counts.update(step)
+        total = sum(counts.values()) or 1
+        metrics: dict[str, float] = {}
         for label in self._labels:
-            name = f"environments/{label}"
-            found[f"{name}/share"] = trained[label] / total
-            own = [group for group in seen if group.environment == label]
+            prefix = f"environments/{label}"
+            metrics[f"{prefix}/share"] = counts[label] / total
+            own = [group for group in delivered if group.environment == label]
             if not own:
                 continue
-            found[f"{name}/reward"] = statistics.fmean(reward for group in own for reward in rewards_of(group))
-            found[f"{name}/frac_reward_zero_std"] = sum(map(is_flat, own)) / len(own)
+            metrics[f"{prefix}/reward"] = statistics.fmean(reward for group in own for reward in rollout_rewards(group))
+            metrics[f"{prefix}/frac_reward_zero_std"] = sum(map(has_equal_rewards, own)) / len(own)
             outcomes = [outcome for group in own for outcome in group.outcomes or []]
             if outcomes:
-                found[f"{name}/success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
-                found[f"{name}/errors"] = float(sum(outcome.error is not None for outcome in outcomes))
-        return found
+                metrics[f"{prefix}/success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
+                metrics[f"{prefix}/errors"] = float(sum(outcome.error is not None for outcome in outcomes))
+        return metrics

@@ -1,13 +1,13 @@
 """The mathematics of PPO over rollouts of several turns: rewards by token, advantages, losses. Tensors in and out.
 
-Only what the policy sampled is a step of the decision process. What an environment wrote in between is passed over: the
-step before it is followed by the first token of the next turn. Segments of one rollout (rows whose prompts do not
-extend each other) are joined likewise, in their order.
+Only sampled tokens are steps of the decision process. Tokens that an environment wrote in between are skipped: the last
+token of a turn is followed by the first token of the next. Segments of one rollout (rows whose prompts do not extend
+each other) are joined in the same way, in their order.
 
 Sources: clipped loss, Schulman et al. 2017 (arXiv:1707.06347), equation 7; advantages, Schulman et al. 2016
 (arXiv:1506.02438), equation 16; clipped value loss and whitening as in OpenAI's baselines and TRL's former PPOTrainer;
 the KL penalty inside the reward, token by token, as in Ouyang et al. 2022 (arXiv:2203.02155), equation 2.
-tests/training/trainer/test_ppo_loss.py holds all of it against an implementation in plain loops.
+tests/training/trainer/test_ppo_loss.py compares all of it with an implementation in plain loops.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 
 from toprope.settings.schema import PpoSection
 
-__all__ = ["Estimates", "Losses", "chains", "estimate", "generalized_advantages", "step_loss", "whiten"]
+__all__ = ["Losses", "Targets", "compute_targets", "generalized_advantages", "rollout_tokens", "step_loss", "whiten"]
 
 
 @dataclass(frozen=True)
-class Estimates:
-    """What a batch is trained towards. R x C; zero where nothing was sampled."""
+class Targets:
+    """Training targets of a batch, R x C each; zero where nothing was sampled."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
-    """What the value function is to say."""
+    """Targets of the value function."""
     values: torch.Tensor
-    """What it said before the batch."""
+    """Values before the batch."""
     rewards: torch.Tensor
-    """By token, the KL penalty included."""
+    """Rewards by token, KL penalty included."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss of a pass and what it shows; all but `total` are detached sums over its tokens."""
+    """The loss of a pass and its parts; all but `total` are detached sums over its tokens."""
 
     total: torch.Tensor
     policy: torch.Tensor
@@ -47,24 +47,23 @@ class Losses:
     value_clipped: torch.Tensor
 
 
-def chains(mask: torch.Tensor, rollouts: list[int]) -> torch.Tensor:
-    """The sampled tokens of every rollout in order.
+def rollout_tokens(mask: torch.Tensor, rollouts: list[int]) -> torch.Tensor:
+    """Positions of the sampled tokens of every rollout, in order.
 
     Args:
-        mask: R x C, whether a token was sampled and counts.
-        rollouts: For each row the rollout that it is of.
+        mask: R x C, true where a token was sampled and counts.
+        rollouts: For each row the number of its rollout.
 
     Returns:
-        N x L: flat positions (row * C + column) of the N rollouts' tokens, longest rollout L, -1 behind the others'
-        ends. Rollouts without a token are left out.
+        N x L flat positions (row * C + column) for N rollouts of at most L tokens, -1 behind the end of shorter ones.
+        Rollouts without a token are left out.
     """
     columns = mask.size(1)
-    taken: dict[int, list[torch.Tensor]] = {}
+    found: dict[int, list[torch.Tensor]] = {}
     for row, rollout in enumerate(rollouts):
-        places = mask[row].nonzero().squeeze(1) + row * columns
-        taken.setdefault(rollout, []).append(places)
-    joined = [torch.cat(parts) for parts in taken.values()]
-    joined = [places for places in joined if len(places)]
+        found.setdefault(rollout, []).append(mask[row].nonzero().squeeze(1) + row * columns)
+    joined = [torch.cat(parts) for parts in found.values()]
+    joined = [positions for positions in joined if len(positions)]
     if not joined:
         return torch.full((0, 0), -1, dtype=torch.long, device=mask.device)
     return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=-1)
@@ -73,16 +72,16 @@ def chains(mask: torch.Tensor, rollouts: list[int]) -> torch.Tensor:
 def generalized_advantages(
     rewards: torch.Tensor, values: torch.Tensor, alive: torch.Tensor, gamma: float, lam: float
 ) -> torch.Tensor:
-    """Advantages of N rollouts of at most L steps, after whose ends nothing is expected.
+    """Generalized advantage estimation over N rollouts of at most L steps; the value after an end is 0.
 
     Args:
         rewards, values: N x L.
-        alive: N x L, whether there is such a step; steps of a rollout are at its beginning.
+        alive: N x L, true for the steps that exist; a rollout's steps are at its beginning.
         gamma: Discount.
         lam: Lambda.
 
     Returns:
-        N x L; 0 where there is no step.
+        N x L advantages; 0 where there is no step.
     """
     advantages = torch.zeros_like(values)
     following = next_value = values.new_zeros(values.size(0))
@@ -96,7 +95,7 @@ def generalized_advantages(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and variance 1 (with Bessel's correction) over where `mask` is true; 0 elsewhere."""
+    """Scales to mean 0 and variance 1 (with Bessel's correction) where `mask` is true; 0 elsewhere."""
     chosen = values[mask]
     if len(chosen) < 2:
         return torch.zeros_like(values)
@@ -104,7 +103,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, scaled, torch.zeros_like(values))
 
 
-def estimate(
+def compute_targets(
     mask: torch.Tensor,
     rollouts: list[int],
     scores: list[float],
@@ -113,44 +112,44 @@ def estimate(
     reference: torch.Tensor | None,
     given: dict[int, list[float]],
     section: PpoSection,
-) -> Estimates:
+) -> Targets:
     """Advantages and returns of a batch of R rows.
 
     Args:
-        mask: R x C, whether a token was sampled and counts.
-        rollouts: For each row the rollout that it is of.
-        scores: For each row the reward of its rollout, which comes at the rollout's last token.
-        values: R x C, the value function's, before the batch.
-        logprobs: R x C, the sampler's.
-        reference: R x C, the starting policy's; None without a KL penalty.
-        given: For rows whose environment gave advantages itself, token by token: those, unscaled and in place of ours.
+        mask: R x C, true where a token was sampled and counts.
+        rollouts: For each row the number of its rollout.
+        scores: For each row the reward of its rollout, which is given at the rollout's last token.
+        values: R x C values before the batch.
+        logprobs: R x C log-probabilities of the sampler.
+        reference: R x C log-probabilities of the starting policy; None without a KL penalty.
+        given: Token-level advantages of the environment by row; they replace ours unscaled.
         section: Settings.
     """
     zero = torch.zeros_like(values)
     rewards = zero.clone()
     if reference is not None:
         rewards = torch.where(mask, -section.kl_coef * (logprobs - reference), zero)
-    places = chains(mask, rollouts)
-    alive = places >= 0
+    positions = rollout_tokens(mask, rollouts)
+    alive = positions >= 0
     flat_rewards = rewards.flatten()
-    if len(places):
-        last = places.gather(1, (alive.sum(1, keepdim=True) - 1)).squeeze(1)
+    if len(positions):
+        last = positions.gather(1, (alive.sum(1, keepdim=True) - 1)).squeeze(1)
         by_row = torch.tensor(scores, dtype=values.dtype, device=values.device)
         flat_rewards[last] += by_row[last // mask.size(1)]
-    kept = places.clamp(min=0)
+    kept = positions.clamp(min=0)
     found = generalized_advantages(
         flat_rewards[kept] * alive, values.flatten()[kept] * alive, alive, section.gamma, section.gae_lambda
     )
     flat = zero.flatten()
-    flat[places[alive]] = found[alive]
+    flat[positions[alive]] = found[alive]
     advantages = flat.view_as(values)
     returns = torch.where(mask, advantages + values, zero)
     if section.whiten_advantages:
         advantages = whiten(advantages, mask)
     for row, own in given.items():
-        told = torch.tensor(own, dtype=values.dtype, device=values.device)
-        advantages[row, : len(own)] = torch.where(mask[row, : len(own)], told, zero[row, : len(own)])
-    return Estimates(advantages, returns, torch.where(mask, values, zero), flat_rewards.view_as(values))
+        replaced = torch.tensor(own, dtype=values.dtype, device=values.device)
+        advantages[row, : len(own)] = torch.where(mask[row, : len(own)], replaced, zero[row, : len(own)])
+    return Targets(advantages, returns, torch.where(mask, values, zero), flat_rewards.view_as(values))
 
 
 def step_loss(
@@ -159,35 +158,35 @@ def step_loss(
     entropies: torch.Tensor,
     mask: torch.Tensor,
     sampled: torch.Tensor,
-    towards: Estimates,
+    targets: Targets,
     section: PpoSection,
     tokens: float,
 ) -> Losses:
     """The loss of one pass over R rows.
 
     Args:
-        logprobs, values, entropies: R x C, of the policy as it is.
-        mask: R x C, whether a token was sampled and counts.
-        sampled: R x C, the sampler's log-probabilities.
-        towards: The same rows' estimates.
+        logprobs, values, entropies: R x C, of the current policy.
+        mask: R x C, true where a token was sampled and counts.
+        sampled: R x C log-probabilities of the sampler.
+        targets: Targets of the same rows.
         section: Settings.
-        tokens: How many tokens the update is over: sums are divided by it, so that losses of its passes add up.
+        tokens: Number of tokens of the update; sums are divided by it, so that the losses of its passes add up.
     """
     zero, weight = torch.zeros_like(logprobs), 1.0 / max(tokens, 1.0)
     ratio = torch.exp(torch.where(mask, logprobs - sampled, zero))
     clip = section.clip_range
-    free, held = ratio * towards.advantages, ratio.clamp(1 - clip, 1 + clip) * towards.advantages
+    free, held = ratio * targets.advantages, ratio.clamp(1 - clip, 1 + clip) * targets.advantages
     policy = torch.where(mask, -torch.min(free, held), zero).sum()
-    error = (values - towards.returns) ** 2
+    error = (values - targets.returns) ** 2
     value_clipped = torch.zeros_like(mask)
     if section.value_clip_range > 0:
-        near = towards.values + (values - towards.values).clamp(-section.value_clip_range, section.value_clip_range)
-        held_error = (near - towards.returns) ** 2
+        near = targets.values + (values - targets.values).clamp(-section.value_clip_range, section.value_clip_range)
+        held_error = (near - targets.returns) ** 2
         value_clipped, error = mask & (held_error > error), torch.max(error, held_error)
     value = 0.5 * torch.where(mask, error, zero).sum()
     entropy = torch.where(mask, entropies, zero).sum()
     total = weight * (policy + section.value_coef * value - section.entropy_coef * entropy)
     with torch.no_grad():
-        low = mask & (ratio < 1 - clip) & (towards.advantages < 0)
-        high = mask & (ratio > 1 + clip) & (towards.advantages > 0)
+        low = mask & (ratio < 1 - clip) & (targets.advantages < 0)
+        high = mask & (ratio > 1 + clip) & (targets.advantages > 0)
     return Losses(total, policy.detach(), value.detach(), entropy.detach(), low.sum(), high.sum(), value_clipped.sum())

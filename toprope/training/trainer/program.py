@@ -1,10 +1,11 @@
-"""The trainer's program: batches or demonstrations in, weights and checkpoints out, by the run's algorithm."""
+"""Program of the crew's trainer: runs the training of the run's algorithm."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from pathlib import Path
+from typing import Protocol
 
 from toprope.errors import TopropeError
 from toprope.records.messages import ENV_CHECKPOINT, Failed
@@ -12,19 +13,27 @@ from toprope.records.run.lines import NO_ROOM
 from toprope.settings.algorithms import ALGORITHMS
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
-from toprope.training.trainer.base import TrainingRun
 
-__all__ = ["main"]
+__all__ = ["create_training", "main"]
 
 
-def _training_of(member: CrewMember) -> TrainingRun:
+class _Training(Protocol):
+    def run(self, checkpoint: Path | None = None) -> None: ...
+
+
+def create_training(member: CrewMember) -> _Training:
+    """The training that the run's kind or algorithm names.
+
+    It is imported here: torch takes seconds to load, and the member has reported its start by now.
+    """
     name = "sft" if member.spec.run_kind.demonstrates else member.spec.config.algorithm.name
-    module, _, program = ALGORITHMS[name].program.partition(":")
-    return getattr(importlib.import_module(module), program)(member)
+    module, _, attribute = ALGORITHMS[name].program.partition(":")
+    training: _Training = getattr(importlib.import_module(module), attribute)(member)
+    return training
 
 
 def main() -> int:
-    """The component program."""
+    """Runs the component; returns its exit status."""
     member = CrewMember.join()
     logging = member.spec.config.logging
     os.environ["WANDB_MODE"] = logging.wandb
@@ -32,12 +41,12 @@ def main() -> int:
     os.environ["WANDB_PROJECT"] = logging.wandb_project
     os.environ["WANDB_NAME"] = member.spec.run_id
     os.environ["WANDB_SILENT"] = "true"
-    # An attempt goes on in the same record there.
+    # All attempts share one record there.
     os.environ["WANDB_RUN_ID"] = member.spec.run_id
     os.environ["WANDB_RESUME"] = "allow"
     checkpoint = os.environ.get(ENV_CHECKPOINT)
     try:
-        _training_of(member).run(None if checkpoint is None else Path(checkpoint))
+        create_training(member).run(None if checkpoint is None else Path(checkpoint))
     except TopropeError as error:
         member.report(Failed(error.message, error.hint, isinstance(error, PeerAway)))
         return 1

@@ -1,90 +1,110 @@
-"""The trainer's program for runs of kind `sft`: demonstrations in, weights and checkpoints out.
+"""Training for runs of kind `sft`: demonstrations in, weights and checkpoints out.
 
-TRL's SFTTrainer with the loss on the assistant's tokens only; everything around it (metrics, checkpoints, weights for
-inference, a full disk, a stop) is what `trainer` does for every run.
+TRL's SFTTrainer with the loss on the assistant's tokens only. Metrics, checkpoints, published weights, a full disk and
+a stop are handled by `TrainingRun`, as in every run.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from datasets import Dataset  # type: ignore[import-untyped]
+from torch.utils.data import SequentialSampler
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from toprope.errors import InvalidValue
 from toprope.records.journal.traces import Trace, read_traces
 from toprope.records.messages import Finished, Ready
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
-from toprope.training.trainer.base import TrainingRun, rate_factor
+from toprope.training.policy.loading import describe_device
+from toprope.training.trainer.base import Learner, TrainingRun, step_callback
+from toprope.training.trainer.checkpoint_io import CheckpointState
 
-__all__ = ["FineTuning", "as_training", "examples_of", "order_of"]
+__all__ = ["SftRun", "row_order", "tokenize_traces", "training_config"]
 
 _IGNORED = -100
 
+TokenizedRow = dict[str, list[int]]
+"""`input_ids` and `labels` of one sequence, both (tokens,)."""
 
-def examples_of(tokenizer: Any, traces: Sequence[Trace], max_length: int) -> tuple[list[dict[str, list[int]]], int]:
-    """Demonstrations as sequences of tokens whose labels are the assistant's.
 
-    Turns that extend what was rendered before them share a sequence; where the chat template rewrites earlier turns
-    (some drop old thoughts) an answer gets a sequence of its own, as the policy will see it.
+def tokenize_traces(tokenizer: Any, traces: Sequence[Trace], max_length: int) -> tuple[list[TokenizedRow], int]:
+    """Demonstrations as token sequences whose labels are the assistant's tokens.
+
+    Turns that extend the rendered conversation before them share a sequence. If the chat template rewrites earlier
+    turns (some drop old thoughts), an answer gets a sequence of its own, as the policy will see it.
 
     Returns:
-        Rows with `input_ids` and `labels`, both (tokens,), and how many were left out for being longer than
-        `max_length` tokens.
+        Rows, and the number of sequences left out because they are longer than `max_length` tokens.
     """
     rows, too_long = [], 0
     for trace in traces:
-        ids: list[int] = []
-        labels: list[int] = []
-        made: list[tuple[list[int], list[int]]] = []
-        for place, message in enumerate(trace.messages):
-            if message["role"] != "assistant":
-                continue
-            before = _rendered(tokenizer, trace.messages[:place], True)
-            after = _rendered(tokenizer, trace.messages[: place + 1], False)
-            if after[: len(before)] != before:
-                continue  # the template puts something else in place of the prompt: nothing can be said of its tokens
-            if ids and before[: len(ids)] != ids:
-                made.append((ids, labels))
-                ids, labels = [], []
-            labels = [*labels, *[_IGNORED] * (len(before) - len(ids)), *after[len(before) :]]
-            ids = after
-        if ids:
-            made.append((ids, labels))
-        for sequence, learned in made:
-            if len(sequence) > max_length:
+        for ids, labels in _sequences(tokenizer, trace):
+            if len(ids) > max_length:
                 too_long += 1
-            elif any(label != _IGNORED for label in learned):
-                rows.append({"input_ids": sequence, "labels": learned})
+            elif any(label != _IGNORED for label in labels):
+                rows.append({"input_ids": ids, "labels": labels})
     return rows, too_long
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool) -> list[int]:
+def _sequences(tokenizer: Any, trace: Trace) -> list[tuple[list[int], list[int]]]:
+    """Token ids and labels of each sequence of a demonstration."""
+    ids: list[int] = []
+    labels: list[int] = []
+    sequences: list[tuple[list[int], list[int]]] = []
+    for place, message in enumerate(trace.messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, trace.messages[:place], prompt=True)
+        after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
+        if after[: len(before)] != before:
+            continue  # the template replaces the prompt, so the answer's tokens cannot be told apart
+        if ids and before[: len(ids)] != ids:
+            sequences.append((ids, labels))
+            ids, labels = [], []
+        labels = [*labels, *[_IGNORED] * (len(before) - len(ids)), *after[len(before) :]]
+        ids = after
+    return [*sequences, (ids, labels)] if ids else sequences
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:
-        # Templates put a line's end behind the last message; the policy never samples past its end token.
+        # Templates put a newline behind the last message; the policy never samples past its end token.
         while ids and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[-3:]:
             ids.pop()
     return ids
 
 
-def order_of(rows: int, batch: int, epochs: int, seed: int) -> list[int]:
-    """Which row comes when: every epoch all of them in another order; the last batch is filled up from the beginning.
+def row_order(rows: int, batch: int, epochs: int, seed: int) -> list[int]:
+    """Row numbers in training order: every epoch a new permutation; the last batch is filled up from the beginning.
 
-    Known from the seed alone, so that a resumed run goes on where it was.
+    It depends on the seed alone, so that a resumed run continues where it was.
     """
-    chooser, order = random.Random(seed), []
+    chooser = random.Random(seed)
+    order: list[int] = []
     for _ in range(epochs):
         order += chooser.sample(range(rows), rows)
     return order + order[: -len(order) % batch]
 
 
-def as_training(config: Config, steps: int, per_epoch: int) -> Config:
-    """The configuration as the trainer of any run reads it: the `sft` section in place of optimizer and budget."""
+def training_config(config: Config, steps: int, per_epoch: int) -> Config:
+    """The configuration with optimizer, budget and logging taken from section `sft`.
+
+    Args:
+        config: The run's configuration.
+        steps: Optimizer steps of the whole run.
+        per_epoch: Optimizer steps of one epoch.
+    """
     section = config.sft
     return config.model_copy(
         update={
@@ -103,81 +123,58 @@ def as_training(config: Config, steps: int, per_epoch: int) -> Config:
     )
 
 
-class FineTuning(TrainingRun):
+class SftRun(TrainingRun):
     """One attempt of supervised fine-tuning."""
 
     def __init__(self, member: CrewMember) -> None:
         super().__init__(member)
-        self._source = SimpleNamespace(cursor=0, rollouts=0, dropped={})
-        self._api = SimpleNamespace(commit=lambda cursor: None, take_up=lambda cursor: cursor)
+        self._first_step, self._batch_size = 0, self._config.sft.batch_size
 
     def run(self, checkpoint: Path | None = None) -> None:
-        """Trains for `sft.epochs` or until a stop is asked for; leaves a checkpoint in both cases.
+        """Trains for `sft.epochs` or until a stop is requested; leaves a checkpoint in both cases.
 
         Raises:
-            TopropeError: The training cannot go on.
+            TopropeError: The training cannot continue.
         """
-        import torch
-        import transformers
-
-        torch.set_num_threads(self._config.launcher.threads)
-        transformers.logging.set_verbosity_error()
-        from toprope.training.policy.loading import describe_device, load_model, load_tokenizer
-        from toprope.training.policy.weight_sync import WeightFile
-        from toprope.training.trainer.base import make_optimizer
-        from toprope.training.trainer.checkpoint_io import CheckpointState
-
         member, section = self._member, self._config.sft
-        folder = Path(member.address("policy"))
-        self._tokenizer = load_tokenizer(folder)
-        self._model = load_model(folder, self._config, trained=True)
-        trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-        self._publisher = WeightFile(member.folder.crew, trained, -1 if member.life else 0)
+        trained = self._load_policy(Path(member.address("policy")))
         member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
-        rows, too_long = examples_of(
-            self._tokenizer, list(read_traces(Path(self._demonstrations()))), section.max_length
-        )
+        # The driver's address is the file of demonstrations; it comes when they are collected.
+        traces = list(read_traces(Path(member.address("environment"))))
+        rows, too_long = tokenize_traces(self._tokenizer, traces, section.max_length)
         if not rows:
             raise InvalidValue(
                 f"None of the demonstrations fits into sft.max_length ({section.max_length} tokens); {too_long} are "
                 "longer.",
                 hint="Raise sft.max_length, or shorten the environment's prompts.",
             )
-        order = order_of(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
+        order = row_order(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
         steps = len(order) // section.batch_size
-        self._config = as_training(self._config, steps, math.ceil(len(rows) / section.batch_size))
-        self._optimizer = make_optimizer(self._config, trained)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: rate_factor(self._config, step, self._elapsed())
-        )
-        state = CheckpointState(0, 0, 0, 0.0) if checkpoint is None else self._take_up(self._sound(checkpoint))
-        if member.life or state.policy_version:
-            self._publisher.version = state.policy_version - 1
-            self._publisher.publish()
-        self._first_step, self._per_step = state.step, section.batch_size
+        self._config = training_config(self._config, steps, math.ceil(len(rows) / section.batch_size))
+        self._optimizer = self._make_optimizer(trained)
+        self._scheduler = self._make_scheduler()
+        state = CheckpointState(0, 0, 0, 0.0)
+        if checkpoint is not None:
+            state = self._restore(self._newest_sound(checkpoint))
+        self._publish_restored(state)
+        self._first_step = state.step
         if state.step < steps and not self._out_of_time():
-            wandb = self._config.logging.wandb != "disabled"
-            self._train(rows, order[state.step * section.batch_size :], describe_device(self._config), wandb)
-        self._save_at_last()
-        if self._config.logging.wandb != "disabled":
-            import wandb
+            self._train(rows, order[state.step * section.batch_size :])
+        self._save_final()
+        self._finish_wandb()
+        seconds = round(self._elapsed(), 3)
+        member.report(Finished({"step": self._step, "train_seconds": seconds, "left_out": too_long}))
 
-            wandb.finish()
-        detail = {"step": self._step, "train_seconds": round(self._elapsed(), 3), "left_out": too_long}
-        member.report(Finished(detail))
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Finishes step number `step` of this attempt, with metrics as TRL names them."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self._finish_step(self._first_step + step, numbers)
 
-    def _demonstrations(self) -> str:
-        """Where the driver put them; waits until it has."""
-        return self._member.address("environment")
+    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+        raise NotImplementedError("demonstrations are not delivered in batches")
 
-    def _train(self, rows: list[dict[str, list[int]]], order: list[int], device: str, wandb: bool) -> None:
-        import time
-
-        from datasets import Dataset
-        from transformers.utils import is_torch_bf16_gpu_available
-        from trl import SFTConfig
-
-        config = self._config
+    def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
+        config, device = self._config, describe_device(self._config)
         arguments = SFTConfig(
             output_dir=str(self._member.folder.crew / "trainer"),
             per_device_train_batch_size=config.sft.batch_size,
@@ -188,7 +185,7 @@ class FineTuning(TrainingRun):
             bf16=device != "cpu" and is_torch_bf16_gpu_available(),
             logging_steps=1,
             save_strategy="no",
-            report_to=["wandb"] if wandb else [],
+            report_to=[] if config.logging.wandb == "disabled" else ["wandb"],
             disable_tqdm=True,
             seed=config.algorithm.seed,
             data_seed=config.algorithm.seed,
@@ -198,8 +195,8 @@ class FineTuning(TrainingRun):
             remove_unused_columns=False,
             dataloader_num_workers=0,
         )
-        trainer = _trainer_class()(
-            run=self,
+        trainer = _OrderedTrainer(
+            self,
             model=self._model,
             processing_class=self._tokenizer,
             args=arguments,
@@ -209,34 +206,30 @@ class FineTuning(TrainingRun):
         self._began = time.monotonic()
         trainer.train()
 
-    def logged(self, step: int, numbers: dict[str, Any]) -> None:
-        """A step's numbers, as TRL names them."""
-        step += self._first_step
-        self._source.rollouts = step * self._per_step
-        self._on_row(step, {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)})
+    def _restore_cursor(self, cursor: int) -> int:
+        return cursor  # no groups, so no API
+
+    def _commit(self, cursor: int) -> None:
+        pass
+
+    def _position(self) -> tuple[int, int, dict[str, int]]:
+        return 0, self._step * self._batch_size, {}
 
 
-def _trainer_class() -> Any:
-    from torch.utils.data import SequentialSampler
-    from trl import SFTTrainer
+class _OrderedTrainer(SFTTrainer):
+    """SFTTrainer that takes the rows in their order and logs every step to the run."""
 
-    from toprope.training.trainer.base import after_step_of
+    def __init__(self, run: SftRun, **arguments: Any) -> None:
+        super().__init__(callbacks=[step_callback(run)], **arguments)
+        self._run = run
 
-    class Ordered(SFTTrainer):
-        """Takes the rows as they come, and tells of every step."""
+    def _get_train_sampler(self, *arguments: Any) -> SequentialSampler:
+        assert isinstance(self.train_dataset, Dataset)
+        return SequentialSampler(self.train_dataset)
 
-        def __init__(self, run: FineTuning, **arguments: Any) -> None:
-            super().__init__(callbacks=[after_step_of(run)], **arguments)
-            self._run = run
-
-        def _get_train_sampler(self, *arguments: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-        def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
-            if "loss" in logs:
-                self._run.logged(self.state.global_step, logs)
-                if self._run.after_step():
-                    self.control.should_training_stop = True
-            super().log(logs, *arguments, **named)
-
-    return Ordered
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        if "loss" in logs:
+            self._run.log_step(self.state.global_step, logs)
+            if self._run.should_stop():
+                self.control.should_training_stop = True
+        super().log(logs, *arguments, **named)
