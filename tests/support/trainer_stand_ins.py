@@ -12,6 +12,7 @@ from typing import Any
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.records.messages import Stepped
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.kinds import KINDS
 from toprope.settings.schema import Config
 
 GROUPS = 2
@@ -60,7 +61,7 @@ class StandInMember:
 
     def __init__(self, folder: RunFolder, policy: Path, config: Config, stop_after: int = 0) -> None:
         self.folder, self.secret, self.ending = folder, "secret", threading.Event()
-        self.spec = SimpleNamespace(config=config, member=None, kind="train")
+        self.spec = SimpleNamespace(config=config, member=None, run_kind=KINDS["train"], trainer=None)
         self.reports: list[Any] = []
         self._policy, self._stop_after, self.attempt, self.life = policy, stop_after, 1, 0
 

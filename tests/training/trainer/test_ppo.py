@@ -13,6 +13,7 @@ from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, g
 from toprope.records.journal.groups import Batch, Group
 from toprope.records.messages import Finished, Stepped
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.kinds import KINDS
 from toprope.settings.changes import apply
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
@@ -189,7 +190,7 @@ def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], opti
 def test_every_name_finds_its_program(tmp_path, tiny_policy):
     def program(kind: str, name: str) -> type:
         member = StandInMember(RunFolder(tmp_path), tiny_policy, small_run_config(algorithm__name=name))
-        member.spec.kind = kind
+        member.spec.run_kind = KINDS[kind]
         return type(trainer.create_training(member))
 
     assert program("train", "ppo") is PpoRun and program("sft", "grpo") is program("sft", "sft") is SftRun

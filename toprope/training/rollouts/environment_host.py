@@ -6,6 +6,7 @@ A run has one or several. Each has a worker of its own, in its own interpreter, 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ def plans_of(specification: Specification) -> list[tuple[MemberPlan, Environment
             hint="Start the draft again.",
         )
     if not plans[0].label:
-        plans[0].name = plans[0].label = specification.environment.name
+        name = specification.environment.name
+        plans[0] = dataclasses.replace(plans[0], name=name, label=name)
     return list(zip(plans, sources, strict=True))
 
 
