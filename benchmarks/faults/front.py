@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 
 from toprope.errors import Corrupt, TopropeError
-from toprope.records.index.index import Index, StartRow
+from toprope.records.index.database import Index, StartRow
+from toprope.records.index.stamps import read_stamps
 from toprope.records.run.specification import Specification
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
@@ -63,7 +64,7 @@ def _carry_out(runs: RunManager, index: Index, order: dict[str, Any]) -> dict[st
         match order["do"]:
             case "list":
                 for status in runs.list()[:3]:
-                    index.stamp(status.run_id)
+                    read_stamps(index, [status.run_id])
                 return {"ok": True}
             case "start":
                 specification = Specification.model_validate(order["specification"])

@@ -29,9 +29,9 @@ from rich.table import Table
 from benchmarks.findings.cases import CASES, RIGHT, STEPS, Case, heldout
 from benchmarks.findings.runs import Played, play
 from toprope.analysis.findings import diagnose, headline
-from toprope.records.run.findings import Finding
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
+from toprope.records.run.status import Finding
 
 __all__ = ["Verdict", "judge", "main"]
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import toprope
 from benchmarks.findings.cases import STEPS, Case
-from toprope.records.run.findings import Finding
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.records.run.status import Event, Status, read_events
+from toprope.records.run.status import Event, Finding, Status, read_events
 from toprope.settings.changes import apply
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.reservations import Machine

@@ -24,9 +24,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.journal import FileJournal, GroupNote
-from toprope.records.journal.rollouts import Order, Query, browse
+from toprope.records.journal.marks import GroupNote
+from toprope.records.journal.rollout_browser import Order, Query, browse
 from toprope.records.run.folder import RunFolder
 
 SIZE, TOKENS, TASKS = 8, 18, 30_000

@@ -29,8 +29,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.marks import GroupNote
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config

@@ -34,7 +34,8 @@ from rich.table import Table
 
 from benchmarks.trajectory_api import kills as _kills
 from benchmarks.trajectory_api.trajectory import Server, bare, bodies, ours, run_api, run_folder
-from toprope.records.journal.journal import EnvironmentRegistered, FileJournal, GroupNote
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import EnvironmentRegistered, GroupNote
 from toprope.training.api.intake.validation import GroupValidator
 
 __all__ = ["atropos_venv", "main"]

@@ -11,7 +11,7 @@ import pytest
 
 from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.experiments import Experiment, Figures, Ledger
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.index.migrations import MIGRATIONS
 
 

@@ -8,7 +8,8 @@ import uuid
 
 from toprope_tools.workshop import Workshop
 
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
+from toprope.records.index.stamps import read_stamps
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
@@ -106,6 +107,6 @@ def step(folder: RunFolder, number: int, total: int = 100, **values):
 
 def age_stamp(shop, run_id, seconds):
     """Makes the last fresh numbers of a run older."""
-    stamp = shop.index.stamp(run_id)
+    stamp = read_stamps(shop.index, [run_id])[run_id]
     with shop.index.writing() as db:
         db.execute("UPDATE stamps SET at = ? WHERE run_id = ?", (stamp.at - seconds, run_id))

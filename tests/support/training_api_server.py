@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from toprope.records.journal.journal import FileJournal
+from toprope.records.journal.file_journal import FileJournal
 from toprope.training.api.__main__ import protocol
 from toprope.training.api.http.app import create_app
 from toprope.training.api.intake.version_matching import InferenceMatcher

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from toprope.atomic import write_json
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, Group, Outcome
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.marks import GroupNote
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config

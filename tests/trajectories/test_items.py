@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.trajectories_house import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
 from toprope.errors import InvalidValue
+from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.journal.groups import MASKED, Outcome
-from toprope.records.journal.traces import Trace, append_traces
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import TrajectoryStrategy

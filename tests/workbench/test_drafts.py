@@ -3,7 +3,7 @@ import sqlite3
 import pytest
 
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from toprope.errors import LockedField, NotFound
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.changes import Change
 from toprope.settings.locks import Lock, Locks

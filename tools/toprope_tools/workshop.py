@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import append
 from toprope.errors import NotFound, NotPossibleNow, shown
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 
 __all__ = ["Decision", "Experiment", "Figures", "Ledger"]
 

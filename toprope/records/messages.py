@@ -233,8 +233,8 @@ class Proceed(msgspec.Struct, tag="proceed"):
 
 Order = Peers | Evaluate | Stop | Without | Pause | Proceed
 
-_reports = msgspec.json.Decoder(Report)
-_orders = msgspec.json.Decoder(Order)
+_reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
 
 def encode_line(message: Report | Order) -> bytes:

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.tested import ENDPOINT_KEY
+from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import OwnCode

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
-from toprope.records.index.index import DraftRow, EditRow, Index
+from toprope.records.index.database import DraftRow, EditRow, Index
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.changes import Change, apply
 from toprope.settings.fields import KNOBS, Field, all_fields

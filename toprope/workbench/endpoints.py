@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.specification import ModelUnderTest, Specification
-from toprope.records.run.tested import ENDPOINT_KEY
+from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.endpoints import BASE, Endpoint
 from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset

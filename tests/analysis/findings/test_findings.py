@@ -18,7 +18,7 @@ from toprope.analysis.failures import KINDS
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
 from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.standstill import LEAST_GROUPS, standstill
-from toprope.records.run.findings import Finding
+from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
 Row = dict[str, Any]

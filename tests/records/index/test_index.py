@@ -5,8 +5,9 @@ import stat
 import pytest
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.index.index import Index, Stamp, StartRow
+from toprope.records.index.database import Index, StartRow
 from toprope.records.index.migrations import MIGRATIONS
+from toprope.records.index.stamps import Stamp, read_stamps, write_stamps
 
 
 def make(index, **config):
@@ -16,7 +17,7 @@ def make(index, **config):
 def test_reading_makes_nothing(tmp_path):
     index = Index(tmp_path / "index.db")
     assert index.drafts() == []
-    assert index.stamp("r") is None
+    assert read_stamps(index, ["r"]) == {}
     assert index.starts("d") == []
     with pytest.raises(NotFound, match="select_environment"):
         index.draft("draft-none")
@@ -67,11 +68,11 @@ def test_a_second_start_of_a_live_run_is_told_and_not_noted(tmp_path):
 
 def test_a_stamp_is_never_replaced_by_an_older_one(tmp_path):
     index = Index(tmp_path / "index.db")
-    index.set_stamp("run", Stamp(10.0, 5, {"step": 2}))
-    index.set_stamp("run", Stamp(9.0, 9, {"step": 1}))
-    assert index.stamp("run") == Stamp(10.0, 5, {"step": 2})
-    index.set_stamp("run", Stamp(10.0, 7, {"step": 2}))
-    assert index.stamp("run").seq == 7
+    write_stamps(index, {"run": Stamp(10.0, 5, {"step": 2})})
+    write_stamps(index, {"run": Stamp(9.0, 9, {"step": 1})})
+    assert read_stamps(index, ["run"]) == {"run": Stamp(10.0, 5, {"step": 2})}
+    write_stamps(index, {"run": Stamp(10.0, 7, {"step": 2})})
+    assert read_stamps(index, ["run"])["run"].seq == 7
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough to have a header of its own" * 4, b"{}"])

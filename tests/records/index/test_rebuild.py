@@ -11,7 +11,7 @@ from toprope_server.cli.doctor import repair
 
 from tests.support.run_harness import RunHarness
 from toprope.errors import Corrupt, NotPossibleNow
-from toprope.records.index.index import Index, StartRow
+from toprope.records.index.database import Index, StartRow
 from toprope.records.index.migrations import MIGRATIONS
 from toprope.records.index.rebuild import move_aside
 from toprope.records.run.folder import RunFolder

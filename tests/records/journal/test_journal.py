@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.journal.journal import Committed, Delivered, FileJournal, GroupNote, Record
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.journal import Record
+from toprope.records.journal.marks import Committed, Delivered, GroupNote
 
 NOTE = GroupNote(rows=8, lane="words", group_id="a", equal_score=True, tokens=24, oldest_version=3, at=12.5)
 
@@ -110,7 +112,8 @@ def test_a_full_disk_refuses_the_record_and_leaves_a_whole_journal(tmp_path: Pat
 import resource, signal
 from pathlib import Path
 from toprope.errors import NotPossibleNow
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import GroupNote
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 journal = FileJournal(Path({str(tmp_path)!r}))
@@ -143,7 +146,8 @@ def test_records_survive_a_kill_without_warning(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import GroupNote
 journal = FileJournal(Path({str(tmp_path)!r}))
 for number in range(100):
     journal.append(b"x" * 5000, GroupNote(rows=1))

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from toprope.errors import InvalidValue
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.journal import FileJournal, GroupNote
-from toprope.records.journal.rollouts import Query, browse
+from toprope.records.journal.marks import GroupNote
+from toprope.records.journal.rollout_browser import Query, browse
 from toprope.records.run.folder import RunFolder
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from toprope.analysis.reports.report import gather
 from toprope.errors import Corrupt, NotPossibleNow, shown
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
@@ -92,7 +92,7 @@ def ended(tmp_path):
 def test_records_of_other_types_are_corrupt_and_no_fault_of_the_reader(tmp_path):
     folder, specification, status = ended(tmp_path)
     folder.metrics.write_text('{"step": 1e999}\n{"step": 1, "rollouts": {}}\n')
-    with pytest.raises(Corrupt, match="not what the crew writes") as raised:
+    with pytest.raises(Corrupt, match="do not have the expected form") as raised:
         gather(folder, specification, status)
     assert "left as it is" in raised.value.hint and "list_runs" in raised.value.hint
     folder.metrics.write_text('{"step": 1e999}\n{"step": 2}\n')

@@ -16,14 +16,22 @@ from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.errors import TooNew
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import GroupNote
 from toprope.records.run.checkpoints import newest_sound, problem_of, seal
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.records.run.metrics import header, read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import EventLog, Status, read_events
-from toprope.records.run.tested import AnswersTo, TestedModel, read_answers, read_models, write_answers, write_models
+from toprope.records.run.tested_models import (
+    AnswersTo,
+    TestedModel,
+    read_answers,
+    read_models,
+    write_answers,
+    write_models,
+)
 from toprope.records.run.usage import Usage
 from toprope.supervisor.capacity.reservations import Machine, Reservations
 from toprope.supervisor.lock import RunLock

@@ -10,7 +10,7 @@ from toprope_server.cli.doctor import checks, doctor
 from toprope_server.cli.doctor.checks import Finding, every
 from toprope_server.http.token import TokenFile
 
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder
 from toprope.settings.owner import Home
 

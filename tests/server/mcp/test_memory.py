@@ -9,7 +9,8 @@ from toprope_server.mcp.roles import Role
 
 from tests.records.journal.test_rollouts import group
 from tests.support.tools_house import make_workshop
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import GroupNote
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from toprope.errors import DiskFull, NotPossibleNow
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.messages import Checkpointed, NoRoom, Warned
 from toprope.records.run import folder as records_folder
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.lines import Ballast, PatientLines
+from toprope.records.run.full_disk import Ballast, PatientLines
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.capacity.reservations import Machine, Reservations
 from toprope.supervisor.keeper.status_writer import StatusWriter
@@ -255,12 +255,12 @@ def test_the_index_is_read_as_it_lies_where_sqlite_has_no_room(tmp_path: Path, m
         db.told = "immutable" in str(name)  # type: ignore[attr-defined]
         return db
 
-    monkeypatch.setattr("toprope.records.index.index.sqlite3.connect", connect)
-    monkeypatch.setattr("toprope.records.index.index.shutil.disk_usage", lambda _: Usage(1, 1, 0))
+    monkeypatch.setattr("toprope.records.index.database.sqlite3.connect", connect)
+    monkeypatch.setattr("toprope.records.index.database.shutil.disk_usage", lambda _: Usage(1, 1, 0))
     assert index.draft(draft.id).id == draft.id
     with pytest.raises(DiskFull, match="no room on its disk"):
         index.create_draft("p", {}, [], {})
-    monkeypatch.setattr("toprope.records.index.index.shutil.disk_usage", lambda _: Usage(1, 1, 5_000 * MB))
+    monkeypatch.setattr("toprope.records.index.database.shutil.disk_usage", lambda _: Usage(1, 1, 5_000 * MB))
     with pytest.raises(NotPossibleNow, match="disk I/O error") as raised:
         index.draft(draft.id)
     assert not isinstance(raised.value, DiskFull)

@@ -12,8 +12,7 @@ from toprope_tools.results.results import get_results
 from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import become, make_workshop, start_run
-from toprope.records.run.findings import Finding
-from toprope.records.run.status import EventLog, Failure
+from toprope.records.run.status import EventLog, Failure, Finding
 
 
 def finding(rule: str, level: str, step: int, **fields: Any) -> Finding:

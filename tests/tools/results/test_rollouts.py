@@ -12,8 +12,9 @@ from toprope_tools.runs.training import start_training
 from tests.records.journal.test_rollouts import group
 from tests.support.tools_house import make_workshop
 from toprope.errors import InvalidValue
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.marks import GroupNote
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.support.tools_house import become, make_workshop
 from toprope.atomic import write_json
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.specification import Specification
-from toprope.records.run.tested import ENDPOINT_KEY, AnswersTo, write_answers
+from toprope.records.run.tested_models import ENDPOINT_KEY, AnswersTo, write_answers
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home

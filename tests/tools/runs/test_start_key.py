@@ -14,7 +14,7 @@ from toprope_tools.status.status import check_status
 from tests.support.tools_house import StandInLauncher, age_stamp, make_workshop, step
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.index import idempotency_keys as start_keys
-from toprope.records.index.index import StartRow
+from toprope.records.index.database import StartRow
 from toprope.supervisor.lock import is_held
 
 

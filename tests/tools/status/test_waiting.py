@@ -16,9 +16,8 @@ from toprope_tools.status.wait_conditions import parse
 
 from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
 from toprope.errors import InvalidValue
-from toprope.records.index.stamps import stamps_of
-from toprope.records.run.findings import Finding
-from toprope.records.run.status import EventLog, Failure
+from toprope.records.index.stamps import read_stamps
+from toprope.records.run.status import EventLog, Failure, Finding
 
 PATIENT = Client("claude-code")
 
@@ -399,10 +398,10 @@ def test_stamps_are_those_of_runs_there_are(house):
     with pytest.raises(Exception, match="no run"):
         anyio.run(lambda: check_status(shop, run_ids=["no-such-run"]))
     check(shop, folder)
-    assert set(stamps_of(shop.index, ["no-such-run", folder.run_id])) == {folder.run_id}
+    assert set(read_stamps(shop.index, ["no-such-run", folder.run_id])) == {folder.run_id}
     other = start()
     check(shop, other)
     become(folder, "failed", ended_at=time.time())
     shop.runs._launcher.leave(folder.run_id)
     prune(shop, older_than="0m", keep=None, delete=True)
-    assert set(stamps_of(shop.index, [folder.run_id, other.run_id])) == {other.run_id}
+    assert set(read_stamps(shop.index, [folder.run_id, other.run_id])) == {other.run_id}

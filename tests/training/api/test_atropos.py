@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from tests.support.training_api_server import REGISTRATION, SECRET, Served, served, until
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED
-from toprope.records.journal.journal import FileJournal
 from toprope.records.messages import ENV_COMPONENT, ENV_FOLDER, ENV_LISTENER_FD, ENV_REPORT_FD, ENV_SECRET
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound
-from toprope.records.journal.traces import read_traces
+from toprope.records.journal.demonstrations import read_traces
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.sdk.authoring.environment import Task
 from toprope.settings.schema import Config

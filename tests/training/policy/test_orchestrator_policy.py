@@ -10,7 +10,7 @@ import torch
 
 from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import InvalidValue, NotFound
-from toprope.records.journal.traces import Trace, append_traces
+from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.sdk.orchestration import OrchestratorEnvironment, Toolbox

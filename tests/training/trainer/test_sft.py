@@ -13,7 +13,7 @@ import pytest
 from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import ComponentFailed, Corrupt
-from toprope.records.journal.traces import Trace, append_traces, read_traces
+from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
 from toprope.records.messages import Checkpointed, Finished, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification

@@ -23,7 +23,7 @@ from toprope_server.cli.runs.prune import leftovers
 from tests.support.tiny_wheels import make_wheel
 from tests.support.tools_house import become, make_workshop
 from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, TooNew
-from toprope.records.run.installed_packages import packages_in, site_packages_of
+from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config

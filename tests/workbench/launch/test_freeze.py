@@ -3,7 +3,7 @@ import re
 import pytest
 
 from toprope.errors import InvalidValue, LockedField
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.specification import EnvironmentSource, TestPlan, TrainPlan, training_plan
 from toprope.settings.locks import Lock, Locks

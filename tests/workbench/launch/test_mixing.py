@@ -8,7 +8,7 @@ import pytest
 
 from toprope.analysis.reports.report import build
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.digests import measuring
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status

@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toprope.records.run.findings import Finding
-from toprope.records.run.status import Event, Status
+from toprope.records.run.status import Event, Finding, Status
 from toprope_tools.answers.base import clip, percent
 
 __all__ = ["findings_lines", "findings_told", "time_line"]

@@ -14,7 +14,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
-from toprope.records.run.tested import AnswersTo
+from toprope.records.run.tested_models import AnswersTo
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.workbench.launch.seeds import expand

@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.rollouts import Browsed, Found, Order, Query, browse
+from toprope.records.journal.rollout_browser import Browsed, Found, Order, Query, browse
 from toprope.records.run.specification import Specification
 from toprope_tools.answers import memory_answers as answers
 from toprope_tools.answers.base import Answer, call, clip, fitting, number

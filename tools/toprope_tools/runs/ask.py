@@ -12,7 +12,7 @@ from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.checkpoints import newest_sound, nothing_sound
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
-from toprope.records.run.tested import AnswersTo, read_answers
+from toprope.records.run.tested_models import AnswersTo, read_answers
 from toprope.settings.schema import Config
 from toprope.workbench.launch.freeze import freeze_question
 from toprope.workbench.launch.start import StartRequest

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toprope.errors import DiskFull
-from toprope.records.index.index import Stamp
-from toprope.records.index.stamps import stamps_of
+from toprope.records.index.stamps import Stamp, read_stamps, write_stamps
 from toprope.records.run.status import ENDED, Event, Status
 from toprope_tools.status.cursor import unknown_place
 
@@ -129,7 +128,7 @@ def look_at(
     """
     places, looks = places or {}, []
     statuses = [workshop.runs.status(run_id) for run_id in run_ids]
-    stamps = stamps_of(workshop.index, run_ids)
+    stamps = read_stamps(workshop.index, run_ids)
     limit = limit or workshop.settings().status
     for status in statuses:
         stamp, place = stamps.get(status.run_id), places.get(status.run_id)
@@ -147,7 +146,8 @@ def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float
         return look.stamp.snapshot, look.stamp.at
     numbers = look.numbers
     with suppress(DiskFull):
-        workshop.index.set_stamp(run_id, Stamp(look.now, look.stamp.seq if look.stamp else 0, numbers))
+        seq = look.stamp.seq if look.stamp else 0
+        write_stamps(workshop.index, {run_id: Stamp(look.now, seq, numbers)})
     return numbers, look.now
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toprope.errors import DiskFull
-from toprope.records.index.index import Stamp
-from toprope.records.index.stamps import keep_stamps
+from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.status import LIVE, Event, Status
 from toprope_tools.answers import base as answers
@@ -78,7 +77,7 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         if tokens(answer) <= TOKEN_BUDGET:
             break
     with suppress(DiskFull):  # how a run stands is told on a full disk, too
-        keep_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
+        write_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
     return answer
 
 

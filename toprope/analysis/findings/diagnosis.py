@@ -18,7 +18,7 @@ from toprope.analysis.findings.learning import LEARNING
 from toprope.analysis.findings.rewards import REWARDS
 from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.sampling import SAMPLING
-from toprope.records.run.findings import Finding, Level
+from toprope.records.run.status import Finding, FindingLevel
 from toprope.settings.schema import Config
 
 __all__ = ["RULES", "Diagnosis", "diagnose", "headline", "ranked", "severity"]
@@ -49,7 +49,7 @@ _SEVERITY = {"over": 0, "note": 1, "warning": 2, "critical": 3}
 _LONGEST_CALM = 8
 
 
-def severity(level: Level) -> int:
+def severity(level: FindingLevel) -> int:
     """Return the rank of a level, from `over` (0) to `critical` (3)."""
     return _SEVERITY[level]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toprope.analysis.findings.rules import MEASURED
-from toprope.records.run.findings import Finding
+from toprope.records.run.status import Finding
 
 __all__ = ["HARMLESS", "FailedGroups"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toprope.analysis.findings.rules import MEASURED, edit
-from toprope.records.run.findings import Finding
+from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
 __all__ = ["LEAST_GROUPS", "standstill"]

@@ -18,10 +18,9 @@ from toprope.analysis.reports.report import labels_to_tell
 from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.plateau import plateau
 from toprope.records.experiments import Experiment
-from toprope.records.run.findings import Finding
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Event, Status
+from toprope.records.run.status import Event, Finding, Status
 
 __all__ = ["RunRecords", "compose_overview", "compose_run_report"]
 

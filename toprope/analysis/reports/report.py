@@ -32,7 +32,7 @@ from toprope.records.run.folder import EVALUATION_VERSION, LEFT, WANDB_VERSION, 
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
-from toprope.records.run.tested import TestedModel, read_answers, read_models
+from toprope.records.run.tested_models import TestedModel, read_answers, read_models
 
 __all__ = ["build", "curricula_of", "gather", "labels_to_tell", "rose_each"]
 

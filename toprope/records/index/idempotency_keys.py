@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 
 __all__ = ["StartKey", "forget", "take", "taken"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.specification import Specification
 

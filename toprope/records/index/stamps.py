@@ -1,6 +1,6 @@
-"""Stamps of several runs at once: what was last told of each, for whoever waits on many.
+"""Status stamps: the numbers of a run that an agent was last given, for several runs at once.
 
-The table is the index's; a wait asks for twenty runs four times a second, and each question there opens the file anew.
+A wait for twenty runs asks four times a second, and every question to the index opens its file.
 """
 
 from __future__ import annotations
@@ -8,15 +8,25 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from toprope.records.index.index import Index, Stamp
+from toprope.records.index.database import Index
 
-__all__ = ["forget_stamps", "keep_stamps", "stamps_of"]
+__all__ = ["Stamp", "forget_stamps", "read_stamps", "write_stamps"]
 
 
-def stamps_of(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
-    """The last stamps of these runs; those that were never told of are left out. Raises: see `Index`."""
+@dataclass(frozen=True)
+class Stamp:
+    """Fresh numbers of a run that an agent was given, when (seconds since the epoch), and up to which event."""
+
+    at: float
+    seq: int
+    snapshot: dict[str, Any]
+
+
+def read_stamps(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
+    """The last stamps of these runs; runs without one are left out. Raises: see `Index`."""
     marks = ", ".join("?" * len(run_ids))
     with index.reading() as db:
         if db is None:
@@ -25,8 +35,8 @@ def stamps_of(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
         return {row["run_id"]: Stamp(row["at"], row["seq"], _snapshot(row["snapshot"])) for row in rows}
 
 
-def keep_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
-    """Replaces the stamps of runs, as `Index.set_stamp` does, all of them at once. Raises: see `Index`."""
+def write_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
+    """Replace the stamps of runs at once; an older stamp never replaces a newer one. Raises: see `Index`."""
     if not stamps:
         return
     rows = [
@@ -42,7 +52,7 @@ def keep_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
 
 
 def forget_stamps(index: Index, run_ids: Collection[str]) -> None:
-    """Removes the stamps of runs that are gone. Raises: see `Index`."""
+    """Remove the stamps of deleted runs. Raises: see `Index`."""
     if not run_ids or not index.path.exists():
         return
     with index.writing() as db:
@@ -53,5 +63,5 @@ def _snapshot(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError) as error:
-        # Within `reading`, which says of the index what is said of any damage to it.
+        # `Index.reading` reports it like any damage to the file.
         raise sqlite3.DatabaseError(f"a row is not JSON: {error}") from None

@@ -140,7 +140,7 @@ def newest_sound(
     Raises:
         TooNew: A newer version wrote one of them.
     """
-    damaged = []
+    damaged: list[Damage] = []
     for path in reversed(checkpoints_in(folder.checkpoints)):
         if below is not None and int(path.name.removeprefix("step-")) > below:
             continue

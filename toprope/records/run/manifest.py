@@ -6,6 +6,7 @@ too: indented, plain names. What a run depends on is in `inputs`; two manifests 
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
 
-__all__ = ["Manifest"]
+__all__ = ["Manifest", "packages_in", "site_packages_of"]
 
 RUN_MANIFEST_VERSION = 1
 _NAME = "manifest.json"
@@ -165,3 +166,22 @@ class Manifest(BaseModel):
     def write(self, folder: RunFolder) -> None:
         """Replaces the manifest on disk, in lines for people."""
         write_json(self.path(folder), self.model_dump(mode="json"), indent=1)
+
+
+def site_packages_of(python: str | Path) -> Path | None:
+    """Where the packages of a virtual environment's Python lie; None where `python` is of none."""
+    # Not resolved: the link leads out of the environment, to the Python that it was made with.
+    prefix = Path(python).absolute().parent.parent
+    if not (prefix / "pyvenv.cfg").is_file():
+        return None
+    return next((path for path in sorted(prefix.glob("lib/python*/site-packages")) if path.is_dir()), None)
+
+
+def packages_in(site_packages: Path) -> dict[str, str]:
+    """Distributions and their versions, by name."""
+    found = {}
+    for one in metadata.distributions(path=[str(site_packages)]):
+        name = one.metadata["Name"] if one.metadata is not None else None
+        if name:
+            found[str(name)] = one.version or ""
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))

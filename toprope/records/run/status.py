@@ -23,10 +23,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
-from toprope.records.run.findings import Finding
 from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json
+from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
-from toprope.records.run.lines import PatientLines
 
 __all__ = [
     "ENDED",
@@ -37,6 +36,8 @@ __all__ = [
     "Event",
     "EventLog",
     "Failure",
+    "Finding",
+    "FindingLevel",
     "State",
     "Status",
     "read_events",
@@ -49,6 +50,9 @@ EVENT_VERSION = 1
 _TAIL_BYTES = 1 << 15
 _NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
 """How a line of ours begins: those that are known already are passed over without reading them."""
+
+FindingLevel = Literal["note", "warning", "critical", "over"]
+"""`over`: the rule no longer holds."""
 
 State = Literal[
     "queued",
@@ -114,6 +118,28 @@ class CrewMember(_Record):
     """How often it was started again in this attempt."""
     worker_restarts: int = 0
     """How often the environment started its worker again."""
+
+
+class Finding(BaseModel):
+    """One diagnosis. Its event's data is its `model_dump(mode="json")`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    rule: str
+    """The rule's id, such as `collapse`; stable, so that agents and tests can name it."""
+    level: FindingLevel
+    what: str
+    """One sentence: what is the case."""
+    observed: dict[str, Any] = {}
+    """The values that it rests on, by name."""
+    threshold: str = ""
+    """What they were held against, in words."""
+    source: str = ""
+    """Where the threshold comes from."""
+    confidence: Literal["low", "medium", "high"] = "medium"
+    next: str = ""
+    """What to do about it: a call, or a change with its field."""
+    step: int | None = None
 
 
 class Status(_Record):

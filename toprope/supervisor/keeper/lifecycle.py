@@ -21,7 +21,7 @@ from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.messages import Failed, Finished, Report
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure, State, Status
 from toprope.supervisor import guard

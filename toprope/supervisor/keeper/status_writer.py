@@ -17,7 +17,7 @@ from typing import Any
 from toprope.analysis.failures import named
 from toprope.records.messages import Leveled, Progress, Stepped
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.lines import NO_ROOM, Ballast
+from toprope.records.run.full_disk import NO_ROOM, Ballast
 from toprope.records.run.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
 
 __all__ = ["StatusWriter"]

@@ -14,7 +14,7 @@ import msgspec
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 
 __all__ = ["Orders", "StopOrder", "write_stop_order", "take_orders"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.records.messages import Report, Stepped
-from toprope.records.run.findings import Finding
 from toprope.records.run.folder import read_json
+from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.limits import UNITS, Cap
 from toprope.supervisor.capacity.budget_ledger import folder_bytes

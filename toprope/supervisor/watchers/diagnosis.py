@@ -14,8 +14,8 @@ from toprope.analysis.findings.diagnosis import ranked, severity
 from toprope.analysis.findings.failed_groups import FailedGroups
 from toprope.analysis.findings.standstill import standstill
 from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
-from toprope.records.run.findings import Finding
 from toprope.records.run.metrics import read_history
+from toprope.records.run.status import Finding
 
 if TYPE_CHECKING:
     from toprope.supervisor.watchers.watcher import RunControl

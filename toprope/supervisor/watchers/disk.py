@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toprope.records.messages import Checkpointed, NoRoom, Report, Warned
-from toprope.records.run.findings import Finding
+from toprope.records.run.status import Finding
 from toprope.supervisor.capacity.reservations import Reservations
 
 if TYPE_CHECKING:

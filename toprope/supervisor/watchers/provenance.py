@@ -23,7 +23,6 @@ import toprope
 from toprope.analysis.reproduction import differing_inputs
 from toprope.records.messages import Checked, Ready, Report
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.installed_packages import packages_in, site_packages_of
 from toprope.records.run.manifest import (
     Code,
     Configuration,
@@ -32,6 +31,8 @@ from toprope.records.run.manifest import (
     Hardware,
     Manifest,
     Policy,
+    packages_in,
+    site_packages_of,
 )
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.settings.environment import members_of

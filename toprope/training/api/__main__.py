@@ -23,7 +23,7 @@ import msgspec
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from toprope.errors import NotPossibleNow, TopropeError
-from toprope.records.journal.journal import FileJournal
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.messages import ENV_LISTENER_FD, CountsReport, Failed, Order, Peers, Ready, Report, Stop
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification

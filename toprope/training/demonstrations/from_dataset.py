@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
-from toprope.records.journal.traces import Trace, append_traces
+from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.training.rollouts.environment_host import Hosted
 

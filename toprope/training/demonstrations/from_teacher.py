@@ -16,7 +16,7 @@ from typing import Any
 
 from toprope.atomic import replacing
 from toprope.errors import ComponentFailed, TopropeError
-from toprope.records.journal.traces import Trace, append_traces, read_traces
+from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
 from toprope.records.run.specification import Specification
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import Sampling

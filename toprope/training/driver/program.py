@@ -31,9 +31,9 @@ from toprope.records.messages import (
     Without,
 )
 from toprope.records.run.folder import read_json
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import EnvironmentSource
-from toprope.records.run.tested import ENDPOINT_KEY, write_models
+from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.settings.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient

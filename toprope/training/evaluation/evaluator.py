@@ -22,7 +22,7 @@ from toprope.atomic import write_json
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Outcome
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import Players

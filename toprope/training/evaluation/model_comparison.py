@@ -13,7 +13,7 @@ from typing import Any
 
 from toprope.errors import TopropeError
 from toprope.records.run.specification import ModelUnderTest, TestPlan
-from toprope.records.run.tested import TestedModel
+from toprope.records.run.tested_models import TestedModel
 from toprope.sdk.errors import WorkerError
 from toprope.training.evaluation.evaluator import example_of, tally, unplayed
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling

@@ -6,7 +6,7 @@ import asyncio
 
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.records.messages import Evaluated, Finished, Progress, Ready
-from toprope.records.run.tested import AnswersTo, write_answers
+from toprope.records.run.tested_models import AnswersTo, write_answers
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.client import PolicyClient, Sampling
 

@@ -21,7 +21,7 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.messages import ENV_CHECKPOINT, Leveled
 from toprope.records.run.curriculum import Climbed, Curricula
 from toprope.records.run.folder import read_json
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
 from toprope.training.component.member import CrewMember
 from toprope.training.rollouts.curriculum import Climb

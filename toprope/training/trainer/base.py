@@ -27,7 +27,7 @@ from toprope.errors import DiskFull, TopropeError
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_aside
 from toprope.records.run.folder import WANDB_VERSION, RunFolder
-from toprope.records.run.lines import NO_ROOM, PatientLines
+from toprope.records.run.full_disk import NO_ROOM, PatientLines
 from toprope.records.run.metrics import header
 from toprope.training.api.clients import sync_client
 from toprope.training.component.member import CrewMember

@@ -33,7 +33,7 @@ from toprope.atomic import fsync
 from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set_aside
 from toprope.records.run.folder import checkpoints_in
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 
 __all__ = [
     "CheckpointState",

@@ -22,7 +22,7 @@ import torch
 from toprope.errors import InvalidValue, TopropeError
 from toprope.records.messages import Evaluated, Finished, Ready, Warned
 from toprope.records.run.folder import read_json
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import TrainerSource
 from toprope.sdk.authoring.loading import attribute_of
 from toprope.sdk.errors import Failure, LoadError

@@ -20,7 +20,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from toprope.errors import InvalidValue
-from toprope.records.journal.traces import Trace, read_traces
+from toprope.records.journal.demonstrations import Trace, read_traces
 from toprope.records.messages import Finished, Ready
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from toprope.errors import Corrupt, NotFound
+from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import MASKED, Outcome
-from toprope.records.journal.traces import read_traces
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.texts import Reader, kept_words, reader_of

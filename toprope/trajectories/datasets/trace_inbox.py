@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import DiskFull, InvalidValue
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.datasets.store import DatasetStore, check_name
 from toprope.trajectories.items import TrajectoryItem, item_from
 

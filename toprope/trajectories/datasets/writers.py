@@ -23,7 +23,7 @@ import msgspec
 
 from toprope.atomic import fsync
 from toprope.errors import DiskFull, InvalidValue
-from toprope.records.run.lines import NO_ROOM
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.items import TrajectoryItem, as_messages
 
 __all__ = ["FORMATS", "ENDINGS", "Writer", "writing"]

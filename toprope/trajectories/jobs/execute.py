@@ -13,7 +13,7 @@ from typing import Any
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
-from toprope.records.run.tested import ENDPOINT_KEY
+from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import hold_knobs

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, shown
-from toprope.records.run.installed_packages import packages_in, site_packages_of
+from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.owner import Home
 from toprope.settings.yamlfiles import nearest

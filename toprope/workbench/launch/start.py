@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records.index import idempotency_keys
+from toprope.records.index.database import Index, StartRow
 from toprope.records.index.idempotency_keys import StartKey
-from toprope.records.index.index import Index, StartRow
 from toprope.records.run.specification import RunPlan, Specification
 from toprope.records.run.status import LIVE
 from toprope.settings.owner import Home

@@ -331,7 +331,7 @@ def index(home: Home) -> Iterator[Finding]:
     if not home.index.exists():
         yield Finding("index", "note", "none yet; the first draft makes it")
         return
-    from toprope.records.index.index import Index
+    from toprope.records.index.database import Index
 
     try:
         Index(home.index).drafts(limit=1)

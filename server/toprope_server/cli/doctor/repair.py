@@ -11,7 +11,7 @@ from contextlib import closing
 import typer
 
 from toprope.errors import Corrupt, NotPossibleNow
-from toprope.records.index.index import Index
+from toprope.records.index.database import Index
 from toprope.records.index.rebuild import Rebuilt, move_aside, rebuild
 from toprope.settings.owner import Home
 

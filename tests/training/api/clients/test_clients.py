@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.training_api_server import SECRET, Served, served, until
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Counts, Group, Outcome
-from toprope.records.journal.journal import FileJournal
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.api.clients.requests import Backoff, MissingRows
 from toprope.training.api.clients.sync_client import SyncApiClient

@@ -13,8 +13,9 @@ import pytest
 
 from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, Served, group, marks, served, until
 from toprope.errors import Corrupt
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Batch, Group
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.marks import GroupNote
 from toprope.training.api.clients.requests import BATCH
 from toprope.training.api.intake.validation import Limits
 from toprope.training.api.queue.group_queue import GroupQueue

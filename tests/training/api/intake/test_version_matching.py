@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, SECRET, Served, group, marks, served
-from toprope.records.journal.journal import FileJournal
+from toprope.records.journal.file_journal import FileJournal
 from toprope.training.api.intake.validation import GroupValidator
 from toprope.training.api.intake.version_matching import InferenceMatcher, sampled_spans
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, SoughtRow

@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Counts
-from toprope.records.journal.journal import FileJournal, GroupNote
+from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.queue.group_queue import GroupQueue
 from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore

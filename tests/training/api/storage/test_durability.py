@@ -14,8 +14,9 @@ import pytest
 
 from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, group, marks, served, until
 from toprope.errors import NotFound, NotPossibleNow
+from toprope.records.journal.file_journal import FileJournal, Unsynced
 from toprope.records.journal.frames import scan
-from toprope.records.journal.journal import FileJournal, GroupNote, Unsynced
+from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from toprope.records.journal.groups import MASKED, Group
-from toprope.records.journal.journal import GroupNote
+from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 
 if TYPE_CHECKING:

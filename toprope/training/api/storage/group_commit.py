@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from toprope.errors import NotPossibleNow
-from toprope.records.journal.journal import FileJournal
+from toprope.records.journal.file_journal import FileJournal
 
 __all__ = ["GroupCommit"]
 

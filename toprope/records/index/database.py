@@ -25,7 +25,7 @@ from typing import Any
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
 from toprope.records.index.migrations import MIGRATIONS
 
-__all__ = ["DraftRow", "EditRow", "Index", "Stamp", "StartRow"]
+__all__ = ["DraftRow", "EditRow", "Index", "StartRow"]
 
 _BUSY_MS = 5000
 _LITTLE = 1 << 20
@@ -65,15 +65,6 @@ class StartRow:
     revision: int
     kind: str
     at: float
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """When fresh numbers of a run were last given to an agent, up to which event, and what they were."""
-
-    at: float
-    seq: int
-    snapshot: dict[str, Any]
 
 
 class Index:
@@ -195,21 +186,6 @@ class Index:
         with self.reading() as db:
             rows = db.execute("SELECT * FROM starts WHERE draft_id = ? ORDER BY at DESC", (draft_id,)) if db else ()
             return [StartRow(**dict(row)) for row in rows]
-
-    def stamp(self, run_id: str) -> Stamp | None:
-        """The last stamp of a run."""
-        with self.reading() as db:
-            row = db.execute("SELECT at, seq, snapshot FROM stamps WHERE run_id = ?", (run_id,)).fetchone() if db else 0
-            return Stamp(row["at"], row["seq"], _load(row["snapshot"])) if row else None
-
-    def set_stamp(self, run_id: str, stamp: Stamp) -> None:
-        """Replaces the stamp of a run; an older one never replaces a newer one."""
-        with self.writing() as db:
-            db.execute(
-                "INSERT INTO stamps VALUES (?, ?, ?, ?) ON CONFLICT (run_id) DO UPDATE SET at = excluded.at, "
-                "seq = max(seq, excluded.seq), snapshot = excluded.snapshot WHERE excluded.at >= stamps.at",
-                (run_id, stamp.at, stamp.seq, _dump(stamp.snapshot)),
-            )
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
@@ -364,13 +340,6 @@ class _Unreadable(Exception):
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _load(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise _Unreadable(f"a row is not JSON: {error}") from None
 
 
 def _one(db: sqlite3.Connection | None, draft_id: str) -> sqlite3.Row:

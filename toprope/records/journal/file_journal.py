@@ -1,0 +1,363 @@
+"""The journal of a run: every accepted group once, byte for byte, and what became of it, in the order it happened.
+
+It exists so that the account of groups can be rebuilt from disk, and so that a queue of thousands of groups costs
+memory for their places only: whoever delivers a group reads its bytes back from here.
+
+A journal is a folder of segment files (`00000001.journal`, ...) that are only ever appended to. A segment is a row of
+frames, integers little-endian:
+
+    magic 4 | kind 1 | zeros 3 | sequence 8 | note length 4 | body length 4 | CRC-32 of body 4 | CRC-32 of the rest 4
+    note | body
+
+Kind 1 is a group: the body is the JSON that was posted, the note a `GroupNote`. Kind 2 is a mark: the note is one of
+`Mark`, there is no body, and the sequence number is that of the last group before it. Groups are numbered from 1. The
+magic starts with a byte that no JSON contains, so that after damage the next whole frame can be found. A writer never
+changes an existing segment: it starts a new one, and what a crash left torn at the end of the old one is passed over.
+The oldest segments may be missing, or set aside (`passed.py`): a `Snapshot` behind them says what they added up to.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from toprope.atomic import fsync, write_text
+from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
+from toprope.records.journal.frames import FRAME, GROUP, MARK, Frame, pack, scan
+from toprope.records.journal.journal import Record
+from toprope.records.journal.marks import GroupNote, Mark, Snapshot
+from toprope.records.run.full_disk import NO_ROOM
+
+__all__ = ["FileJournal", "Sync", "Unsynced"]
+
+_OPEN_SEGMENTS = 32
+_START = "start"
+"""File that names the first segment that is still needed; written after the snapshot that replaces the earlier ones is
+on disk. If it is missing or cannot be read, all segments are needed."""
+
+Sync = Literal["always", "group", "os"]
+
+_notes = msgspec.json.Decoder(GroupNote)
+_marks: msgspec.json.Decoder[Mark] = msgspec.json.Decoder(Mark)
+_encode = msgspec.json.Encoder().encode
+
+
+class Unsynced(NamedTuple):
+    """What has to reach the disk so that the first `upto` records are there. `flush` may run in any thread."""
+
+    upto: int
+    files: tuple[int, ...]
+    folder: Path | None
+
+    def flush(self) -> None:
+        """Waits for the disk.
+
+        Raises:
+            OSError: It failed; what was written may be lost.
+        """
+        for descriptor in self.files:
+            os.fdatasync(descriptor)
+        if self.folder is not None:
+            fsync(self.folder)
+
+
+class FileJournal:
+    """A journal in a folder. One writer at a time; any number of readers, which see what was there at opening.
+
+    Args:
+        folder: Where the segments lie; made when a writer first appends.
+        sync: `os` hands every record to the operating system: it outlives this process, not a power cut. `always`
+            also waits for the disk, at every record. `group` leaves that to the caller, who flushes what is `unsynced`
+            for many records at once.
+        segment_bytes: A segment that has grown to this is followed by a new one.
+        recent: Whether to pass over the segments that were set aside, so that opening does not cost more with every
+            checkpoint.
+
+    Only numbers are kept in memory, 20 bytes a group. `damage` names what opening passed over. Not for several threads.
+    """
+
+    def __init__(
+        self, folder: Path, *, sync: Sync = "os", segment_bytes: int = 64 * 1024 * 1024, recent: bool = False
+    ) -> None:
+        self._folder = folder
+        self._sync = sync
+        self._segment_bytes = segment_bytes
+        self._last_of: dict[int, int] = {}
+        """Of each segment the number of the last group at its end, oldest segment first."""
+        self._segment = array("I")
+        self._offset = array("Q")
+        self._length = array("I")
+        self._crc = array("I")
+        self._base = 0
+        self._readers: OrderedDict[int, int] = OrderedDict()
+        self._writer: int | None = None
+        self._written = 0
+        self._retired: list[int] = []
+        self._new_segment = False
+        self._broken = ""
+        self.appended = self.durable = 0
+        """Records that were written, and that are known to be on disk, by this process."""
+        self.damage: list[str] = []
+        self.has_snapshot = False
+        self._open(_first_needed(folder) if recent else 0)
+
+    @property
+    def first(self) -> int:
+        return self._base + 1
+
+    @property
+    def last(self) -> int:
+        """The number of the last group, 0 when there is none."""
+        return self._base + len(self._offset)
+
+    def append(self, body: bytes, note: GroupNote) -> int:
+        seq, packed = self.last + 1, _encode(note)
+        crc = zlib.crc32(body)
+        start = self._write(GROUP, seq, packed, body, crc)
+        self._extend(self._newest, start + FRAME.size + len(packed), len(body), crc)
+        self._last_of[self._newest] = seq
+        return seq
+
+    def mark(self, mark: Mark) -> None:
+        self._write(MARK, self.last, _encode(mark), b"", 0)
+        self._last_of[self._newest] = self.last
+
+    def read(self, seq: int) -> bytes:
+        if not self.first <= seq <= self.last:
+            removed = " Those before are removed or set aside: checkpoints have passed them." if self._base else ""
+            raise NotFound(
+                f"The journal holds no group {seq}.",
+                hint=f"Groups are numbered {self.first} to {self.last}.{removed}",
+            )
+        index = seq - self.first
+        at, length = self._offset[index], self._length[index]
+        if not at:
+            raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
+        body = os.pread(self._reader(self._segment[index]), length, at)
+        # What this process wrote itself is still as it was; what an earlier one left is checked.
+        if len(body) != length or (seq <= self._recovered and zlib.crc32(body) != self._crc[index]):
+            raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
+        return body
+
+    def iterate(self, after: int = 0) -> Iterator[Record]:
+        started = self._segment[after - self.first] if self.first <= after <= self.last else 0
+        for ordinal in list(self._last_of):
+            if ordinal < started:
+                continue
+            for frame in scan(self._path(ordinal)):
+                if frame.kind == GROUP and frame.seq > after:
+                    yield Record(frame.seq, _notes.decode(frame.note), frame.body_length)
+                elif frame.kind == MARK and frame.seq >= after:
+                    try:
+                        yield Record(frame.seq, _marks.decode(frame.note), 0)
+                    except msgspec.ValidationError:
+                        continue  # a newer version's mark
+
+    def removable(self, before: int) -> bool:
+        return bool(self._passed(before))
+
+    def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
+        passed = self._passed(before)
+        if not passed:
+            return
+        self.mark(snapshot)
+        pending = self.unsynced()
+        if pending is None:
+            assert self._writer is not None
+            pending = Unsynced(self.appended, (self._writer,), self._folder)
+        try:
+            pending.flush()
+        except OSError as error:
+            raise self.fail(error) from error
+        self.synced(pending)
+        self.has_snapshot = True
+        if keep:
+            try:
+                first_needed = next(ordinal for ordinal in self._last_of if ordinal > passed[-1])
+                write_text(self._folder / _START, str(first_needed), durable=True)
+            except OSError:
+                return  # reading them all again costs time only
+        gone = self._last_of[passed[-1]] - self._base
+        for ordinal in passed:  # oldest first: a crash in between leaves no gap
+            if (descriptor := self._readers.pop(ordinal, None)) is not None:
+                os.close(descriptor)
+            if not keep:
+                self._path(ordinal).unlink(missing_ok=True)
+            del self._last_of[ordinal]
+        for numbers in (self._segment, self._offset, self._length, self._crc):
+            del numbers[:gone]
+        self._base += gone
+
+    def unsynced(self) -> Unsynced | None:
+        """What the disk has not confirmed yet, or None when that is nothing or nobody is to wait for it."""
+        if self._sync != "group" or self.durable == self.appended or self._writer is None:
+            return None
+        return Unsynced(self.appended, (*self._retired, self._writer), self._folder if self._new_segment else None)
+
+    def synced(self, done: Unsynced) -> None:
+        """Notes that `done` was flushed."""
+        self.durable = max(self.durable, done.upto)
+        for descriptor in done.files:
+            if descriptor in self._retired:
+                self._retired.remove(descriptor)
+                os.close(descriptor)
+        if done.folder is not None:
+            self._new_segment = False
+
+    def fail(self, error: OSError) -> NotPossibleNow:
+        """Refuses every record from now on: the disk lost some that were written. Returns the error to raise."""
+        self._broken = error.strerror or str(error)
+        return self._unwritable()
+
+    def close(self) -> None:
+        """Gives the files back. The journal cannot be used after it."""
+        writers = [] if self._writer is None else [self._writer]
+        for descriptor in [*self._readers.values(), *self._retired, *writers]:
+            os.close(descriptor)
+        self._readers.clear()
+        self._retired.clear()
+        self._writer = None
+
+    @property
+    def _newest(self) -> int:
+        return next(reversed(self._last_of), 0)
+
+    def _path(self, ordinal: int) -> Path:
+        return self._folder / f"{ordinal:08d}.journal"
+
+    def _passed(self, before: int) -> list[int]:
+        passed = []
+        for ordinal, last in self._last_of.items():
+            if last >= before or ordinal == self._newest:
+                break
+            passed.append(ordinal)
+        return passed
+
+    def widen(self) -> bool:
+        first = next(iter(self._last_of), None)
+        self._open(0)
+        return first != next(iter(self._last_of), None)
+
+    def _open(self, start: int) -> None:
+        self._last_of.clear()
+        for numbers in (self._segment, self._offset, self._length, self._crc, self.damage):
+            del numbers[:]
+        self._base = 0
+        ordinals = sorted(int(path.stem) for path in self._folder.glob("*.journal") if path.stem.isdecimal())
+        for ordinal in ordinals[ordinals.index(start) if start in ordinals else 0 :]:
+            self._open_segment(ordinal)
+            if (
+                self._sync != "os"
+            ):  # a killed writer's last records may be in memory only: what is found here is to last
+                fsync(self._path(ordinal))
+        self._recovered = self.last
+
+    def _open_segment(self, ordinal: int) -> None:
+        oldest = not self._last_of
+        self._last_of[ordinal] = self.last
+        for frame in scan(self._path(ordinal), self.damage):
+            if oldest and ordinal > 1:
+                self._base = frame.seq - (frame.kind == GROUP)
+                oldest = False
+            if frame.kind == GROUP:
+                self._index(ordinal, frame)
+            else:
+                self.has_snapshot |= b'"type":"snapshot"' in frame.note[:64]
+            self._last_of[ordinal] = self.last
+
+    def _index(self, ordinal: int, frame: Frame) -> None:
+        while self.last < frame.seq - 1:  # a gap that damage left: offset 0 says so
+            self._extend(ordinal, 0, 0, 0)
+        if self.last == frame.seq - 1:
+            self._extend(ordinal, frame.body_at, frame.body_length, frame.body_crc)
+
+    def _extend(self, ordinal: int, at: int, length: int, crc: int) -> None:
+        self._segment.append(ordinal)
+        self._offset.append(at)
+        self._length.append(length)
+        self._crc.append(crc)
+
+    def _write(self, kind: int, seq: int, note: bytes, body: bytes, crc: int) -> int:
+        """Writes one frame and returns where in the segment it starts."""
+        if self._broken:
+            raise self._unwritable()
+        head = pack(kind, seq, note, len(body), crc)
+        size = len(head) + len(note) + len(body)
+        try:
+            descriptor = self._open_for(size)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        start = self._written
+        try:
+            written = os.writev(descriptor, [head, note, body])
+            if written < size:
+                rest = memoryview(head + note + body)[written:]
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            if self._sync == "always":
+                os.fdatasync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, start)  # half a record would hide those that follow
+            raise self._unwritable(error) from error
+        self._written += size
+        self.appended += 1
+        if self._sync == "always":
+            self.durable = self.appended
+        return start
+
+    def _open_for(self, size: int) -> int:
+        if self._writer is not None and (not self._written or self._written + size <= self._segment_bytes):
+            return self._writer
+        if self._writer is not None:
+            if self._sync == "group" and self.durable < self.appended:
+                self._retired.append(self._writer)
+            else:
+                os.close(self._writer)
+            self._writer = None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ordinal = self._newest + 1
+        # O_EXCL: a second writer in the same folder fails here instead of mixing its frames with ours.
+        self._writer = os.open(self._path(ordinal), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        self._last_of[ordinal] = self.last
+        self._written = 0
+        self._new_segment = True
+        if self._sync == "always":
+            fsync(self._folder)
+        return self._writer
+
+    def _reader(self, ordinal: int) -> int:
+        descriptor = self._readers.get(ordinal)
+        if descriptor is None:
+            if len(self._readers) >= _OPEN_SEGMENTS:
+                os.close(self._readers.popitem(last=False)[1])
+            descriptor = self._readers[ordinal] = os.open(self._path(ordinal), os.O_RDONLY)
+        else:
+            self._readers.move_to_end(ordinal)
+        return descriptor
+
+    def _unwritable(self, error: OSError | None = None) -> NotPossibleNow:
+        if error is None:
+            return NotPossibleNow(
+                f"The disk below the journal in {self._folder} failed ({self._broken}): nothing more is taken in.",
+                hint="Look after that disk, then resume the run; nothing that was acknowledged is lost.",
+            )
+        kind = DiskFull if error.errno in NO_ROOM else NotPossibleNow
+        return kind(
+            f"The journal in {self._folder} cannot be written: {error.strerror or error}.",
+            hint="Free space on that disk; nothing that was acknowledged is lost.",
+        )
+
+
+def _first_needed(folder: Path) -> int:
+    """Number of the first segment that is needed; 0 if it is not known."""
+    try:
+        return int((folder / _START).read_text("ascii"))
+    except (OSError, ValueError):
+        return 0
