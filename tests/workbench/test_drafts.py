@@ -45,7 +45,7 @@ def test_a_preset_that_does_not_fit_the_environment_makes_no_draft(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     with pytest.raises(InvalidValue, match="preset p does not fit words.*length"):
         drafts.create(SOURCE, preset({"lenght": 5}), KNOBS, NONE)
-    assert drafts.list() == []
+    assert drafts.recent() == []
 
 
 def test_edits_are_all_or_nothing_and_stay_in_the_history(tmp_path):
@@ -66,7 +66,7 @@ def test_edits_are_all_or_nothing_and_stay_in_the_history(tmp_path):
 
 def test_an_unknown_draft_is_answered_with_the_nearest_or_the_latest(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
-    with pytest.raises(NotFound, match="none yet"):
+    with pytest.raises(NotFound, match="no drafts yet"):
         drafts.get("draft-1")
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
     for use in (drafts.get, lambda name: drafts.edit(name, {"budget.steps": 1}, NONE)):
@@ -87,4 +87,4 @@ def test_a_draft_that_does_not_fit_the_schema_is_corrupt_and_left(tmp_path):
     with pytest.raises(Corrupt):
         drafts.edit(draft.id, {"budget.steps": 1}, NONE)
     assert index.draft(draft.id).config == {"rollout": {"group_size": 1}}
-    assert [one.id for one in drafts.list()] == [other.id]
+    assert [one.id for one in drafts.recent()] == [other.id]

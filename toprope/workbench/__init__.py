@@ -1,1 +1,1 @@
-"""What an agent plans and an owner allows: the catalog of environments, drafts, freezing."""
+"""Planning within the owner's limits: the catalog of environments, drafts, and starting runs."""

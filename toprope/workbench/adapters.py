@@ -1,7 +1,7 @@
-"""What the adapters offer for listing, each looked at by itself: one that is broken says so and hides no other.
+"""The adapters as listing sees them. A broken adapter is reported and does not hide the others.
 
-An adapter is a file of toprope/sdk/adapters whose name does not begin with `_`; `_listing.py` there says what it may
-hold. They are imported at the first listing, which costs little: at import they are standard library only.
+An adapter is a file of toprope/sdk/adapters whose name does not begin with `_`; `_shared/listing.py` there describes
+its members. Adapters are imported at the first listing, which is cheap: they import only the standard library.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from toprope.sdk.discovery import first_line
 __all__ = ["WITH_SOURCES_OF_THEIR_OWN", "Adapter", "adapters"]
 
 WITH_SOURCES_OF_THEIR_OWN = ("dataset", "orchestrator", "reasoning_gym")
-"""Adapters that a source of the catalog lists by itself."""
+"""Adapters that have a source of their own in the catalog."""
 
 _FOLDER = Path(importlib.import_module("toprope.sdk.adapters").__path__[0])
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter as listing sees it."""
+    """An adapter as listing sees it."""
 
     name: str
     description: str
     package: str = ""
-    """What must be importable in an interpreter; empty: nothing beyond the standard library."""
+    """Package that an interpreter needs; empty: the standard library suffices."""
     requirements: tuple[str, ...] = ()
-    """What an interpreter of its own is made of; empty: none is needed."""
+    """Requirements of a separate interpreter; empty: none is needed."""
     problem: str = ""
-    """Why the adapter itself cannot be used."""
+    """Reason why the adapter cannot be used; empty if it can."""
     module: ModuleType | None = None
 
     @property
     def lists_packages(self) -> bool:
-        """Whether it can tell what an interpreter's packages hold."""
+        """True if it can list environments in installed packages."""
         return self.name not in WITH_SOURCES_OF_THEIR_OWN and callable(getattr(self.module, "installed", None))
 
     @property
     def reads_files(self) -> bool:
-        """Whether it can tell what a user's file declares."""
+        """True if it can list environments in a user's file."""
         return self.name not in WITH_SOURCES_OF_THEIR_OWN and callable(getattr(self.module, "declared", None))
 
     def installed(self, site_packages: Path) -> list[Listed]:
-        """What the packages of an interpreter hold. Raises whatever the adapter does."""
+        """List the environments in an interpreter's packages. Raises whatever the adapter raises."""
         return _listed(self.module.installed(site_packages)) if self.module is not None and self.lists_packages else []
 
     def declared(self, file: Path, tree: ast.Module) -> list[Listed]:
-        """What a file declares. Raises whatever the adapter does."""
+        """List the environments in a file. Raises whatever the adapter raises."""
         return _listed(self.module.declared(file, tree)) if self.module is not None and self.reads_files else []
 
     def is_in(self, site_packages: Path) -> bool:
-        """Whether an interpreter with these packages can run its environments."""
+        """Return True if an interpreter with these packages can run the adapter's environments."""
         if not self.package:
             return True
         place = site_packages / Path(*self.package.split("."))
@@ -70,7 +70,7 @@ class Adapter:
             names = os.listdir(site_packages)
         except OSError:
             return False
-        return any(  # installed from a folder: there is nothing but the note of it
+        return any(  # Installed from a folder: only the metadata is in site-packages.
             name.endswith(".dist-info")
             and name.rpartition("-")[0].rpartition("-")[0].replace("_", "-").lower() == word
             and (site_packages / name / "direct_url.json").is_file()
@@ -79,11 +79,11 @@ class Adapter:
 
 
 def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = None) -> list[Adapter]:
-    """All adapters by name.
+    """Return all adapters, sorted by name.
 
     Args:
-        folder: Where they lie.
-        load: Imports one by its name; our own package by default.
+        folder: Folder of the adapters.
+        load: Imports an adapter by name; from `toprope.sdk.adapters` by default.
     """
     load = load or (lambda name: importlib.import_module(f"toprope.sdk.adapters.{name}"))
     found = []
@@ -99,7 +99,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     module=module,
                 )
             )
-        except Exception as error:  # a half-written adapter must not take the others along
+        except Exception as error:  # A broken adapter must not hide the others.
             found.append(Adapter(file.stem, "", problem=f"{type(error).__name__}: {error} ({file})"))
     return found
 

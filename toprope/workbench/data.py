@@ -1,5 +1,8 @@
-"""From names to orders for data: which runs, data sets, files, models and environments an agent or a person means, what
-the owner allows of it, and which keys the program needs."""
+"""Turn names into orders for the data program.
+
+This resolves runs, data sets, files, models and environments, applies the owner's permissions, and collects the keys
+that the program needs.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,16 @@ __all__ = [
 ]
 
 INBOX = "inbox"
-"""`name@inbox`: what was posted for a data set from outside."""
+"""Suffix of `name@inbox`: items posted for a data set."""
 _FLOOR = 256_000_000
 _SHARE = 0.6
-"""Bytes of an export for each of a journal, about: a journal has tokens and log-probabilities instead of words."""
+"""Estimated bytes of an export per byte of journal, which holds tokens and log-probabilities instead of words."""
 _KEPT_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What is read."""
+    """The sources to read."""
 
     runs: list[Path] = field(default_factory=list)
     versions: list[Path] = field(default_factory=list)
@@ -61,25 +64,28 @@ class Sources:
 
 @dataclass(frozen=True)
 class DataOrder:
-    """An order, and the variables with keys that its program needs and no file holds."""
+    """An order with the environment variables for its keys, which no file holds."""
 
     order: Order
     keys: dict[str, str] = field(default_factory=dict)
 
 
 def sources_of(home: Home, names: Sequence[str]) -> Sources:
-    """What names mean: runs, seed groups (all of their runs), data sets (`name@v2`), and inboxes (`name@inbox`).
-    What is named twice, as a run and by its group for instance, is read once.
+    """Resolve names of runs, seed groups, data sets (`name@v2`) and inboxes (`name@inbox`).
+
+    Duplicates, such as a run and its group, are read once.
 
     Raises:
-        NotFound: One is nothing of these.
+        NotFound: A name is none of these.
     """
     found, store = Sources(), DatasetStore(home.datasets)
     for name in dict.fromkeys(names):
         base, at, version = name.partition("@")
         if at and version == INBOX:
             if not NAME.fullmatch(base) or not store.inbox(base).is_file():
-                raise NotFound(f"Nothing was posted for {shown(base)}.", hint="docs/data.md says how traces come in.")
+                raise NotFound(
+                    f"Nothing was posted for {shown(base)}.", hint="docs/data.md describes how to post traces."
+                )
             found.files.append(store.inbox(base))
         elif at:
             found.versions.append(store.find(name).path)
@@ -100,18 +106,18 @@ def _run(home: Home, name: str, store: DatasetStore) -> Path:
 def export_order(
     home: Home, names: Sequence[str], form: str, where: Mapping[str, Any] | None, *, target: Path | None = None
 ) -> DataOrder:
-    """The order of an export.
+    """Make the order of an export.
 
     Args:
-        home: The owner's.
+        home: The owner's home.
         names: See `sources_of`.
         form: One of FORMATS.
         where: Filters, see `Query`.
-        target: Where to; in the home's folder of exports when None.
+        target: Path of the export; below the home's exports if None.
 
     Raises:
-        LockedField: The owner forbids it.
-        NotFound, InvalidValue: A name, filter or format is none.
+        LockedField: The owner forbids exports.
+        NotFound, InvalidValue: Unknown name, filter or format.
     """
     settings = home.settings()
     if not settings.data.export:
@@ -119,7 +125,7 @@ def export_order(
     if form not in FORMATS:
         raise InvalidValue(f"There is no format {shown(form)}.", hint=f"Formats: {', '.join(FORMATS)}.")
     if not names:
-        raise InvalidValue("No run is named.", hint="list_runs names the runs there are.")
+        raise InvalidValue("No run is given.", hint="list_runs names the runs there are.")
     query, sources = Query.of(where), sources_of(home, names)
     order = Order(
         kind="export",
@@ -140,11 +146,11 @@ def export_order(
 
 
 def inbox_of(home: Home, name: str) -> Inbox:
-    """Where traces from outside wait for a data set.
+    """Return the inbox of a data set.
 
     Raises:
         LockedField: The owner forbids data sets.
-        InvalidValue: The name is none.
+        InvalidValue: Not a valid data set name.
     """
     _require_builds(home.settings())
     return Inbox(home.ensure().datasets, name)
@@ -166,21 +172,21 @@ def build_order(
     anywhere: bool = False,
     files: Sequence[Path] = (),
 ) -> DataOrder:
-    """The order of a build.
+    """Make the order of a build.
 
     Args:
-        home: The owner's.
-        catalog: The environments there are.
-        name: The data set's.
-        names: What is read, see `sources_of`.
+        home: The owner's home.
+        catalog: The catalog of environments.
+        name: Name of the data set.
+        names: Sources, see `sources_of`.
         where: Filters.
         recipe: See `toprope.trajectories.synthesis.recipe`.
-        anywhere: Whether users' files may lie anywhere: the owner asks.
-        files: Files of JSON lines to read besides.
+        anywhere: Allow users' files outside the owner's folders, because the owner asks.
+        files: Additional JSON lines files.
 
     Raises:
-        LockedField: The owner forbids it.
-        NotFound, InvalidValue: Something is named that is not there, or does not fit together.
+        LockedField: The owner forbids builds.
+        NotFound, InvalidValue: A name is unknown, or parts contradict each other.
     """
     settings = home.settings()
     _require_builds(settings)
@@ -188,7 +194,7 @@ def build_order(
     plan, query = parse_recipe(recipe), Query.of(where)
     if not names and not files and not plan.generates:
         raise InvalidValue(
-            "There is nothing to make a data set of: no sources, and no step that generates.",
+            "The order has neither sources nor a step that generates items.",
             hint="Name runs or data sets as sources, or give the recipe a step with templates or an environment.",
         )
     sources = sources_of(home, names)
@@ -211,14 +217,14 @@ def build_order(
 def _fill(
     order: Order, plan: Recipe, home: Home, settings: OwnerSettings, catalog: Catalog, anywhere: bool
 ) -> dict[str, str]:
-    """Puts into an order what its recipe names; returns the keys of its teachers."""
+    """Resolve the names of a recipe into the order; return the keys of its teachers."""
     folders = home.strategy_folders(settings)
 
     def near(name: str) -> Path | None:
         given = Path(name).expanduser()
         if anywhere and given.is_file():
             return given.resolve()
-        if given.name != name:  # no path: a name in one of the owner's folders
+        if given.name != name:  # a file name in one of the owner's folders, not a path
             return None
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
@@ -236,7 +242,7 @@ def _fill(
         if step.teacher is not None:
             models = resolve_models([step.teacher], settings, home.preset_folders)
             if len(models) != 1 or models[0].endpoint is None:
-                raise InvalidValue(f"Step {number}: {shown(step.teacher)} is no single model at an endpoint.")
+                raise InvalidValue(f"Step {number}: {shown(step.teacher)} is not a single model at an endpoint.")
             require_keys(models, settings, home.settings_file)
             order.teachers[step.teacher] = models[0].endpoint
             keys |= {f"{ENDPOINT_KEY}{one}": key for one, key in keys_for(models, settings).items()}
@@ -268,37 +274,37 @@ def _places(home: Home) -> tuple[Path, Path]:
 
 
 def job_of(home: Home, order: Order) -> Job:
-    """The job of an order: the same for the same order."""
+    """Return the job of an order; equal orders share one."""
     exports, datasets = _places(home)
     return Job.of(exports if order.kind == "export" else datasets, order)
 
 
 def live_jobs(home: Home) -> Iterator[Job]:
-    """The jobs that go on."""
+    """Return the running jobs."""
     for place in _places(home):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
             job = Job(folder)
-            if job.alive() and not job.ended():  # one that has ended is on its way out
+            if job.alive() and not job.ended():  # A job with a result is about to exit.
                 yield job
 
 
 def begin(home: Home, asked: DataOrder) -> Job:
-    """Starts the program for an order, unless it runs or its result waits to be told.
+    """Start the program for an order unless it runs or its result was not reported yet.
 
     Raises:
-        NotPossibleNow: As many run as the owner allows.
-        ComponentFailed: It does not start.
+        NotPossibleNow: The owner's limit of concurrent jobs is reached.
+        ComponentFailed: The program does not start.
     """
     job = job_of(home, asked.order)
     if job.alive() if not job.ended() else not job.told():
         return job
     most = home.settings().data.at_once
-    with FileLock(str(home.path / "data.lock")):  # whoever is asked beside us counts ours
+    with FileLock(str(home.path / "data.lock")):  # Other servers count this job as well.
         live = list(live_jobs(home))
         if len(live) >= most:
             raise NotPossibleNow(
-                f"{len(live)} exports and builds are going on, as many as the owner allows (data.at_once).",
-                hint="Wait for them to end; nothing was started.",
+                f"{len(live)} exports and builds are running, the most that the owner allows (data.at_once).",
+                hint="Wait until one ends; nothing was started.",
             )
         _forget(home)
         job.begin(asked.order, asked.keys)
@@ -306,7 +312,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
 
 
 def _forget(home: Home) -> None:
-    """Removes what jobs left that were told long ago."""
+    """Remove folders of jobs whose results were reported long ago."""
     for place in _places(home):
         for folder in place.iterdir() if place.is_dir() else ():
             told = folder / "told"

@@ -1,7 +1,7 @@
-"""Drafts: experiments while they are edited. Kept in the index, so that they outlive the server that made them.
+"""Drafts: experiments that are being edited, stored in the index so that they outlive the server.
 
-A draft belongs to one environment and starts from a preset with the owner's locks applied: what an agent reads is
-what a run would get. Every edit is judged as a whole, gives the draft its next revision and stays in its history.
+A draft belongs to one environment and starts from a preset with the owner's locks applied, so an agent reads the values
+that a run would get. An edit is validated as a whole, makes the next revision and stays in the history.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Draft:
     preset: str
     config: Config
     knobs: list[dict[str, Any]]
-    """The knobs on the environment's card when the draft was made."""
+    """Knobs on the environment's card when the draft was created."""
     revision: int
     created_at: float
     updated_at: float
 
     @property
     def fields(self) -> dict[str, Field]:
-        """Every field that this draft has, by dotted name."""
+        """All fields of this draft by dotted name."""
         return all_fields(self.knobs)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit of a draft's history; `revision` is the one that it led to."""
+    """An edit in a draft's history; `revision` is the resulting one."""
 
     revision: int
     at: float
@@ -56,7 +56,7 @@ class Edit:
 
 
 class Drafts:
-    """The drafts in an index."""
+    """The drafts stored in an index."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -64,50 +64,50 @@ class Drafts:
     def create(
         self, environment: EnvironmentSource, preset: Preset, knobs: Iterable[Mapping[str, Any]], locks: Locks
     ) -> tuple[Draft, list[Change]]:
-        """Makes a draft of an environment from a preset.
+        """Create a draft of an environment from a preset.
 
         Args:
-            environment: Where a worker finds it.
-            preset: Its values and its knobs for this environment are applied.
-            knobs: The knobs on the environment's card, as mappings.
-            locks: Fixed values replace the preset's, values out of bounds become the nearest allowed ones.
+            environment: Source of the environment.
+            preset: Preset with values and knobs for this environment.
+            knobs: Knobs on the environment's card, as mappings.
+            locks: Fixed values replace those of the preset; values out of bounds become the nearest allowed ones.
 
         Returns:
-            The draft, and what the owner's locks changed of the preset.
+            The draft, and the preset's values that the locks changed.
 
         Raises:
-            InvalidValue, NotFound: The preset does not fit the environment or the locks make it inconsistent; nothing
-                was made.
+            InvalidValue, NotFound: The preset does not fit the environment, or the locks make it inconsistent; nothing
+                was created.
         """
-        knobs = [dict(knob) for knob in knobs]
-        fields = all_fields(knobs)
+        card = [dict(knob) for knob in knobs]
+        fields = all_fields(card)
         config = preset.config(environment.name)
-        # Every knob's value is written down, so that a run does not change when an environment's default does.
+        # Store every knob, so that a changed default does not change a run.
         defaults = {name: field.default for name, field in fields.items() if name.startswith(f"{KNOBS}.")}
         config.environment.knobs = {name.removeprefix(f"{KNOBS}."): value for name, value in defaults.items()}
         own = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
         try:
-            config, _ = apply(config, own, knobs)
+            config, _ = apply(config, own, card)
         except (InvalidValue, NotFound) as problem:
             raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
         allowed, moved = locks.adjust(config, fields)
-        config, _ = apply(config, allowed, knobs, locks)
+        config, _ = apply(config, allowed, card, locks)
         row = self._index.create_draft(
-            preset.name, environment.model_dump(mode="json"), knobs, config.model_dump(mode="json")
+            preset.name, environment.model_dump(mode="json"), card, config.model_dump(mode="json")
         )
         return _draft(row), moved
 
     def get(self, draft_id: str) -> Draft:
-        """The draft of that id.
+        """Return a draft by id.
 
         Raises:
-            NotFound: There is none; the message names the nearest id or the latest ones.
-            Corrupt: It cannot be read.
+            NotFound: Unknown id; the message names the nearest or the latest ones.
+            Corrupt: The draft cannot be read.
         """
         return _draft(self._row(draft_id))
 
-    def list(self, limit: int = 20) -> list[Draft]:
-        """Drafts, the last edited first; those that cannot be read are left out."""
+    def recent(self, limit: int = 20) -> list[Draft]:
+        """Return drafts, last edited first; unreadable ones are left out."""
         drafts = []
         for row in self._index.drafts(limit):
             try:
@@ -117,10 +117,10 @@ class Drafts:
         return drafts
 
     def edit(self, draft_id: str, changes: Mapping[str, Any], locks: Locks) -> tuple[Draft, list[Change]]:
-        """Applies changes, all or none, and keeps them in the history.
+        """Apply changes, all or none, and record them in the history.
 
         Returns:
-            The draft as it is now, and the fields that differ; none where every value was there already.
+            The new draft, and the changed fields; empty if all values were set already.
 
         Raises:
             NotFound, LockedField, InvalidValue: See `fields.apply`; nothing was changed.
@@ -138,26 +138,26 @@ class Drafts:
         return _draft(self._index.edit_draft(draft_id, edit)), done
 
     def at(self, draft_id: str, revision: int) -> Config:
-        """A draft's configuration as it was at a revision.
+        """Return a draft's configuration at a revision.
 
         Raises:
-            NotFound: There is no such draft or revision.
-            Corrupt: It cannot be read.
+            NotFound: Unknown draft or revision.
+            Corrupt: The draft cannot be read.
         """
         draft = self.get(draft_id)
         edits = [(edit.revision, edit.changes) for edit in self.history(draft_id)]
         return taken_back(draft.config, edits, revision, draft.knobs)
 
     def revert(self, draft_id: str, revision: int, locks: Locks) -> tuple[Draft, list[Change], list[Change]]:
-        """Goes back to a revision by an edit; the history grows, and nothing of it is lost.
+        """Restore a revision by a new edit; the history is kept.
 
         Returns:
-            The draft as it is now, the fields that differ from before, and where the owner's locks have another value
-            than the revision had: the revision's value and the one that holds.
+            The new draft, the changed fields, and the fields for which the locks override the revision: its value and
+            the present one.
 
         Raises:
-            NotFound: There is no such draft or revision.
-            InvalidValue: With what the owner allows now, its fields do not fit each other; nothing was changed.
+            NotFound: Unknown draft or revision.
+            InvalidValue: Under the present locks the fields contradict each other; nothing was changed.
         """
         draft = self.get(draft_id)
         wanted = self.at(draft_id, revision)
@@ -169,22 +169,22 @@ class Drafts:
     def fork(
         self, run: Specification, environment: EnvironmentSource, knobs: Iterable[Mapping[str, Any]], locks: Locks
     ) -> tuple[Draft, list[Change], list[str]]:
-        """Makes a draft with a run's configuration.
+        """Create a draft with a run's configuration.
 
         Args:
-            run: The run.
-            environment: Where a worker finds its environment now.
-            knobs: The knobs on the environment's card; those that the run had and the card has not are left out.
-            locks: The owner's, as they are now.
+            run: Specification of the run.
+            environment: Present source of its environment.
+            knobs: Knobs on the environment's card; other knobs of the run are dropped.
+            locks: The owner's present locks.
 
         Returns:
-            The draft, what the locks changed of the run's configuration, and the knobs that are no more.
+            The draft, the values that the locks changed, and the dropped knobs.
 
         Raises:
-            InvalidValue: A knob's value does not fit any more, or the locks make it inconsistent; nothing was made.
+            InvalidValue: A knob is invalid now, or the locks make the draft inconsistent; nothing was created.
         """
-        knobs = [dict(knob) for knob in knobs]
-        fields = all_fields(knobs)
+        card = [dict(knob) for knob in knobs]
+        fields = all_fields(card)
         config = run.config.model_copy(deep=True)
         own = {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
         gone = [name for name in own if name not in fields]
@@ -193,24 +193,24 @@ class Drafts:
             for name, field in fields.items()
             if name.startswith(f"{KNOBS}.")
         }
-        config, _ = apply(config, {name: value for name, value in own.items() if name in fields}, knobs)
+        config, _ = apply(config, {name: value for name, value in own.items() if name in fields}, card)
         allowed, moved = locks.adjust(config, fields)
-        config, _ = apply(config, allowed, knobs, locks)
+        config, _ = apply(config, allowed, card, locks)
         row = self._index.create_draft(
-            run.preset or "", environment.model_dump(mode="json"), knobs, config.model_dump(mode="json")
+            run.preset or "", environment.model_dump(mode="json"), card, config.model_dump(mode="json")
         )
         with self._index.writing() as db:
             db.execute("INSERT INTO forks VALUES (?, ?)", (row.id, run.run_id))
         return _draft(row), moved, gone
 
     def forked_from(self, draft_id: str) -> str | None:
-        """The run that a draft was made from, if it was."""
+        """Return the run that a draft was forked from, or None."""
         with self._index.reading() as db:
             row = db.execute("SELECT run_id FROM forks WHERE draft_id = ?", (draft_id,)).fetchone() if db else None
             return row["run_id"] if row else None
 
     def history(self, draft_id: str) -> list[Edit]:
-        """A draft's edits, oldest first."""
+        """Return a draft's edits, oldest first."""
         rows: list[EditRow] = self._index.edits(draft_id)
         try:
             return [Edit(row.revision, row.at, [Change(**change) for change in row.changes]) for row in rows]
@@ -223,7 +223,9 @@ class Drafts:
         except NotFound:
             known = [row.id for row in self._index.drafts()]
             near = difflib.get_close_matches(draft_id, known, n=1, cutoff=0.7) or known[:5]
-            hint = f"There are: {', '.join(near)}." if near else "There are none yet; select_environment makes one."
+            hint = (
+                f"There are: {', '.join(near)}." if near else "There are no drafts yet; select_environment makes one."
+            )
             raise NotFound(f"There is no draft {shown(draft_id)}.", hint=hint) from None
 
 

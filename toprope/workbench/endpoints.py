@@ -1,8 +1,8 @@
-"""Which models at endpoints an agent may test, and how their keys get where they are needed and nowhere else.
+"""Models at endpoints that an agent may test, and their keys.
 
-The names are the owner's: entries under `models` in settings.yaml, or the models of a preset. An agent gives names,
-never URLs. A key is taken from the owner's settings when a run starts, goes to that run's rollout driver under a name
-that no worker inherits, and to nothing else; it is in no specification, log or result.
+The owner names the models: entries under `models` in settings.yaml, or the models of a preset. An agent gives names,
+never URLs. A key is read from the owner's settings when a run starts and passed to the run's driver alone, in a
+variable that workers do not inherit. It is in no specification, log or result.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _URLISH = ("://", "http:", "https:", "www.")
 
 
 def known_models(settings: OwnerSettings, presets: Sequence[Path]) -> dict[str, dict[str, Endpoint]]:
-    """What may be asked for, by the name to ask with: one model, or all of a preset, by their own names then."""
+    """Return the available models by name: a single model, or all models of a preset by their own names."""
     found: dict[str, dict[str, Endpoint]] = {}
     for preset in list_presets(presets):
         try:
             models = load_preset(preset, presets).models
         except InvalidValue:
-            continue  # a broken file; whoever selects it is told
+            continue  # a broken preset file; selecting it reports the error
         if models:
             whole = {f"{preset}/{name}": endpoint for name, endpoint in models.items()}
             found[preset] = whole
@@ -49,18 +49,18 @@ def known_models(settings: OwnerSettings, presets: Sequence[Path]) -> dict[str, 
 
 
 def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Sequence[Path]) -> list[ModelUnderTest]:
-    """The models that an agent named, each once.
+    """Return the models that an agent named, without duplicates.
 
     Raises:
-        InvalidValue: A name is a URL, there are too many, or none.
-        NotFound: A name is nobody's.
+        InvalidValue: A name is a URL, or there are too many names or none.
+        NotFound: Unknown name.
     """
     known = known_models(settings, presets)
     found: dict[str, ModelUnderTest] = {}
     for name in names:
         if any(word in name.lower() for word in _URLISH):
             raise InvalidValue(
-                "Models are asked for by names, not by URLs: the owner alone decides where tasks and keys are sent.",
+                "Name models, not URLs: the owner alone decides where tasks and keys are sent.",
                 hint=f"Names: {', '.join([BASE, *known])}. The owner adds a model under `models` in settings.yaml: "
                 "its base_url, model and the name of its key.",
             )
@@ -80,31 +80,31 @@ def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Seque
 
 
 def resolve_teacher(name: str, settings: OwnerSettings, presets: Sequence[Path], file: Path) -> ModelUnderTest | None:
-    """The model that demonstrates, None for the environment's own solver.
+    """Return the model that demonstrates; None for the environment's own solver.
 
     Args:
-        name: As `sft.teacher` names it.
-        settings: The owner's.
-        presets: The folders with presets.
-        file: Where the owner's settings lie, for the message about a missing key.
+        name: Value of `sft.teacher`.
+        settings: The owner's settings.
+        presets: Folders with presets.
+        file: Path of the owner's settings, for the message about a missing key.
 
     Raises:
-        InvalidValue, NotFound: It is nobody's name, several models', or its key is missing.
+        InvalidValue, NotFound: The name is unknown or means several models, or its key is missing.
     """
     if name == "solver":
         return None
     models = resolve_models([name], settings, presets)
     if len(models) != 1 or models[0].endpoint is None:
-        raise InvalidValue(f"sft.teacher is {name!r}, which is no single model.", hint="Name one, or 'solver'.")
+        raise InvalidValue(f"sft.teacher is {name!r}, which is not a single model.", hint="Name one, or 'solver'.")
     require_keys(models, settings, file)
     return models[0]
 
 
 def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, settings_file: Path) -> None:
-    """Passes when every key that these models need is there.
+    """Check that every key of these models is available.
 
     Raises:
-        InvalidValue: One is missing; the message says where it belongs.
+        InvalidValue: A key is missing; the message says where to put it.
     """
     missing: dict[str, list[str]] = {}
     for model in models:
@@ -121,7 +121,7 @@ def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, sett
 
 
 def keys_for(models: Sequence[ModelUnderTest], settings: OwnerSettings) -> dict[str, str]:
-    """The keys of these models by their names, as far as there are any; for a process that asks them, and no file."""
+    """Return the available keys of these models by variable name, for the environment of a process."""
     names = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
     found = {name: _key(name, settings, os.environ) for name in sorted(names)}
     return {name: key for name, key in found.items() if key is not None}
@@ -133,14 +133,15 @@ def variables_for(
     presets: Sequence[Path],
     surroundings: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
-    """The owner's variables for the crew of one run: with the keys of the models that it tests, for its driver alone,
-    and without every other key of a model.
+    """Return the owner's variables for a run's crew.
+
+    The driver alone gets the keys of the models that the run tests; no component gets other model keys.
 
     Args:
-        specification: The run's.
-        settings: The owner's.
-        presets: The folders with presets, which name keys as well.
-        surroundings: Where keys may stand that the settings do not have; this process's variables when None.
+        specification: The run's specification.
+        settings: The owner's settings.
+        presets: Folders with presets, which also name keys.
+        surroundings: Variables to search for keys that the settings lack; those of this process if None.
     """
     surroundings = os.environ if surroundings is None else surroundings
     models = list(specification.test.models) if specification.test else []

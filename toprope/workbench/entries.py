@@ -1,4 +1,4 @@
-"""What the catalog lists: one value for an environment of whatever source, and who has which name."""
+"""Catalog entries of environments, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ class Entry:
     name: str
     description: str
     source: str
-    """Where it was found: `shipped`, `folder`, `dataset`, `reasoning_gym`, `installed`, `server`, `hub`, ..."""
+    """Its source: `shipped`, `folder`, `dataset`, `reasoning_gym`, `installed`, `server`, `hub`, ..."""
     status: State
     problem: str
-    """Why it is not ready, and what to do; empty when it is."""
+    """Reason why it is not ready, and the remedy; empty if it is ready."""
     turns: int | None
-    """Most answers in a rollout; None where files do not tell."""
+    """Largest number of answers in a rollout; None if unknown from files."""
     environment: EnvironmentSource
     tags: tuple[str, ...] = ()
     ecosystem: str = "toprope"
-    """Whose conventions it follows: the name of an adapter, or `toprope` for those written against our SDK."""
+    """The ecosystem: the name of an adapter, or `toprope` for the SDK."""
     tools: bool = False
-    """Whether the policy gets tools, as far as files tell."""
+    """True if the policy gets tools; None if unknown from files."""
     tasks: int | None = None
-    """How many there are, where files tell."""
+    """Number of tasks; None if unknown from files."""
 
     @property
     def usable(self) -> bool:
-        """Whether it is worth asking a worker: what needs a network or a key may have it here."""
+        """True if a worker may be able to open it; it may still need a network or a key."""
         return self.status not in ("broken", "needs install")
 
 
 @dataclass
 class Names:
-    """Who has which name, so that of two environments with the same name one is told to change."""
+    """The names in use, to detect two environments of the same name."""
 
     _holders: dict[str, str] = field(default_factory=dict)
 
     def claim(self, name: str, holder: str) -> str:
-        """Who has the name already; empty where `holder` has it now.
+        """Register a name and return its earlier holder; empty if `holder` has it now.
 
         Args:
-            name: An environment's.
-            holder: A file and line, or another text that tells it from all others.
+            name: Name of the environment.
+            holder: A file and line, or another unique text.
         """
         other = self._holders.setdefault(name, holder)
         return "" if other == holder else other
 
 
 class Source(Protocol):
-    """Something that environments are found in. It reads files and runs nothing of theirs."""
+    """A place with environments. It reads files and runs no user code."""
 
     kind: str
 
     def entries(self, names: Names) -> list[Entry]:
-        """Everything there is now, what is broken included."""
+        """Return all present entries, broken ones included."""
         ...
 
 
 def broken(name: str, problem: str, source: str, *, ecosystem: str = "toprope", description: str = "") -> Entry:
-    """An entry that says what is wrong where nothing else could be read."""
+    """Return an entry that reports an unreadable environment."""
     return Entry(
         name=name,
         description=description,

@@ -1,6 +1,6 @@
-"""Configurations side by side: a draft at any of its revisions, a run, a preset; and what differs between two of them.
+"""Compare configurations: a draft at any revision, a run, or a preset.
 
-History is never rewritten. A revision is found by taking later edits back in memory; going back to one is an edit.
+History is never rewritten. A revision is reconstructed by undoing later edits in memory; restoring one is a new edit.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["Side", "beside_preset", "config_of_preset", "difference", "taken_bac
 
 @dataclass(frozen=True)
 class Side:
-    """One configuration of a comparison."""
+    """One side of a comparison."""
 
     name: str
-    """As it was asked for: `draft-7f3k@3`, a run's id, `preset cpu-embedded`."""
+    """Name of the side: `draft-7f3k@3`, a run id, `preset cpu-embedded`."""
     environment: str
     preset: str | None
     config: Config
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Every field's value by its dotted name, the environment's own settings last."""
+    """Values by dotted name, knobs last."""
     values = {name: get_value(config, field) for name, field in all_fields().items()}
     return values | {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
 
 
 def difference(a: Config, b: Config) -> list[Change]:
-    """The fields whose values differ, in the schema's order; None where one has no such knob."""
+    """Return the differing fields in the schema's order; None for a missing knob."""
     first, second = values_of(a), values_of(b)
     names = [*first, *(name for name in second if name not in first)]
     return [
@@ -49,16 +49,16 @@ def difference(a: Config, b: Config) -> list[Change]:
 def taken_back(
     config: Config, edits: Sequence[tuple[int, Sequence[Change]]], revision: int, knobs: Iterable[Mapping[str, Any]]
 ) -> Config:
-    """The configuration as it was at an earlier revision.
+    """Return the configuration at an earlier revision.
 
     Args:
-        config: As it is now.
-        edits: Each edit's revision (the one that it led to) and changes, oldest first.
-        revision: From 1, the draft as it was made.
-        knobs: On the environment's card.
+        config: The present configuration.
+        edits: Resulting revision and changes of each edit, oldest first.
+        revision: Revision, from 1 for the new draft.
+        knobs: Knobs on the environment's card.
 
     Raises:
-        NotFound: There is no such revision.
+        NotFound: Unknown revision.
     """
     newest = edits[-1][0] if edits else 1
     if not 1 <= revision <= newest:
@@ -71,15 +71,17 @@ def taken_back(
 
 
 def config_of_preset(preset: Preset, environment: str) -> Config:
-    """What a preset says for an environment, its knobs included."""
+    """Return a preset's values for an environment, knobs included."""
     config = preset.config(environment)
     config.environment.knobs = dict(preset.knobs(environment))
     return config
 
 
 def beside_preset(config: Config, preset: Preset | None, environment: str) -> dict[str, list[Any]]:
-    """Fields whose value is not the preset's, each with the preset's value and this one. Knobs that the preset leaves
-    alone are left out: their values are the environment's defaults, or stand in an edit."""
+    """Return the fields that differ from the preset, with the preset's value and the present one.
+
+    Knobs that the preset does not set are left out: they have defaults or appear in an edit.
+    """
     if preset is None:
         return {}
     try:

@@ -48,7 +48,7 @@ def test_one_draft_that_cannot_be_read_is_that_draft_alone(index, column, value)
     assert bad in raised.value.message and "select_environment" in raised.value.hint
     assert "doctor --repair" not in str(raised.value)
     assert drafts.get(good).id == good
-    assert [draft.id for draft in drafts.list()] == [good]
+    assert [draft.id for draft in drafts.recent()] == [good]
 
 
 @pytest.mark.parametrize("value", ["{", '{"a": 1}', '[{"b": 2}]'])

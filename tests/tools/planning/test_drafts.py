@@ -85,7 +85,7 @@ def test_an_environment_that_does_not_load_makes_no_draft(house):
     )
     with pytest.raises(EnvironmentFailed, match="gone"):
         do(select_environment, shop, name="bad")
-    assert shop.drafts.list() == []
+    assert shop.drafts.recent() == []
 
 
 def test_a_draft_carries_preset_knobs_and_locks(house):

@@ -120,7 +120,7 @@ async def get_handoff(workshop: Workshop) -> Answer:
         ledger = ledger_of(workshop)
         experiments = [refreshed(workshop, entry) for entry in ledger.entries(limit=200)]
         drafts = []
-        for draft in workshop.drafts.list(6):
+        for draft in workshop.drafts.recent(6):
             history = workshop.drafts.history(draft.id)
             last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
             drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")

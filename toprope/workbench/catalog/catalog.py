@@ -1,9 +1,8 @@
-"""Which environments there are, and what one of them is like.
+"""The catalog of environments.
 
-Listing reads files and runs nothing, so it is quick and cannot be disturbed; it is done anew at each question, because
-an author edits files while an agent watches. Each kind of place is a source with a file of its own
-(`toprope.workbench.sources`), and one that cannot be listed hides no other. What files cannot tell is asked of a worker
-(`toprope.workbench.catalog.describe`): user code never runs here.
+Listing reads files and runs no user code, so it is fast and safe. It is repeated for each request, because authors edit
+files meanwhile. Each kind of place is a source (`toprope.workbench.sources`); a source that fails does not hide the
+others. A worker answers what files cannot tell (`toprope.workbench.catalog.describe`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LONGEST_NAME = 100
 
 
 def shipped_folder() -> Path:
-    """The folder with the environments that ship with us: it lies beside the package."""
+    """Return the folder of the shipped environments."""
     return ENVIRONMENTS
 
 
@@ -43,11 +42,11 @@ class Catalog:
     """The environments of all sources.
 
     Args:
-        folders: The owner's folders, searched in this order after our own. One that does not exist is empty.
-        shipped: Our folder.
+        folders: The owner's folders, searched in order after the shipped one; missing folders count as empty.
+        shipped: Folder of the shipped environments.
         datasets: Folders whose files the environments `dataset` and `orchestrator` may read.
-        tools: The owner's tools by name, as `LentTool.declaration` says them.
-        registry: What the owner added, interpreters too; None: nothing.
+        tools: The owner's tools by name, see `LentTool.declaration`.
+        registry: Environments and interpreters that the owner added; None for none.
     """
 
     def __init__(
@@ -78,21 +77,25 @@ class Catalog:
         ]
 
     def entries(self) -> list[Entry]:
-        """All environments: ours, the owner's by folder and file, data sets, what was added, then those of packages by
-        ecosystem. Files are read again when they changed."""
+        """Return all environments: shipped, the owner's files, data sets, added ones, then packages by ecosystem.
+
+        Changed files are read again.
+        """
         entries: list[Entry] = []
         names = Names()
         for source in self._sources:
             try:
                 entries += source.entries(names)
-            except Exception as error:  # whatever one place holds, the others are listed
+            except Exception as error:  # A broken source must not hide the others.
                 problem = f"This source cannot be listed: {type(error).__name__}: {error}"
                 entries.append(broken(source.kind, problem, source.kind))
         return [_sayable(entry) for entry in entries]
 
     def search(self, query: str = "") -> list[Entry]:
-        """Entries whose name, description, ecosystem or tags contain every word of a query; those that match by name
-        first."""
+        """Return entries whose name, description, ecosystem or tags contain every word of the query.
+
+        Matches by name come first.
+        """
         words = query.casefold().split()
         entries = self.entries()
 
@@ -103,10 +106,10 @@ class Catalog:
         return sorted(found, key=missing_from_name)
 
     def find(self, name: str) -> Entry:
-        """The environment of that name.
+        """Return the environment of this name.
 
         Raises:
-            NotFound: There is none; the message names the three nearest.
+            NotFound: Unknown name; the message names the three nearest.
         """
         entries = self.entries()
         named = [entry for entry in entries if entry.name == name]
@@ -117,18 +120,18 @@ class Catalog:
         raise NotFound(f"There is no environment {shown(name)}.", hint=f"{hint} list_environments shows all.".strip())
 
     async def describe(self, entry: Entry, knobs: Mapping[str, Any] | None = None, **asked: Any) -> Description:
-        """Asks a worker what an environment is like: see `Describer.describe`."""
+        """Describe an environment in a worker: see `Describer.describe`."""
         return await self._describer.describe(entry, knobs, **asked)
 
     def interpreters(self) -> list[Known]:
-        """Every interpreter in which environments may be found, ours first."""
+        """Return every interpreter that may have environments, Toprope's own first."""
         try:
             return known_interpreters(self._added())
-        except TopropeError:  # `registered` says what is wrong with the file
+        except TopropeError:  # The source `registered` reports the broken file.
             return known_interpreters({})
 
     def in_file(self, file: Path) -> FolderSource:
-        """The environments of one file, wherever it lies."""
+        """Return the environments in a file at any path."""
         return FolderSource(file, "file", self._reader, self.interpreters)
 
     def _added(self) -> dict[str, Added]:
@@ -141,7 +144,7 @@ class Catalog:
 
 
 def _sayable(entry: Entry) -> Entry:
-    """The entry as it can be shown: file names and what somebody's package says of itself may hold anything."""
+    """Clean an entry for display: file names and package texts are untrusted."""
     name, description, problem = _line(entry.name, 160), _line(entry.description, 1000), _line(entry.problem, 1000)
     if (name, description, problem) == (entry.name, entry.description, entry.problem):
         return entry
@@ -158,8 +161,8 @@ def _text(entry: Entry) -> str:
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Up to three names, compared whole and without what comes before the slash."""
-    wanted = name[:_LONGEST_NAME].casefold()  # the comparison takes time by length
+    """Return up to three nearest names, compared with and without the part before the slash."""
+    wanted = name[:_LONGEST_NAME].casefold()  # The comparison takes time proportional to the length.
 
     def likeness(candidate: str) -> float:
         return max(

@@ -1,8 +1,9 @@
-"""Whether an environment is fit to train on, tried out in workers before anybody spends a night on it.
+"""Check in workers that an environment is fit for training.
 
-`toprope.sdk.checks` tries answers and judges; here are the processes: a worker that is tried, another one under
-another hash seed that is held against it, and a look at what they started, left, printed and kept in memory. Nothing
-of it runs here, all of it has time limits, and nothing outlives the answer. Held-out tasks are compared, never shown.
+`toprope.sdk.checks` tries answers and judges them. This module manages the processes: the tried worker, a second worker
+under another hash seed for comparison, and measurements of what they start, leave behind, print and keep in memory. No
+user code runs here, everything has time limits, and no process outlives the check. Held-out tasks are compared, never
+shown.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from toprope.workbench.entries import Entry
 __all__ = ["FULL_S", "QUICK_S", "CheckReport", "check"]
 
 QUICK_S, FULL_S = 25.0, 45.0
-"""How long a check takes at most, by default; below the minute after which clients drop a call."""
+"""Default time limit in seconds, below the minute after which clients drop a call."""
 
 _GRACE_S = 1.0
 _HASH_SEED, _OTHER_HASH_SEED = "0", "1"
@@ -45,17 +46,17 @@ _MB = 1 << 20
 
 @dataclass(frozen=True)
 class _Form:
-    """How much is looked at."""
+    """The amounts of work of a check."""
 
     survey: int
     survey_s: float
     listed: dict[str, int]
     tried: int
     compared: int
-    """Tasks of the training split that two processes make."""
+    """Training tasks that both processes generate."""
     scored_again: int
     repeated: int
-    """Further answers, over which memory and processes are watched."""
+    """Additional answers during which memory and processes are measured."""
     repeated_s: float
 
 
@@ -65,7 +66,7 @@ _FULL = _Form(2000, 5.0, {"train": 8000, "validation": 1000, "heldout": 1000}, 2
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found."""
+    """The result of a check."""
 
     name: str
     full: bool
@@ -75,13 +76,13 @@ class CheckReport:
 
     @property
     def worst(self) -> str:
-        """The highest level among the findings; `ok` where there is none above a note."""
+        """Highest level of the findings; `ok` if none is above a note."""
         levels = {finding.level for finding in self.findings}
         return "critical" if "critical" in levels else "warning" if "warning" in levels else "ok"
 
 
 class _Count:
-    """Counts what a worker prints."""
+    """Counts the lines that a worker prints."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -103,23 +104,23 @@ async def check(
     variables: Mapping[str, str] | None = None,
     network: bool = True,
 ) -> CheckReport:
-    """Tries an environment.
+    """Check an environment.
 
     Args:
-        entry: Which.
-        knobs: Settings to try it with; the defaults for the rest.
-        reward_weights: Weights to try it with.
-        max_turns: A lower limit than its own.
-        full: Look at more of everything, and at memory.
-        seconds: How long it may take; QUICK_S or FULL_S by default. What there is no time for is said.
+        entry: The environment.
+        knobs: Knobs that differ from the defaults.
+        reward_weights: Weights of reward parts.
+        max_turns: A limit below its own.
+        full: Check more tasks, and memory.
+        seconds: Time limit; QUICK_S or FULL_S by default. The report names skipped checks.
         load_timeout_s: Seconds for a worker's start, and again for loading.
-        call_timeout_s: Seconds for each call after that.
-        variables: Variables for the workers beside the usual ones.
-        network: Whether they may have one.
+        call_timeout_s: Seconds for each later call.
+        variables: Additional environment variables of the workers.
+        network: Allow the workers to use the network.
 
     Raises:
-        InvalidValue: A knob or weight is wrong.
-        EnvironmentFailed: It is not ready, or does not load.
+        InvalidValue: A knob or weight is invalid.
+        EnvironmentFailed: The environment is not ready or does not load.
     """
     require_usable(entry)
     form = _FULL if full else _QUICK
@@ -141,7 +142,7 @@ async def check(
         network,
     )
     try:
-        # A folder of its own, as a run has: what it leaves there is seen, and gone afterwards.
+        # A folder of its own, as in a run: leftovers are seen there and removed afterwards.
         with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
             await checked.run(full, folder)
     except WorkerFailure as failure:
@@ -173,7 +174,7 @@ class _Check:
         self._variables, self._network = variables, network
         self._mark = new_mark()
         self.marks = [self._mark]
-        """Of the workers that are tried, and of each other one."""
+        """Environment variables of the tried worker, and of the second one."""
         self._printed = _Count()
         self._folder: str | None = None
         self._card: Card | None = None
@@ -183,7 +184,7 @@ class _Check:
         self.seen = self._trial.seen
 
     async def run(self, full: bool, folder: str) -> None:
-        """Raises WorkerFailure where the environment does not load."""
+        """Start a worker and open the environment; raises WorkerFailure if it does not load."""
         self._folder = folder
         form, trial, seen = self._form, self._trial, self.seen
         beside: asyncio.Task[EnvironmentWorker] | None = None
@@ -236,7 +237,7 @@ class _Check:
 
     def _learn(self) -> None:
         card, seen = self._card, self.seen
-        assert card is not None  # a worker was opened
+        assert card is not None  # the worker has opened the environment
         seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
         seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
         seen.guessed = card.guessed_reference
@@ -245,7 +246,7 @@ class _Check:
         return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until
 
     async def _repeat(self) -> None:
-        """Scores the same few answers on and on, and looks whether memory and processes grow."""
+        """Score the same answers repeatedly and measure growth of memory and processes."""
         link, form, seen = self._trial.link, self._form, self.seen
         if link is None or not link.alive or not seen.tried or any(one.hung for one in seen.ended):
             return
@@ -264,12 +265,12 @@ class _Check:
         seen.memory_mb = after / _MB
         more = children_after - children_before
         seen.children = more if more > calls // 4 + 1 else 0
-        # Growth that goes on: what fills once (caches, pools) has filled by the middle.
+        # Compare with the middle: caches and pools have filled by then.
         if calls >= _FEWEST_FOR_GROWTH and middle is not None and after - middle > 0.25 * (after - before):
             seen.grown_mb, seen.grown_calls = max(0.0, after - before) / _MB, calls
 
     async def _end(self) -> None:
-        """Ends the tried worker as a run would, and counts what it leaves."""
+        """End the tried worker as a run would, and count what it leaves behind."""
         link = self._trial.link
         if link is None:
             return
@@ -331,7 +332,7 @@ class _Check:
 
 
 async def _closed(opening: asyncio.Task[EnvironmentWorker]) -> None:
-    """Ends a worker that may still be loading."""
+    """End a worker that may still be loading."""
     opening.cancel()
     try:
         link = await opening
@@ -351,9 +352,9 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Where two tasks differ, without either's text being long."""
+    """Describe the first difference between two tasks with short excerpts."""
     if other is None:
-        return "it is not there."
+        return "it is missing."
     if one.prompt == other.prompt:
         return f"the same prompt has the right answers {one.reference!r:.60} and {other.reference!r:.60}."
     at = next((place for place, (a, b) in enumerate(zip(one.prompt, other.prompt, strict=False)) if a != b), 0)
@@ -369,7 +370,7 @@ def _names(folder: str | None) -> tuple[str, ...]:
 
 
 def _busy(pid: int) -> float:
-    """Processor seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     import psutil
 
     try:
@@ -389,7 +390,7 @@ def _family(pid: int) -> set[int]:
 
 
 def _measure(pid: int) -> tuple[int, int]:
-    """Bytes of memory of a worker with what it started, and how many processes it started."""
+    """Return the memory in bytes of a worker with its children, and the number of children."""
     import psutil
 
     total, others = 0, 0

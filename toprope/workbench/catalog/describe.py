@@ -1,6 +1,6 @@
-"""What one environment is like, asked of a worker that lives for that question alone.
+"""Describe an environment with a short-lived worker.
 
-User code never runs here: the worker gets time limits, and neither it nor what it started outlives the answer.
+User code runs in the worker only. It has time limits, and no process outlives the description.
 """
 
 from __future__ import annotations
@@ -34,41 +34,43 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Example:
-    """A training task, and how the environment scores a few answers that say whether its scorer works."""
+    """A training task with the scores of probe answers that test the scorer."""
 
     messages: tuple[dict[str, Any], ...]
     reference: Any
     scores: dict[str, Outcome]
-    """By answer: `reference` (where there is one), `empty`, `junk`, and `near_miss`: wrong by one sign. Each is the
-    whole rollout: one answer, scored."""
+    """Outcomes by probe: `reference` (if there is one), `empty`, `junk`, and `near_miss` (one character wrong).
+
+    Each probe is a complete rollout of one answer.
+    """
 
 
 @dataclass(frozen=True)
 class Description:
-    """What an environment is like, as its worker saw it."""
+    """The description of an environment by its worker."""
 
     entry: Entry
     card: Card
     examples: tuple[Example, ...]
     splits: dict[str, SplitSize]
-    """By name; empty when no examples were asked for."""
+    """Task counts by split; empty if no examples were requested."""
     remarks: tuple[str, ...]
-    """What looks wrong about the scoring of the examples, in sentences."""
+    """Problems with the scores of the examples, as sentences."""
     start_seconds: float
-    """From starting the worker to its first answer."""
+    """Seconds from the worker's start to its first answer."""
     load_seconds: float
-    """Loading the environment, its imports included."""
+    """Seconds to load the environment, imports included."""
     score_seconds: float | None = None
-    """To begin a rollout and score one answer, on average over the examples."""
+    """Mean seconds to begin a rollout and score one answer."""
     memory_mb: float | None = None
-    """Of the worker, after that."""
+    """Memory of the worker afterwards."""
 
 
 class Describer:
-    """Asks workers; keeps the answers of what comes with the installation.
+    """Describes environments with workers, and caches descriptions of those that come with the installation.
 
     Args:
-        shipped: The folder of the environments that ship with us.
+        shipped: Folder of the shipped environments.
     """
 
     def __init__(self, shipped: Path) -> None:
@@ -87,22 +89,21 @@ class Describer:
         variables: Mapping[str, str] | None = None,
         network: bool = True,
     ) -> Description:
-        """Asks a worker what an environment is like.
+        """Describe an environment.
 
         Args:
-            entry: Which.
-            knobs: Settings to describe it with; the defaults for the rest.
-            reward_weights: Weights to describe it with.
-            examples: Training tasks to show and score; fewer where there are fewer. With 0 the card is all that is
-                asked for: no task is made.
+            entry: The environment.
+            knobs: Knobs that differ from the defaults.
+            reward_weights: Weights of reward parts.
+            examples: Most training tasks to show and score. 0 asks for the card alone and generates no tasks.
             load_timeout_s: Seconds for the worker's start, and again for loading.
-            call_timeout_s: Seconds for each call after that.
-            variables: Variables for the worker beside the usual ones.
-            network: Whether it may have one.
+            call_timeout_s: Seconds for each later call.
+            variables: Additional environment variables of the worker.
+            network: Allow the worker to use the network.
 
         Raises:
-            InvalidValue: A knob or weight is wrong.
-            EnvironmentFailed: It is not ready, does not load, raises, hangs, or ends its process.
+            InvalidValue: A knob or weight is invalid.
+            EnvironmentFailed: The environment is not ready, does not load, raises, hangs, or ends its process.
         """
         require_usable(entry)
         source = entry.environment.model_dump()
@@ -134,7 +135,7 @@ class Describer:
         began = time.monotonic()
         link: EnvironmentWorker | None = None
         mark, folder = new_mark(), _folder()
-        grace = 0.0  # only a worker that answered to the end gets time to end by itself
+        grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
             surroundings = worker_environment({**(variables or {}), MARK: mark})
             link = await EnvironmentWorker.start(
@@ -160,7 +161,9 @@ class Describer:
                 except WorkerError as failure:
                     if failure.kind != "invalid":
                         raise
-                    refused = failure.message  # it has no tasks with these knobs, and says why: the card stands
+                    refused = (
+                        failure.message
+                    )  # No tasks with these knobs, for a stated reason: the card is still valid.
             memory_mb = await asyncio.to_thread(_memory_mb, link.pid) if examples else None
             grace = _GRACE_SECONDS
         except WorkerFailure as failure:
@@ -185,8 +188,7 @@ class Describer:
 
 
 def _folder() -> str | None:
-    """Where a worker may write, since some environments write where they are; None where the disk has no room for it:
-    nothing that describes needs it."""
+    """Yield a temporary working folder, because some environments write into theirs; None if the disk is full."""
     try:
         return tempfile.mkdtemp(prefix="toprope-")
     except OSError:
@@ -194,19 +196,19 @@ def _folder() -> str | None:
 
 
 def require_usable(entry: Entry) -> None:
-    """Passes where a worker can be asked.
+    """Check that a worker can open the environment.
 
     Raises:
         EnvironmentFailed: The environment is broken or not installed.
     """
     if entry.status == "broken":
-        raise EnvironmentFailed(f"{entry.name} is broken: {entry.problem}", hint="Mend it and list again.")
+        raise EnvironmentFailed(f"{entry.name} is broken: {entry.problem}", hint="Fix it and list again.")
     if not entry.usable:
         raise EnvironmentFailed(f"{entry.name} is not installed.", hint=entry.problem)
 
 
 async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tuple[tuple[Example, ...], float | None]:
-    """Examples, and the seconds that an answer to one took on average."""
+    """Return examples, and the mean seconds per answer."""
     page = await link.tasks("train", 0, count, timeout=timeout)
     examples, calls, seconds = [], 0, 0.0
     for index, task in enumerate(page.tasks):
@@ -234,7 +236,7 @@ def _memory_mb(pid: int) -> float | None:
 
 
 def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
-    """What the scores of the examples say about the scorer."""
+    """Return problems of the scorer that the example scores show."""
     remarks = []
     if not examples:
         return ["The train split has no tasks."]
@@ -255,7 +257,7 @@ def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
 
 
 def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
-    """A worker's failure in the words of our own tree; what user code says in it is shown and steers nothing."""
+    """Convert a worker's failure into an EnvironmentFailed or InvalidValue; its text is untrusted."""
     told = _told(entry, failure)
     told.message = visible(told.message)
     return told
@@ -267,20 +269,20 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
             return InvalidValue(f"{entry.name}: {failure.message}")
         place = f" at {failure.where}" if failure.where else ""
         if failure.kind == "load":
-            return EnvironmentFailed(f"{failure.message}{place}", hint=f"{entry.name} was not loaded; mend this first.")
+            return EnvironmentFailed(f"{failure.message}{place}", hint=f"{entry.name} was not loaded; fix this first.")
         return EnvironmentFailed(
             f"{entry.name} raised {failure.type}: {failure.message.rstrip('.')}{place}.",
-            hint="Mend the environment's code.",
+            hint="Fix the environment's code.",
         )
     if isinstance(failure, WorkerTimeout):
         return EnvironmentFailed(
             f"{entry.name} hangs or is slow. {failure}",
-            hint="Look for an endless loop, a download, or tasks that take long to make.",
+            hint="Look for an endless loop, a download, or slow task generation.",
         )
     if isinstance(failure, WorkerDied) and failure.code is None:
         return EnvironmentFailed(
             f"{entry.name} was not loaded. {failure}.",
-            hint="Look at this machine's limits (ulimit -a: open files, processes, memory), then call again.",
+            hint="Check this machine's limits (ulimit -a: open files, processes, memory), then call again.",
         )
     died = f"{entry.name} ended its own process. {failure}" if isinstance(failure, WorkerDied) else str(failure)
     return EnvironmentFailed(died, hint="Look for os._exit, a crash in native code, or too little memory.")

@@ -1,9 +1,9 @@
-"""Descriptions that need no worker, because one was asked before: for environments that come with the installation.
+"""A cache of descriptions for environments that come with the installation.
 
-A worker takes some hundred milliseconds of a processor, and many agents ask about the same few environments. What ships
-with Toprope, or with reasoning-gym, says the same to the same question until its file or the installation changes, so
-its answer is kept, and those who ask at the same moment share one worker. An owner's environments and data sets are
-asked anew each time: somebody is writing them.
+A worker costs some hundred milliseconds of CPU, and many agents ask about the same few environments. A description of a
+shipped or reasoning-gym environment is valid until its file or the installation changes, so it is cached, and
+concurrent requests share one worker. The owner's environments are described anew each time, because they are being
+edited.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _MOST = 64
 
 
 def question(source: Mapping[str, Any], shipped: Path, **asked: Any) -> Hashable | None:
-    """What tells one question from another, with what its answer rests on; None where the answer is not to be kept.
+    """Return the cache key of a request, inputs of its answer included; None if the answer must not be cached.
 
     Args:
         source: `file`, `adapter`, `target`, ... of the environment.
-        shipped: The folder whose files come with the installation.
-        asked: The rest of the question, as JSON values.
+        shipped: Folder of the shipped environments.
+        asked: Further parameters of the request, as JSON values.
     """
+    rests_on: tuple[Hashable, ...]
     file, adapter = source.get("file"), str(source.get("adapter") or "")
     if file is not None and Path(file).parent == shipped:
         try:
@@ -51,14 +52,14 @@ def _files(folder: Path) -> list[tuple[str, Any]]:
 
 
 class Described(Generic[_T]):
-    """Answers by question, the least recently asked for forgotten first. Only what was answered is kept."""
+    """A least-recently-used cache of successful answers."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, _T] = OrderedDict()
         self._asking: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Lock] = {}
 
     async def get(self, asked: Hashable | None, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """The answer to `asked`, from before or from `ask`; None is always asked anew."""
+        """Return the cached answer of a key, or that of `ask`; the key None is never cached."""
         if asked is None:
             return await ask()
         place = asyncio.get_running_loop(), asked

@@ -1,7 +1,7 @@
-"""Ends what an environment started and left when it was only described.
+"""Kill processes that an environment leaves behind after a description.
 
-A worker is killed with its process group, and a run has guards besides. A description has no keeper, so what its worker
-put into a session of its own is known by a variable that it inherits.
+A worker is killed with its process group, and runs have guards. A description has neither keeper nor guard, so
+processes in another session are recognised by an inherited environment variable.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import secrets
 __all__ = ["MARK", "marked", "new_mark", "sweep"]
 
 MARK = "TOPROPE_WORKER"
-"""The variable."""
+"""Name of the variable."""
 
 
 def new_mark() -> str:
-    """A value of it that no other worker has."""
+    """Return a unique value of the variable."""
     return secrets.token_hex(16)
 
 
 def marked(mark: str) -> set[int]:
-    """Ids of the processes of this user that carry a mark. One that cleared its environment is not seen."""
+    """Return the pids of this user's processes with the mark; processes that cleared their environment escape."""
     import psutil
 
     found = set()
@@ -34,7 +34,7 @@ def marked(mark: str) -> set[int]:
 
 
 def sweep(mark: str) -> None:
-    """Kills the processes of this user that carry a mark. One that cleared its environment escapes."""
+    """Kill this user's processes with the mark; processes that cleared their environment escape."""
     import psutil
 
     for process in psutil.process_iter():

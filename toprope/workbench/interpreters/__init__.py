@@ -1,8 +1,8 @@
-"""Interpreters of environments: no dependency set holds all ecosystems, so each has a Python of its own.
+"""Interpreters of environments: ecosystems have conflicting dependencies, so each gets its own Python.
 
-registry    what the owner added, in one file of the home
-store       the virtual environments, by the digest of what is installed in them
-installing  pip or uv, its words and its failures
-adding      from what an owner names to an entry of the registry
-known       every interpreter that environments may be found in
+registry    entries that the owner added, in one file of the home
+store       virtual environments by the digest of their packages
+installing  runs pip or uv
+adding      turns the owner's order into an entry of the registry
+known       every interpreter that may have environments
 """

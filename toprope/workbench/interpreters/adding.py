@@ -1,7 +1,7 @@
-"""`toprope env add`, `list` and `remove`: from what an owner names to an interpreter and an entry of the registry.
+"""Add and remove environments: `toprope env add` and `remove`.
 
-Nothing is changed until everything worked: an environment is made aside and renamed, then the entry is written.
-Whatever nothing refers to any more goes at the next change, but nothing that a run uses which has not ended.
+Nothing changes until everything has worked: a virtual environment is made in a temporary folder and renamed, then the
+entry is written. Unreferenced environments are deleted at the next change, except those that a live run uses.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ _LOOK = (
 
 @dataclass(frozen=True)
 class Order:
-    """What an owner asks for."""
+    """The owner's order."""
 
     given: str
     name: str | None = None
     python: str | None = None
-    """An interpreter of the owner's own, taken as it is."""
+    """An interpreter of the owner, used unchanged."""
     speaks: str | None = None
     """The ecosystem of a server."""
     requirements: tuple[str, ...] = ()
-    """More of them; the name of an ecosystem stands for its own."""
+    """Further requirements; the name of an ecosystem stands for its requirements."""
     plain_only: bool = False
-    """Nothing but an ecosystem or a requirement: what lies here by that name is not meant."""
+    """Read the name as an ecosystem or a requirement only, never as a local path."""
     isolated: bool = False
-    """An interpreter of its own also where Toprope's has everything."""
+    """Make a separate interpreter even if Toprope's own has everything."""
     wanted: Wanted = Wanted(())
-    """How it is installed; its requirements are not used."""
+    """Options of the installation; its requirements are ignored."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it."""
+    """The result of adding."""
 
     added: Added
     made: Made | None = None
-    """The environment of the store that it runs in."""
+    """The store's environment that it runs in."""
     shared: bool = False
-    """Whether that was there before."""
+    """True if that environment existed before."""
     own: bool = False
-    """Whether Toprope's own interpreter has everything."""
+    """True if Toprope's own interpreter has everything."""
     seconds: float = 0.0
 
 
 class Interpreters:
-    """What an owner added, and the environments that it runs in.
+    """Adds and removes entries with their interpreters.
 
     Args:
-        home: The owner's.
-        found: Gives the adapters there are.
+        home: The owner's home.
+        found: Returns the adapters.
     """
 
     def __init__(self, home: Home, found: Callable[[], Sequence[Adapter]] = adapters) -> None:
@@ -98,15 +98,15 @@ class Interpreters:
         progress: Callable[[str], None] = lambda text: None,
         given_up: threading.Event | None = None,
     ) -> Outcome:
-        """Adds it. Blocks for as long as the installation takes.
+        """Add an environment; blocks until the installation has ended.
 
         Args:
-            order: What and how.
-            progress: Called with news, a few words each.
-            given_up: Set by somebody who does not want it any more.
+            order: The order.
+            progress: Called with short progress messages.
+            given_up: Set this event to cancel.
 
         Raises:
-            TopropeError: It was not added, and nothing is left of the attempt.
+            TopropeError: Nothing was added, and nothing is left of the attempt.
         """
         began = time.monotonic()
         for url in order.wanted.extra_indexes:
@@ -127,7 +127,7 @@ class Interpreters:
             if checkout is not None:
                 shutil.rmtree(checkout.parent, ignore_errors=True)
         with self.registry.changing() as entries:
-            # Somebody may have collected what it shares since it was looked at.
+            # The shared environment may have been deleted meanwhile.
             lock = outcome.added.lock
             if lock is not None and self.store.made(lock) is None:
                 raise NotPossibleNow(f"The interpreter of {name} was removed meanwhile.", hint="Add it again.")
@@ -136,11 +136,11 @@ class Interpreters:
         return replace(outcome, seconds=time.monotonic() - began)
 
     def remove(self, name: str) -> Added:
-        """Takes it off the list, and what nothing else refers to off the disk. A folder of the owner's stays.
+        """Remove an entry and delete unreferenced environments. A folder of the owner stays.
 
         Raises:
-            NotFound: Nothing of that name was added.
-            NotPossibleNow: A run that has not ended uses its checkout.
+            NotFound: Unknown name.
+            NotPossibleNow: A live run uses its checkout.
         """
         with self.registry.changing() as entries:
             if name not in entries:
@@ -154,7 +154,7 @@ class Interpreters:
         return gone
 
     def unused(self) -> list[Path]:
-        """Environments that no entry and no run refers to which has not ended, and leftovers of crashes."""
+        """Return environments that neither an entry nor a live run refers to, and leftovers of crashes."""
         begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _older(path, 2 * _LONGEST_S)]
         if not self.store.path.is_dir():
             return begun
@@ -163,8 +163,8 @@ class Interpreters:
         return [*begun, *self.store.unused(used | digests_in_use(self._home.runs, rest))]
 
     def collect(self) -> list[Path]:
-        """Deletes what `unused` says; returns it."""
-        with self.registry.changing():  # nobody adds meanwhile
+        """Delete the result of `unused` and return it."""
+        with self.registry.changing():  # Nothing is added meanwhile.
             found = self.unused()
             for path in found:
                 if path.parent == self.store.path:
@@ -178,22 +178,22 @@ class Interpreters:
         if there is not None and there.given != target.given:
             raise InvalidValue(
                 f"{name} is the name of {there.given}, which was added before.",
-                hint="Give another with --name, or remove that one.",
+                hint="Choose another with --name, or remove that one.",
             )
 
     def _require_idle(self, name: str) -> None:
-        """Passes where no run that has not ended uses the checkout of that name."""
+        """Check that no live run uses the checkout of this name."""
         place = str(self._home.checkouts / name)
         if digests_in_use(self._home.runs, [f"{place}/", f'{place}"']):
             raise NotPossibleNow(
-                f"A run that has not ended uses the checkout {place}; nothing was changed.",
-                hint="Wait for its end, or stop it.",
+                f"A live run uses the checkout {place}; nothing was changed.",
+                hint="Wait until it ends, or stop it.",
             )
 
     def _place(
         self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event
     ) -> Outcome:
-        """The interpreter for it: the owner's, ours, one that is there, or a new one."""
+        """Choose the interpreter: the owner's, Toprope's own, an existing one, or a new one."""
         requirements = (*target.requirements, *self._expanded(order.requirements))
         for text in requirements:
             require_no_secret(text)
@@ -210,7 +210,7 @@ class Interpreters:
         if order.python is not None:
             brought = _brought(added, order.python, target, requirements)
             inside = Path(str(brought.python)).parent.parent
-            if inside.parent == self.store.path and self.store.made(inside.name) is not None:  # one of our own
+            if inside.parent == self.store.path and self.store.made(inside.name) is not None:  # one of the store
                 return self._of_store(brought, inside.name, shared=True)
             return Outcome(brought)
         if not requirements:
@@ -237,7 +237,7 @@ class Interpreters:
                     self._fill(installer, target, pins, wanted, aside, digest, what, progress)
             except Timeout:
                 raise NotPossibleNow(
-                    "Somebody else has been installing the same for an hour.", hint="Try again later."
+                    "Another process has been installing the same for an hour.", hint="Try again later."
                 ) from None
         return self._of_store(added, digest, shared=False)
 
@@ -289,7 +289,7 @@ class Interpreters:
         return [line for one in requirements for line in by_name.get(one.replace("-", "_"), (one,))]
 
     def _clone(self, target: Target, name: str, progress: Callable[[str], None]) -> Path:
-        """A checkout aside: `<its own folder>/<name>`."""
+        """Clone into a temporary folder: `<folder>/<name>`."""
         import tempfile
 
         self._home.checkouts.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -308,11 +308,11 @@ class Interpreters:
         if done.returncode:
             shutil.rmtree(aside, ignore_errors=True)
             said = excerpt(done.stderr.decode(errors="replace").splitlines())
-            raise EnvironmentFailed(f"{target.given} was not cloned; nothing was kept. git said:\n{said}")
+            raise EnvironmentFailed(f"{target.given} was not cloned; nothing was kept. git printed:\n{said}")
         return aside / name
 
     def _settle(self, added: Added, checkout: Path) -> Added:
-        """Puts a checkout in its place, with the commit that it is at."""
+        """Move a checkout into its place and return its commit."""
         place = self._home.checkouts / checkout.name
         done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
         if place.exists():
@@ -329,19 +329,19 @@ def _older(path: Path, seconds: float) -> bool:
 
 
 def _within(target: Target, checkout: Path) -> Target:
-    """A repository's target, once it is there: installed where it can be, its requirements met where it has a list."""
+    """Return the requirements of a checkout: the project itself if it is installable, and its requirements file."""
     if is_project(checkout):
         return replace(target, requirements=(str(checkout),), path=checkout)
     return replace(target, requirements=target_of(str(checkout), ()).requirements, path=checkout)
 
 
 def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
-    """The entry with an interpreter of the owner's own, once it was looked at."""
+    """Validate the owner's interpreter and return the entry with it."""
     seen = _looked_at(python)
     if seen.version < _OLDEST:
         raise InvalidValue(
             f"{python} is Python {'.'.join(map(str, seen.version))}; environments need 3.11 or newer.",
-            hint="Give another, or leave --python out: one is made.",
+            hint="Give another, or omit --python to make one.",
         )
     site = Path(seen.site)
     here = packages_in(site) if site.is_dir() else {}
@@ -350,27 +350,27 @@ def _brought(added: Added, python: str, target: Target, requirements: Sequence[s
     if missing or lacks_package:
         raise InvalidValue(
             f"{python} does not hold what {target.name} needs: {', '.join(missing) or target.adapter.package}.",  # type: ignore[union-attr]
-            hint=f"Install it there ({python} -m pip install ...), or leave --python out.",
+            hint=f"Install it there ({python} -m pip install ...), or omit --python.",
         )
     return added.model_copy(update={"python": str(Path(python).expanduser().absolute()), "site_packages": str(site)})
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What an interpreter says of itself."""
+    """Properties of an interpreter."""
 
     version: tuple[int, ...]
     site: str
-    """Where its packages lie."""
+    """Its site-packages folder."""
     what: str
-    """Which Python it is, on what system."""
+    """Python implementation, version and platform."""
 
 
 def _looked_at(python: str) -> _Seen:
-    """Starts an interpreter and asks it.
+    """Start an interpreter and return its properties.
 
     Raises:
-        InvalidValue: It is none, or does not answer.
+        InvalidValue: Not a Python interpreter, or it does not answer.
     """
     path = Path(python).expanduser().absolute()
     try:
@@ -384,24 +384,27 @@ def _looked_at(python: str) -> _Seen:
         )
         said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise InvalidValue(f"{python} is no working Python: {error}.", hint="Give the path of one.") from None
+        raise InvalidValue(
+            f"{python} is not a working Python: {error}.", hint="Give the path of a Python interpreter."
+        ) from None
     if not isinstance(said, dict):
         raise InvalidValue(
-            f"{python} is no working Python; it said: {excerpt(done.stderr.splitlines())}", hint="Give the path of one."
+            f"{python} is not a working Python; it printed: {excerpt(done.stderr.splitlines())}",
+            hint="Give the path of a Python interpreter.",
         )
     return _Seen(tuple(said["version"]), str(said["site"]), str(said["what"]))
 
 
 def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
-    """Passes where the ecosystem's package can be imported: some install and do not."""
+    """Check that the ecosystem's package can be imported; some install but fail to import."""
     command = [python, "-I", "-c", f"import {adapter.package}"]
-    # What is imported is user code, and no installer: it gets no keys of package indexes.
+    # The import runs user code, so it gets no keys of package indexes.
     code, lines = Commands(aside / "log", timeout_s=_IMPORT_S, surroundings=worker_environment).run(command, aside)
     if code:
         raise EnvironmentFailed(
-            f"{adapter.package} was installed and cannot be imported; nothing was kept. It said:\n"
+            f"{adapter.package} was installed but cannot be imported; nothing was kept. It printed:\n"
             + "\n".join(lines[-6:]),
-            hint="Add what it lacks with --requirement, or pin another version: --requirement 'name==version'.",
+            hint="Add missing packages with --requirement, or pin another version: --requirement 'name==version'.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Installations that outlive the call that asked for them: clients give up on a call long before a download is done."""
+"""Installations that outlive the call: clients give up on a call long before a download has finished."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["Installation", "Installations"]
 
 @dataclass
 class Installation:
-    """One that runs in a thread of its own."""
+    """An installation in a thread of its own."""
 
     order: Order
     news: str = "beginning"
-    """What it does now."""
+    """Present activity."""
     count: int = 0
-    """Grows with every piece of news."""
+    """Number of progress messages so far."""
     outcome: Outcome | None = None
     error: Exception | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, waited for that long."""
+        """Wait at most this many seconds; return True if it has ended."""
         return self._ended.wait(seconds)
 
     def run(self, interpreters: Interpreters) -> None:
-        """Carries it out; whatever it raises is kept for whoever asks."""
+        """Run the installation and keep its result or exception."""
         try:
             self.outcome = interpreters.add(self.order, self._heard)
         except Exception as error:
@@ -41,14 +41,14 @@ class Installation:
 
 
 class Installations:
-    """Those of one server, by what was asked for: whoever asks for the same waits for the same."""
+    """The installations of one server by order; equal orders share one."""
 
     def __init__(self) -> None:
         self._running: dict[Order, Installation] = {}
         self._lock = threading.Lock()
 
     def of(self, order: Order, interpreters: Interpreters) -> Installation:
-        """The installation of an order: a new one, or the one that runs or has ended and was not told yet."""
+        """Return the installation of an order: a running one, an ended one not reported yet, or a new one."""
         with self._lock:
             found = self._running.get(order)
             if found is None:
@@ -57,6 +57,6 @@ class Installations:
             return found
 
     def told(self, order: Order) -> None:
-        """Forgets one whose end was told."""
+        """Forget an installation whose result was reported."""
         with self._lock:
             self._running.pop(order, None)

@@ -1,7 +1,7 @@
-"""Fills a virtual environment: resolves what was asked for to pins, then installs these pins and nothing else.
+"""Fill a virtual environment: resolve requirements to pins, then install exactly these pins.
 
-uv does it where it is installed, else pip. torch is special: its build for GPUs takes gigabytes, so unless the owner
-says otherwise it is held at the version that Toprope itself runs, and a build for GPUs is refused where ours has none.
+uv is used if it is installed, otherwise pip. A GPU build of torch takes gigabytes, so by default torch is pinned to the
+version that Toprope runs, and a GPU build is refused if Toprope's own is a CPU build.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "node_modules"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an interpreter is to hold, and where it may come from."""
+    """Requirements of an interpreter, and sources of its packages."""
 
     requirements: tuple[str, ...]
     find_links: tuple[str, ...] = ()
-    """Folders with wheels, beside the index."""
+    """Folders with wheels, besides the index."""
     extra_indexes: tuple[str, ...] = ()
     offline: bool = False
-    """No index: `find_links`, and the cache where the installer can use it so."""
+    """Use no index: only `find_links` and the installer's cache."""
     torch: str = "own"
-    """`own`: the version that Toprope runs; `any`; or a version."""
+    """`own` (the version that Toprope runs), `any`, or a version."""
     base: str | None = None
-    """Path of the Python that the environment is made with; ours when None."""
+    """Python that creates the environment; Toprope's own if None."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One distribution, exactly."""
+    """An exact distribution."""
 
     name: str
     line: str
-    """As pip takes it: `name==1.0`, `name @ url`."""
+    """Requirement for pip: `name==1.0`, `name @ url`."""
     content: str = ""
-    """Hash of what lies at a place of this machine, which a version does not tell."""
+    """Hash of a local file or project, which its version does not identify."""
 
 
 class Installer:
-    """pip or uv, for one virtual environment.
+    """pip or uv for one virtual environment.
 
     Args:
-        venv: Its folder, which exists already but for the environment itself.
-        commands: Runs them.
+        venv: Folder of the environment, which does not exist yet; its parent does.
+        commands: Runs commands.
     """
 
     def __init__(self, venv: Path, commands: Commands) -> None:
@@ -78,29 +78,29 @@ class Installer:
 
     @property
     def python(self) -> str:
-        """Path of the environment's Python."""
+        """Path of the environment's interpreter."""
         return str(self._venv / "bin" / "python")
 
     def make(self, base: str | None) -> None:
-        """Makes the empty environment.
+        """Create the empty environment.
 
         Raises:
-            EnvironmentFailed: The Python cannot make one.
+            EnvironmentFailed: The Python cannot create one.
         """
         needs_pip = not self._uv and not _has_pip()
         command = [base or sys.executable, "-I", "-m", "venv", *([] if needs_pip else ["--without-pip"])]
         code, lines = self._commands.run([*command, str(self._venv)], self._venv.parent)
         if code:
             raise EnvironmentFailed(
-                f"{command[0]} cannot make a virtual environment; nothing was kept. It said:\n{excerpt(lines)}",
+                f"{command[0]} cannot make a virtual environment; nothing was kept. It printed:\n{excerpt(lines)}",
                 hint="Give --base with the path of another Python.",
             )
 
     def resolve(self, what: str, wanted: Wanted) -> list[Pin]:
-        """The pins that the requirements come to.
+        """Resolve the requirements to pins.
 
         Raises:
-            EnvironmentFailed: They come to none, or to a build of torch for GPUs that nobody asked for.
+            EnvironmentFailed: They cannot be resolved, or need a GPU build of torch that was not requested.
         """
         own = own_torch()
         public = own.partition("+")[0]
@@ -115,15 +115,15 @@ class Installer:
             index = f"{_TORCH_INDEX}{flavour}"
             return self._resolve(what, replace(wanted, extra_indexes=(*wanted.extra_indexes, index)), f"torch=={own}")
         raise EnvironmentFailed(
-            f"{what} draws a build of torch for GPUs, which takes gigabytes; nothing was installed.",
-            hint="--torch any takes it all the same; --extra-index-url names an index with another build.",
+            f"{what} requires a GPU build of torch, which takes gigabytes; nothing was installed.",
+            hint="--torch any accepts it; --extra-index-url names an index with another build.",
         )
 
     def install(self, what: str, pins: Sequence[Pin], wanted: Wanted) -> None:
-        """Installs pins, and nothing that they depend on: that is among them.
+        """Install exactly these pins, which include all dependencies.
 
         Raises:
-            EnvironmentFailed: One of them cannot be had or built.
+            EnvironmentFailed: A pin cannot be downloaded or built.
         """
         lock = self._file("pins.txt", (pin.line for pin in pins))
         options = ["--no-deps", "-r", str(lock), *self._sources(wanted)]
@@ -158,13 +158,13 @@ class Installer:
         return [self.python, "-m", "pip"]
 
     def _sources(self, wanted: Wanted) -> list[str]:
-        # With an equals sign: a value that begins with a dash is still a value.
+        # With an equals sign, a value may begin with a dash.
         options = [f"--find-links={place}" for place in wanted.find_links]
         options += [f"--extra-index-url={url}" for url in wanted.extra_indexes]
         if wanted.offline:
             options += ["--offline"] if self._uv and not wanted.find_links else ["--no-index"]
         elif self._uv and wanted.extra_indexes:
-            options += ["--index-strategy=unsafe-best-match"]  # as pip does
+            options += ["--index-strategy=unsafe-best-match"]  # like pip
         return options
 
     def _file(self, name: str, lines: Iterable[str]) -> Path:
@@ -174,11 +174,11 @@ class Installer:
 
 
 def digest_of(pins: Sequence[Pin], python: str) -> str:
-    """What two environments have in common that may be one.
+    """Return the digest of an environment; environments with equal digests are shared.
 
     Args:
-        pins: What is in it.
-        python: Which Python it is of, on what system.
+        pins: Installed pins.
+        python: Python implementation, version and platform.
     """
     lines = sorted(
         f"{canonicalize_name(pin.name)} {pin.line.partition('==')[2] or pin.line} {pin.content}" for pin in pins
@@ -187,7 +187,7 @@ def digest_of(pins: Sequence[Pin], python: str) -> str:
 
 
 def own_torch() -> str:
-    """The version of torch that Toprope itself runs; empty where there is none."""
+    """Return the version of torch that Toprope runs; empty if it is not installed."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -195,11 +195,11 @@ def own_torch() -> str:
 
 
 def satisfied(requirements: Sequence[str], packages: dict[str, str]) -> bool:
-    """Whether packages meet the requirements, as far as these are plain ones.
+    """Return True if packages satisfy the requirements; requirements with URLs never count as satisfied.
 
     Args:
-        requirements: As pip takes them.
-        packages: Versions by name.
+        requirements: Requirements in pip's syntax.
+        packages: Installed versions by name.
     """
     here = {canonicalize_name(name): version for name, version in packages.items()}
     for text in requirements:
@@ -267,7 +267,7 @@ def _local(url: str) -> Path | None:
 
 
 def _content(place: Path | None) -> str:
-    """Hash of a file, or of all files of a project."""
+    """Return the hash of a file, or of all files of a project."""
     if place is None:
         return ""
     whole = hashlib.sha256()

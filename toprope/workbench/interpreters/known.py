@@ -1,4 +1,4 @@
-"""Every interpreter that environments may be found in: ours, and those that the owner added."""
+"""Known interpreters: Toprope's own and those that the owner added."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ class Known:
     """An interpreter as listing sees it."""
 
     name: str
-    """What the owner calls it; empty: ours."""
+    """Name given by the owner; empty for Toprope's own."""
     python: str | None
-    """Its path, None for ours."""
+    """Path; None for Toprope's own."""
     site_packages: Path
     adapter: str | None = None
-    """The ecosystem that it was made for, where one was named."""
+    """The ecosystem that it was made for; empty if none was named."""
 
     @property
     def problem(self) -> str:
-        """Why nothing can run in it; empty where nothing is known against it."""
+        """Reason why it cannot be used; empty if none is known."""
         if self.python is not None and not Path(self.python).exists():
             return f"Its interpreter {self.python} is gone."
         return "" if self.site_packages.is_dir() else f"Its packages in {self.site_packages} are gone."
 
 
 def known_interpreters(added: Mapping[str, Added]) -> list[Known]:
-    """Ours first, then the others by name; those that were made for an ecosystem before the rest. One that several
-    entries share is one."""
+    """Return Toprope's own interpreter, then those made for an ecosystem, then the rest, by name.
+
+    An interpreter that several entries share appears once.
+    """
     found = [Known("", None, Path(sysconfig.get_path("purelib")))]
     theirs = [
         Known(one.name, one.python, Path(one.site_packages), one.adapter)

@@ -1,4 +1,4 @@
-"""What an owner may name to `toprope env add`: which kind of thing it is, and what it is called then."""
+"""Parse the argument of `toprope env add` into kind and name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be added."""
+    """The environment to add."""
 
     kind: str
     """`packages`, `folder`, `git`, `server` or `dataset`."""
@@ -34,23 +34,23 @@ class Target:
     adapter: Adapter | None = None
     path: Path | None = None
     ref: str = ""
-    """Of a checkout: the branch or tag."""
+    """Branch or tag of a checkout."""
 
 
 def target_of(
     given: str, adapters: Sequence[Adapter], speaks: str | None = None, *, plain_only: bool = False
 ) -> Target:
-    """Reads what an owner named.
+    """Parse an argument.
 
     Args:
         given: An ecosystem, a requirement, a path, a git URL, a server's URL, or `hf:` and a data set's id.
-        adapters: The ecosystems there are.
-        speaks: The ecosystem of a server.
-        plain_only: Whether it can be nothing but an ecosystem or a requirement, whatever lies here by that name.
+        adapters: Known ecosystems.
+        speaks: Ecosystem of a server.
+        plain_only: Read it as an ecosystem or a requirement only, never as a local path.
 
     Raises:
-        NotFound: It is none of these.
-        InvalidValue: It may not be added as it is named.
+        NotFound: The argument is none of these.
+        InvalidValue: It cannot be added in this form.
     """
     by_name = {one.name: one for one in adapters}
     plain = given.strip()
@@ -58,7 +58,9 @@ def target_of(
     if plain.replace("-", "_").lower() in by_name:
         adapter = by_name[plain.replace("-", "_").lower()]
         if not adapter.requirements:
-            raise InvalidValue(f"{adapter.name} needs no interpreter of its own: it is there.", hint="toprope env list")
+            raise InvalidValue(
+                f"{adapter.name} needs no separate interpreter: it is available already.", hint="toprope env list"
+            )
         return Target("packages", given, adapter.name, adapter.requirements, adapter)
     if not plain_only and (place := _place_of(given, plain, by_name, speaks)) is not None:
         return place
@@ -66,27 +68,27 @@ def target_of(
         requirement = Requirement(plain)
     except InvalidRequirement:
         raise NotFound(
-            f"{shown(given)} is no ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
+            f"{shown(given)} is not an ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
         ) from None
     return Target("packages", given, _name_from(requirement.name), (plain,))
 
 
 def checked_name(name: str) -> str:
-    """The name, if it is one.
+    """Validate a name.
 
     Raises:
-        InvalidValue: It is none.
+        InvalidValue: Not a valid name.
     """
     if NAME.fullmatch(name) is None:
         raise InvalidValue(
-            f"{shown(name)} is no valid name.",
-            hint="Up to 64 lower-case letters, digits, '_' and '-', the first a letter or digit.",
+            f"{shown(name)} is not a valid name.",
+            hint="Use up to 64 lower-case letters, digits, '_' and '-', beginning with a letter or digit.",
         )
     return name
 
 
 def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target | None:
-    """What lies at a place: on the Hub, in a repository, at a URL, on this machine; None where it names none."""
+    """Parse a place: on the Hub, in a repository, at a URL, or on this machine; None if it is none of these."""
     if _HUB.fullmatch(plain):
         return Target("dataset", plain, _name_from(plain.removeprefix("hf:").rpartition("/")[2]))
     if _GIT.search(plain):
@@ -100,10 +102,10 @@ def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str |
 
 def _git(given: str) -> Target:
     url, _, ref = given.removeprefix("git+").rpartition("@")
-    if not url or "/" in ref or ":" in ref:  # the @ was of a user
+    if not url or "/" in ref or ":" in ref:  # the @ belongs to a user name
         url, ref = given.removeprefix("git+"), ""
     if ref.startswith("-") or url.startswith("-"):
-        raise InvalidValue(f"{shown(given)} is no URL of a repository.")
+        raise InvalidValue(f"{shown(given)} is not a repository URL.")
     return Target("git", url, _name_from(url.rstrip("/").rpartition("/")[2].removesuffix(".git")), ref=ref)
 
 
@@ -113,7 +115,7 @@ def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Targ
         raise InvalidValue(f"{shown(given)} names no host.")
     if speaks is None or speaks not in by_name:
         raise InvalidValue(
-            f"What the server at {given} speaks has to be said: --as ECOSYSTEM.",
+            f"Name the ecosystem of the server at {given}: --as ECOSYSTEM.",
             hint=f"{nearest(speaks, by_name)}" if speaks else f"There are {', '.join(by_name)}.",
         )
     name = _name_from(f"{parts.hostname}-{parts.port}" if parts.port else parts.hostname)
@@ -132,7 +134,7 @@ def _path(given: str, path: Path) -> Target:
 
 
 def is_project(folder: Path) -> bool:
-    """Whether a folder can be installed."""
+    """Return True if a folder is an installable project."""
     return any((folder / name).is_file() for name in ("pyproject.toml", "setup.py"))
 
 
@@ -145,8 +147,8 @@ def _lines(file: Path) -> list[str]:
     wanted = [line for line in lines if line and not line.startswith("#")]
     if option := next((line for line in wanted if line.startswith("-")), None):
         raise InvalidValue(
-            f"{file} has the line {shown(option)}, which is an option of pip and no requirement.",
-            hint="Leave it out of the file; --requirement, --extra-index-url and --find-links say the same.",
+            f"{file} has the line {shown(option)}, which is a pip option, not a requirement.",
+            hint="Remove it from the file and use --requirement, --extra-index-url or --find-links.",
         )
     return wanted
 
@@ -160,13 +162,13 @@ def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:
 
 
 def require_no_secret(text: str) -> None:
-    """Passes where a URL holds neither user nor password: it would be read in lists of processes and in files.
+    """Check that a URL has no user or password, which would show in process lists and files.
 
     Raises:
-        InvalidValue: One does. It is not repeated.
+        InvalidValue: It has; the message does not repeat it.
     """
     if KEY_IN_URL.search(text):
         raise InvalidValue(
-            "A URL with a user or password in it is not taken.",
-            hint="Let git and pip find it: a credential helper, netrc, or PIP_EXTRA_INDEX_URL.",
+            "URLs with a user or password are not accepted.",
+            hint="Give credentials to git and pip by a credential helper, netrc, or PIP_EXTRA_INDEX_URL.",
         )

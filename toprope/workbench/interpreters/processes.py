@@ -1,4 +1,4 @@
-"""Runs an installer's commands: each in a group of its own, with a time limit, its words kept and told as they come."""
+"""Run an installer's commands, each in its own process group, with a time limit and live output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _INSTALLERS = ("PIP_", "UV_")
 
 
 def variables() -> dict[str, str]:
-    """Variables for an installer: ours without what looks like a secret, but for its own settings (an index may want a
-    password). What a package runs while it is built sees no other key."""
+    """Return the variables for an installer: ours without secrets, except the installer's own settings.
+
+    An index may need a password; build scripts of packages see no other key.
+    """
     kept = worker_environment({name: value for name, value in os.environ.items() if name.startswith(_INSTALLERS)})
     for name in (*_DISTURBING, "VIRTUAL_ENV"):
         kept.pop(name, None)
@@ -32,14 +34,14 @@ def variables() -> dict[str, str]:
 
 
 class Commands:
-    """Runs commands one after the other.
+    """Runs commands in sequence.
 
     Args:
-        log: File that gets everything they print.
-        timeout_s: Seconds for all of them together.
-        heard: Called with each line that they print.
-        given_up: Set by somebody who does not want the result any more.
-        surroundings: Gives the variables that they get.
+        log: File for all output.
+        timeout_s: Seconds for all commands together.
+        heard: Called with each output line.
+        given_up: Set this event to cancel.
+        surroundings: Returns the environment variables.
     """
 
     def __init__(
@@ -57,11 +59,11 @@ class Commands:
         self._surroundings = surroundings
 
     def run(self, command: Sequence[str], cwd: Path) -> tuple[int, list[str]]:
-        """Runs one to its end; returns its exit code and its lines, of standard error too.
+        """Run a command; return its exit code and output lines, standard error included.
 
         Raises:
-            EnvironmentFailed: It cannot be started, or the time is over.
-            NotPossibleNow: It was given up.
+            EnvironmentFailed: It cannot start, or the time limit was reached.
+            NotPossibleNow: It was cancelled.
         """
         try:
             process = subprocess.Popen(
@@ -80,7 +82,7 @@ class Commands:
             return process.wait(), lines
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it left, or all of it where we were interrupted
+                os.killpg(process.pid, signal.SIGKILL)  # Kill leftover children, or the whole group if interrupted.
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
@@ -89,22 +91,22 @@ class Commands:
         lines: list[str] = []
         pending = b""
         out = process.stdout
-        assert out is not None  # it was asked for as a pipe
+        assert out is not None  # stdout is a pipe
         with self._log.open("ab") as log, selectors.DefaultSelector() as selector:
             log.write(f"$ {' '.join(command)}\n".encode())
             selector.register(out, selectors.EVENT_READ)
             while True:
                 if self._given_up.is_set():
-                    raise NotPossibleNow("The installation was given up; nothing was kept.")
+                    raise NotPossibleNow("The installation was cancelled; nothing was kept.")
                 if time.monotonic() > self._deadline:
                     raise EnvironmentFailed(
-                        f"The installation was not done within {self._timeout_s:.0f} s and was ended; nothing was "
-                        f"kept. Its last words: {lines[-1] if lines else 'none'}",
-                        hint="Try again: what was downloaded is in the installer's cache.",
+                        f"The installation did not finish within {self._timeout_s:.0f} s and was killed; nothing was "
+                        f"kept. Its last output: {lines[-1] if lines else 'none'}",
+                        hint="Try again: downloads are in the installer's cache.",
                     )
                 if not selector.select(_LOOK_S):
                     if process.poll() is not None:
-                        break  # its children hold the pipe open
+                        break  # children may keep the pipe open
                     continue
                 piece = os.read(out.fileno(), 1 << 16)
                 if not piece:

@@ -1,6 +1,6 @@
-"""What the owner added to the environments: one versioned file in the home, replaced as a whole, changed under a lock.
+"""The registry of added environments: one versioned file in the home, replaced atomically under a lock.
 
-Only the command line and, where the owner allows it, one tool write it.
+The command line writes it, and one tool if the owner allows that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WAIT_S = 30.0
 
 
 class Added(BaseModel):
-    """One thing that the owner added."""
+    """An entry that the owner added."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -31,20 +31,20 @@ class Added(BaseModel):
     kind: str
     """`packages`, `folder`, `git`, `server` or `dataset`."""
     given: str
-    """As the owner named it."""
+    """The owner's argument."""
     requirements: list[str] = []
     adapter: str | None = None
-    """The ecosystem, where one was named."""
+    """The ecosystem, if one was named."""
     path: str | None = None
-    """Of a folder, a file, or a checkout."""
+    """Path of a folder, a file or a checkout."""
     url: str | None = None
     commit: str | None = None
-    """Of a checkout that was cloned."""
+    """Commit of a checkout."""
     python: str | None = None
-    """The interpreter that its environments run in; None: ours."""
+    """Interpreter of its environments; None for Toprope's own."""
     site_packages: str | None = None
     lock: str | None = None
-    """Digest of the interpreter in the store; None where the owner brought it or ours does."""
+    """Digest of the interpreter in the store; None for the owner's or Toprope's own."""
     added_at: float = 0.0
 
 
@@ -59,17 +59,17 @@ class Registry:
     """environments.json of a home.
 
     Args:
-        path: The file; it need not exist.
+        path: The file; may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> dict[str, Added]:
-        """What was added, by name.
+        """Return the entries by name.
 
         Raises:
-            Corrupt: The file cannot be read; TooNew where a newer version wrote it.
+            Corrupt: The file cannot be read; TooNew if a newer version wrote it.
         """
         try:
             return _File.model_validate(read_json(self.path, REGISTRY_VERSION)).environments
@@ -80,10 +80,10 @@ class Registry:
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Added]]:
-        """The entries to change, under the lock; written at the end where nothing was raised.
+        """Yield the entries for changes under the lock; written at the end unless an exception was raised.
 
         Raises:
-            NotPossibleNow: Somebody else holds the lock for long.
+            NotPossibleNow: Another process holds the lock for too long.
             Corrupt: See `read`.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -97,5 +97,5 @@ class Registry:
                     write_json(self.path, whole.model_dump(mode="json", exclude_none=True))
         except Timeout:
             raise NotPossibleNow(
-                f"{self.path} is being changed by somebody else.", hint="Try again in a moment."
+                f"{self.path} is being changed by another process.", hint="Try again in a moment."
             ) from None

@@ -1,7 +1,7 @@
-"""The virtual environments of a home, by the digest of what is installed in them: equal locks share one.
+"""The virtual environments of a home by the digest of their packages; equal environments are shared.
 
-Each is made aside and renamed when it is whole, so none is ever half made, and what a crash left is known by its name
-and goes with the next collection.
+Each is made in a temporary folder and renamed when complete. Leftovers of crashes are recognised by name and deleted at
+the next collection.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _YOUNG_S = 60.0
 
 
 class Made(BaseModel):
-    """interpreter.json: what an environment of the store is."""
+    """interpreter.json: record of an environment in the store."""
 
     model_config = ConfigDict(extra="ignore")
 
     version: int = MADE_VERSION
     python: str
-    """Which Python it is of, on what system."""
+    """Python implementation, version and platform."""
     requirements: list[str]
     pins: list[str]
     installer: str
@@ -49,44 +49,44 @@ class Made(BaseModel):
 
 
 class Store:
-    """`interpreters` of a home.
+    """The folder `interpreters` of a home.
 
     Args:
-        path: The folder; it need not exist.
+        path: The folder; may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def folder(self, digest: str) -> Path:
-        """Where the environment of that digest lies, made or not."""
+        """Return the path of the environment with this digest, made or not."""
         return self.path / digest
 
     def python(self, digest: str) -> str:
-        """Path of its interpreter."""
+        """Return the path of its interpreter."""
         return str(self.folder(digest) / "bin" / "python")
 
     def made(self, digest: str) -> Made | None:
-        """What it is; None where it is not there or not whole."""
+        """Return its record; None if it is missing or incomplete."""
         try:
             return Made.model_validate(read_json(self.folder(digest) / _FACTS, MADE_VERSION))
         except (TopropeError, ValidationError):
             return None
 
     def digests(self) -> list[str]:
-        """Those that there are."""
+        """Return the digests of complete environments."""
         if not self.path.is_dir():
             return []
         return sorted(path.name for path in self.path.iterdir() if path.is_dir() and not path.name.startswith("."))
 
     def lock(self, digest: str, timeout_s: float) -> FileLock:
-        """Held by whoever makes the environment of that digest."""
+        """Return the lock for making the environment with this digest."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         return FileLock(self.path / f".{digest}.lock", timeout=timeout_s, mode=0o600)
 
     @contextmanager
     def aside(self) -> Iterator[Path]:
-        """A folder to make one in; it is gone afterwards, whatever happens, unless it was `keep`t."""
+        """Yield a temporary folder for a new environment; it is removed unless `keep` moved it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = self.path / f"{_MAKING}{secrets.token_hex(6)}"
         folder.mkdir(mode=0o700)
@@ -99,25 +99,25 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, aside: Path, digest: str, facts: Made) -> Path:
-        """Puts the environment `venv` of an aside folder in its place. Call it under `lock(digest)`."""
+        """Move the environment `venv` of a temporary folder into place. Call it under `lock(digest)`."""
         venv, place = aside / "venv", self.folder(digest)
         write_json(venv / _FACTS, facts.model_dump(mode="json"))
         (venv / "lock.txt").write_text("".join(f"{pin}\n" for pin in facts.pins), encoding="utf-8")
         _move_within(venv, place)
-        if place.exists():  # a half that a crash of an older version left: what is whole was seen before
+        if place.exists():  # An incomplete leftover of an older version; a complete one was found before.
             self._drop(place)
         os.replace(venv, place)
         return place
 
     def remove(self, digest: str) -> None:
-        """Deletes an environment: renamed first, so that nobody ever meets half of one."""
-        self._drop(self.folder(digest))  # its lock stays: somebody may be waiting for it
+        """Delete an environment; renamed first, so that nobody sees an incomplete one."""
+        self._drop(self.folder(digest))  # Keep its lock file: another process may be waiting for it.
 
     def unused(self, used: set[str]) -> list[Path]:
-        """Environments that nothing refers to, and what crashes left over.
+        """Return unreferenced environments and leftovers of crashes.
 
         Args:
-            used: Digests that somebody refers to.
+            used: Referenced digests.
         """
         if not self.path.is_dir():
             return []
@@ -137,11 +137,11 @@ class Store:
 
 
 def digests_in_use(runs: Path, digests: list[str]) -> set[str]:
-    """Digests of the store that runs refer to which have not ended.
+    """Return the digests that live runs refer to.
 
     Args:
-        runs: The folder of runs.
-        digests: Those to look for.
+        runs: Folder of all runs.
+        digests: Digests to look for.
     """
     found: set[str] = set()
     if not digests or not runs.is_dir():
@@ -159,7 +159,7 @@ def digests_in_use(runs: Path, digests: list[str]) -> set[str]:
 
 
 def bytes_of(folder: Path) -> int:
-    """What a folder takes on the disk; links are not followed."""
+    """Return the disk usage of a folder in bytes; links are not followed."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:
@@ -170,7 +170,7 @@ def bytes_of(folder: Path) -> int:
 
 
 def _left(aside: Path) -> bool:
-    """Whether nobody makes anything there any more; a new one's lock is taken a moment after the folder is made."""
+    """Return True if a temporary folder is abandoned; its lock is taken shortly after its creation."""
     try:
         return not is_held(aside / "lock") and time.time() - aside.stat().st_mtime > _YOUNG_S
     except OSError:
@@ -181,14 +181,14 @@ def _ended(folder: RunFolder) -> bool:
     try:
         status = Status.read(folder)
     except Corrupt:
-        return False  # nobody can tell: what it may use is left alone
+        return False  # Unknown: keep everything that it may use.
     except TopropeError:
         return True
     return status.ended and status.ended_at is not None
 
 
 def _move_within(venv: Path, place: Path) -> None:
-    """Lets scripts and settings of an environment name the place that it is going to."""
+    """Rewrite paths in scripts and settings of an environment to its final place."""
     old, new = os.fsencode(venv), os.fsencode(place)
     for path in [venv / "pyvenv.cfg", *(venv / "bin").iterdir()]:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_SCRIPT:

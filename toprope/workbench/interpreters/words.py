@@ -1,4 +1,4 @@
-"""What pip and uv say when they fail, in our words: which requirement it was, and what can be done."""
+"""Explain failures of pip and uv: the requirement at fault, and the remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[no
 
 
 def excerpt(lines: Sequence[str]) -> str:
-    """The lines that say what went wrong, cut."""
+    """Return the output lines that show the error, shortened."""
     told = [line for line in lines if not _NOISE.match(line)]
     first = next((place for place, line in enumerate(told) if re.match(r"\s*(ERROR|error|×)", line)), None)
     chosen = told[first : first + 12] if first is not None else told[-8:]
@@ -43,35 +43,35 @@ def excerpt(lines: Sequence[str]) -> str:
 
 
 def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str = "") -> EnvironmentFailed:
-    """The error for an installer that ended with one.
+    """Return the error for a failed installer.
 
     Args:
-        what: What was to be installed.
-        lines: What it printed.
-        offline: Whether it was to use no network.
-        constraint: The pin of torch that was in force, which may be what others conflict with.
+        what: The requested environment.
+        lines: Output of the installer.
+        offline: True if it ran without an index.
+        constraint: The pin of torch in force, with which others may conflict.
     """
     text = "\n".join(lines)
     which = next((match["what"].strip() for one in _WHICH if (match := re.search(one, text, re.MULTILINE))), "")
     said = f"{what} was not installed and nothing was kept."
     if which:
         said = f"{what} was not installed, because of the requirement {which}; nothing was kept."
-    hint = "Mend the requirement, or give another with --requirement."
+    hint = "Fix the requirement, or give another with --requirement."
     if "No space left on device" in text:
-        hint = "There is no room on the disk: make some (toprope prune) and add it again."
+        hint = "The disk is full: make room (toprope prune) and add it again."
     elif offline:
-        hint = "With --offline only --find-links and the installer's cache are there: leave it out, or name a folder."
+        hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif _NO_NETWORK.search(text):
-        hint = "No package index was reached: look at the network, or give --offline --find-links FOLDER."
+        hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
     elif "requires a different Python" in text or "Requires-Python" in text:
-        hint = "Give --base with the path of another Python: the environment is made with it."
+        hint = "Give --base with the path of another Python."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
-        hint = f"torch is held at Toprope's own version ({constraint}); --torch any lifts that, for gigabytes perhaps."
-    return EnvironmentFailed(f"{said} The installer said:\n{excerpt(lines)}", hint=hint)
+        hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
+    return EnvironmentFailed(f"{said} The installer printed:\n{excerpt(lines)}", hint=hint)
 
 
 def progress_of(line: str) -> str:
-    """A line of an installer as news for people; empty for one that is none."""
+    """Return an installer's line as a progress message; empty for other lines."""
     text = line.strip()
     if match := re.match(r"Collecting (\S+)", text):
         return f"looking at {match[1]}"

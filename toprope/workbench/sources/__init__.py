@@ -1,12 +1,12 @@
-"""Where environments are found, one file a kind of place. Each reads files alone and yields entries of the catalog.
+"""Sources of environments, one file per kind of place. Each reads files and yields catalog entries.
 
-    folders        Python files of ours and of the owner's, whichever ecosystem their environments follow
-    datasets       files with data and the name of a scorer
-    targets        YAML files that say what another adapter is to make an environment of
-    orchestrator   the environment whose policies direct tools and other models
-    reasoning_gym  generated tasks, by the names in the package's files
-    installed      the packages of every interpreter that is known
-    registered     what the owner added: folders, checkouts, servers, data sets of the Hub
+    folders        shipped and owner's Python files, of any ecosystem
+    datasets       data files with the name of a scorer
+    targets        YAML files that configure another adapter
+    orchestrator   the environment whose policy directs tools and other models
+    reasoning_gym  generated tasks, listed from the package's files
+    installed      packages of every known interpreter
+    registered     environments that the owner added: folders, checkouts, servers, data sets of the Hub
 
-`adapters` tells them what each adapter offers for listing.
+`toprope.workbench.adapters` describes the adapters.
 """

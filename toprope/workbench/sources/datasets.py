@@ -1,4 +1,4 @@
-"""Environments that are data and a scorer's name: `dataset` for an agent to fill in, and the owner's by YAML files.
+"""Environments made of data and a scorer: `dataset`, which an agent configures, and the owner's YAML files.
 
     # environments/geography.yaml in the owner's configuration folder
     adapter: dataset
@@ -7,8 +7,8 @@
     prompt: "What is the capital of {country}?"
     reference: capital
 
-Files are read and nothing is run. Which folders may be read from travels with the environment's source, which no tool
-lets an agent write.
+Files are read and nothing is executed. The folders that may be read are part of the environment's source, which no tool
+lets an agent change.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ PLAIN = "dataset"
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A data set as the catalog lists it."""
+    """A data set in the catalog."""
 
     name: str
     description: str
     target: str
-    """What the adapter is given: JSON."""
+    """Target of the adapter, as JSON."""
     origin: str
-    """Where it is declared, for people."""
+    """Place of the declaration, for messages."""
     problem: str = ""
 
 
 class DatasetSource:
-    """The environment `dataset`, and the owner's data sets.
+    """Lists the environment `dataset` and the owner's data sets.
 
     Args:
         places: The owner's folders with environments.
-        folders: Those whose data files may be read.
+        folders: Folders whose data files may be read.
     """
 
     kind = "dataset"
@@ -59,7 +59,7 @@ class DatasetSource:
         self._places, self._folders = places, folders
 
     def entries(self, names: Names) -> list[Entry]:
-        """`dataset` first, then the owner's by folder and file."""
+        """Return `dataset`, then the owner's data sets by folder and file."""
         found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders)]
         return [self._entry(dataset, names) for dataset in found]
 
@@ -80,22 +80,22 @@ class DatasetSource:
 
 
 def dataset_target(name: str, description: str, knobs: dict[str, Any]) -> str:
-    """What the adapter is given for data that lies in no folder of the owner's: knobs alone."""
+    """Return the adapter's target for data outside the owner's folders: knobs alone."""
     return _target(name, description, (), (), knobs)
 
 
 def plain_dataset(folders: Sequence[Path]) -> NamedDataset:
-    """The environment `dataset`, whose knobs say everything."""
+    """Return the environment `dataset`, which is configured by knobs alone."""
     target = _target(PLAIN, dataset.DESCRIPTION, folders, (), {})
     return NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")
 
 
 def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[NamedDataset]:
-    """The owner's, by folder and file name.
+    """Return the owner's data sets by folder and file name.
 
     Args:
         places: The owner's folders with environments.
-        folders: Those whose data files may be read.
+        folders: Folders whose data files may be read.
     """
     return [
         _read(file, folders)
@@ -110,8 +110,8 @@ def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
         given = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
         if NAME.fullmatch(file.stem) is None:
             raise InvalidValue(
-                f"{file.stem!r} is no valid name of an environment.",
-                hint="Lower-case letters, digits, '_' and '-': rename the file.",
+                f"{file.stem!r} is not a valid environment name.",
+                hint="Use lower-case letters, digits, '_' and '-': rename the file.",
             )
         if given.pop("adapter", None) != PLAIN:
             raise InvalidValue(
@@ -124,7 +124,7 @@ def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
         return NamedDataset(file.stem, "A data set", "{}", str(file), str(problem))
     files: list[Path] = []
     beside = file.parent / Path(str(given["path"])).expanduser()
-    if beside.is_file():  # the owner names it: it may be read wherever it lies
+    if beside.is_file():  # The owner names the file, so it may lie anywhere.
         given["path"] = str(beside)
         files = [beside]
     said = str(description) if description else f"Questions and answers of {Path(str(given['path'])).name}"

@@ -1,6 +1,6 @@
-"""Python files in folders: environments written against our SDK, and those that follow an ecosystem's conventions.
+"""Environments in Python files: those written with the SDK, and those of other ecosystems.
 
-Files are read again when they changed, and one that cannot be read is an entry that says why.
+Changed files are read again. An unreadable file becomes an entry with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["FileReader", "FolderSource"]
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What one file declares: ours, theirs by adapter, and what an adapter could not read of it."""
+    """Environments declared in a file: with the SDK, by adapter, and errors of adapters."""
 
     ours: tuple[Found, ...]
     theirs: tuple[tuple[Adapter, Listed], ...] = ()
@@ -30,10 +30,10 @@ class _Read:
 
 
 class FileReader:
-    """Reads files once for each state that they are in.
+    """Reads files and caches the result until they change.
 
     Args:
-        adapters: Those that are asked what a file declares.
+        adapters: Adapters to ask about each file.
     """
 
     def __init__(self, adapters: Callable[[], Sequence[Adapter]]) -> None:
@@ -41,7 +41,7 @@ class FileReader:
         self._read: dict[Path, tuple[tuple[int, ...], _Read]] = {}
 
     def read(self, file: Path) -> _Read | None:
-        """What a file declares; None where it is gone."""
+        """Return the declarations of a file; None if the file is gone."""
         try:
             stat = file.stat()
         except OSError:
@@ -54,7 +54,7 @@ class FileReader:
 
     def _fresh(self, file: Path) -> _Read:
         found = tuple(discover_file(file))
-        if found:  # what is written against our SDK is ours, whatever else it looks like
+        if found:  # SDK environments win over the conventions of other ecosystems.
             return _Read(found)
         try:
             tree = parse(file)
@@ -66,20 +66,20 @@ class FileReader:
                 continue
             try:
                 theirs += [(adapter, one) for one in adapter.declared(file, tree)]
-            except Exception as error:  # an adapter's mistake hides no other environment
+            except Exception as error:  # An error of one adapter must not hide other environments.
                 failures.append(f"The adapter {adapter.name} cannot read {file}: {type(error).__name__}: {error}")
         return _Read((), tuple(theirs), tuple(failures))
 
 
 class FolderSource:
-    """The environments in one folder, or one file.
+    """Lists the environments in a folder or a file.
 
     Args:
-        place: The folder or file; one that does not exist is empty.
-        kind: What the entries call their source.
+        place: The folder or file; a missing one counts as empty.
+        kind: Source name of the entries.
         reader: Reads files.
-        interpreters: Gives every interpreter that is known.
-        python: The one that this folder's environments run in; None: ours, or their ecosystem's.
+        interpreters: Returns every known interpreter.
+        python: Interpreter for this folder; None for Toprope's own, or that of the ecosystem.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class FolderSource:
         self._reader, self._interpreters, self._python = reader, interpreters, python
 
     def entries(self, names: Names) -> list[Entry]:
-        """By file, and within a file by line."""
+        """Return the environments by file and line."""
         entries = []
         for file in [self._place] if self._place.is_file() else environment_files(self._place):
             read = self._reader.read(file)
             if read is None:
-                continue  # removed since it was listed
+                continue  # removed since the listing
             entries += [self._ours(found, names) for found in read.ours]
             entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
             entries += [broken(file.stem, failure, self.kind) for failure in read.failures]
@@ -130,7 +130,8 @@ class FolderSource:
 
     def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
         if NAME.fullmatch(listed.name) is None:
-            problem = f"{listed.name!r} is no valid name: lower-case letters, digits, '_' and '-'. Rename it in {file}."
+            allowed = "lower-case letters, digits, '_' and '-'"
+            problem = f"{listed.name!r} is not a valid name: use {allowed}. Rename it in {file}."
             return broken(listed.name, problem, self.kind, ecosystem=adapter.name, description=listed.description)
         python = self._python
         if python is None:
@@ -147,6 +148,6 @@ class FolderSource:
 
 
 def own_folders(folders: Iterable[Path], shipped: Path) -> list[Path]:
-    """The owner's folders, each once, without ours."""
+    """Return the owner's folders without duplicates and without the shipped one."""
     own = (Path(folder).expanduser().absolute() for folder in folders)
     return [folder for folder in dict.fromkeys(own) if folder != shipped]

@@ -1,7 +1,7 @@
-"""Environments in installed packages: what each adapter finds in each interpreter, read from its files.
+"""Environments in installed packages, found by each adapter in the files of each interpreter.
 
-An ecosystem that no interpreter has is one entry that says how its owner installs it. Where two interpreters have the
-same environment, the second one's is called `name@interpreter`.
+An ecosystem without an interpreter is one entry that says how to install it. If two interpreters have the same
+environment, the second is called `name@interpreter`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class InstalledSource:
     """See the module.
 
     Args:
-        adapters: Gives every adapter.
-        interpreters: Gives every interpreter that is known.
+        adapters: Returns every adapter.
+        interpreters: Returns every known interpreter.
     """
 
     kind = "installed"
@@ -34,7 +34,7 @@ class InstalledSource:
         self._read: dict[tuple[str, Path], tuple[object, list[Listed]]] = {}
 
     def entries(self, names: Names) -> list[Entry]:
-        """By adapter, and within one by interpreter."""
+        """Return the environments by adapter and interpreter."""
         interpreters, entries = self._interpreters(), []
         gone = [one for one in interpreters if one.problem]
         for one in gone:
@@ -59,7 +59,7 @@ class InstalledSource:
                 continue
             try:
                 found = self._listed(adapter, one.site_packages)
-            except Exception as error:  # a package may hold anything; the others are listed all the same
+            except Exception as error:  # A broken package must not hide the others.
                 problem = f"{one.site_packages} cannot be listed: {type(error).__name__}: {error}"
                 name = f"{adapter.name}@{one.name}" if one.name else adapter.name
                 entries.append(broken(name, problem, self.kind, ecosystem=adapter.name))
@@ -70,12 +70,12 @@ class InstalledSource:
                 if names.claim(name, holder):
                     name = f"{name}@{one.name or 'toprope'}"
                     if names.claim(name, holder):
-                        continue  # the adapter lists it twice
+                        continue  # The adapter lists it twice.
                 entries.append(entry_of(listed, name, self.kind, adapter, one.python))
         return entries
 
     def _listed(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
-        """What an adapter finds there, from before where nothing was installed or removed since."""
+        """Return an adapter's findings, cached until packages are installed or removed."""
         stamp = _stamp(site_packages)
         known = self._read.get((adapter.name, site_packages))
         if known is None or known[0] != stamp:
@@ -84,7 +84,7 @@ class InstalledSource:
 
 
 def _stamp(site_packages: Path) -> object:
-    """Changes when something is installed, removed or exchanged."""
+    """Return a stamp that changes when packages are installed, removed or replaced."""
     return (
         site_packages.stat().st_mtime_ns,
         tuple(sorted((path.name, path.stat().st_mtime_ns) for path in site_packages.glob("*.dist-info"))),

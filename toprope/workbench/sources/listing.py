@@ -1,4 +1,4 @@
-"""From what an adapter says of an environment to an entry of the catalog."""
+"""Convert an adapter's listing into a catalog entry."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _NEEDS: dict[str, State] = {"install": "needs install", "network": "needs networ
 
 
 def install_command(what: str) -> str:
-    """How the owner makes an interpreter for it."""
+    """Return the command that makes an interpreter for an adapter."""
     return f"toprope env add {what}"
 
 
 def home_of(adapter: Adapter, interpreters: Sequence[Known]) -> Known | None:
-    """The first interpreter that has what the adapter needs; None where none has."""
+    """Return the first interpreter with the adapter's requirements, or None."""
     return next((one for one in interpreters if not one.problem and adapter.is_in(one.site_packages)), None)
 
 
 def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: str | None) -> Entry:
-    """The entry of an environment that an adapter lists.
+    """Make the catalog entry of an environment that an adapter lists.
 
     Args:
-        listed: What the adapter says.
-        name: In the catalog.
-        source: Where it was found.
-        adapter: Whose it is.
-        python: The interpreter that it runs in; None: ours.
+        listed: Listing of the adapter.
+        name: Name in the catalog.
+        source: Source of the entry.
+        adapter: The adapter.
+        python: Interpreter of the environment; None for Toprope's own.
     """
     status: State = _NEEDS.get(listed.needs, "broken") if listed.problem or listed.needs else "ready"
     return Entry(

@@ -1,4 +1,4 @@
-"""The environment `orchestrator`, with the owner's folders and tools: what it may use travels in its target."""
+"""The environment `orchestrator`; its target holds the owner's folders and tools that it may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OrchestratorSource:
 
     Args:
         folders: Folders whose data files it may read.
-        tools: The owner's tools by name, as `LentTool.declaration` says them.
+        tools: The owner's tools by name, see `LentTool.declaration`.
     """
 
     kind = "shipped"
@@ -30,7 +30,7 @@ class OrchestratorSource:
         self._target = json.dumps({"folders": [str(folder) for folder in folders], "tools": tools}, sort_keys=True)
 
     def entries(self, names: Names) -> list[Entry]:
-        """The one entry."""
+        """Return the single entry."""
         name = orchestrator.Orchestrator.name
         holder = names.claim(name, _HOLDER)
         return [

@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym, of the first interpreter that has it: ours as a rule."""
+"""The tasks of reasoning-gym, from the first interpreter that has the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReasoningGymSource:
     """See the module.
 
     Args:
-        interpreters: Gives every interpreter that is known.
+        interpreters: Returns every known interpreter.
     """
 
     kind = _ADAPTER
@@ -30,7 +30,7 @@ class ReasoningGymSource:
         self._listing = reasoning_gym.Listing()
 
     def entries(self, names: Names) -> list[Entry]:
-        """By name; one that says how to install it where no interpreter has it."""
+        """Return the tasks by name, or one entry that says how to install the package."""
         folder, python = self._place()
         tasks = self._listing.tasks(folder) if folder is not None else []
         return [
@@ -62,7 +62,7 @@ class ReasoningGymSource:
         ]
 
     def _place(self) -> tuple[Path | None, str | None]:
-        """The package's folder, and the interpreter that has it."""
+        """Return the package's folder and its interpreter."""
         if (own := self._listing.folder()) is not None:
             return own, None
         for one in self._interpreters():

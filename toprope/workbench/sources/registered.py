@@ -1,6 +1,6 @@
-"""What the owner added by name: folders, checkouts, servers at a URL, data sets of the Hub.
+"""Environments that the owner added: folders, checkouts, servers at a URL, data sets of the Hub.
 
-Virtual environments that were added are interpreters; their packages are listed by `installed`.
+Added virtual environments are interpreters, whose packages the source `installed` lists.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RegisteredSource:
     """See the module.
 
     Args:
-        added: Gives what the owner added; may raise TopropeError.
-        adapters: Gives every adapter.
-        interpreters: Gives every interpreter that is known.
+        added: Returns the added entries; may raise TopropeError.
+        adapters: Returns every adapter.
+        interpreters: Returns every known interpreter.
         reader: Reads files.
     """
 
@@ -45,7 +45,7 @@ class RegisteredSource:
         self._added, self._adapters, self._interpreters, self._reader = added, adapters, interpreters, reader
 
     def entries(self, names: Names) -> list[Entry]:
-        """In the order of their names."""
+        """Return the entries by name."""
         try:
             added = self._added()
         except TopropeError as error:
@@ -54,7 +54,7 @@ class RegisteredSource:
         for one in added.values():
             try:
                 entries += self._of(one, names)
-            except Exception as error:  # a folder may hold anything; the others are listed all the same
+            except Exception as error:  # A broken folder must not hide the others.
                 entries.append(broken(one.name, f"{type(error).__name__}: {error}", self.kind))
         return entries
 
@@ -74,7 +74,7 @@ class RegisteredSource:
     def _server(self, one: Added, names: Names) -> Entry:
         adapter = next((each for each in self._adapters() if each.name == one.adapter), None)
         if adapter is None or adapter.problem:
-            problem = adapter.problem if adapter is not None else f"There is no adapter {one.adapter!r}."
+            problem = adapter.problem if adapter is not None else f"Unknown adapter {one.adapter!r}."
             return broken(one.name, problem, one.kind)
         known = None if one.python else home_of(adapter, self._interpreters())
         lacks = not one.python and known is None
@@ -98,7 +98,7 @@ class RegisteredSource:
 
 
 def _dataset(one: Added, names: Names) -> Entry:
-    """A data set of the Hub: which columns are asked and which is the answer are its knobs."""
+    """Return the entry of a Hub data set; knobs select the columns of question and answer."""
     hub_id = one.given.removeprefix("hf:")
     description = f"The data set {hub_id} of the Hugging Face Hub"
     here = _in_cache(hub_id)
@@ -107,7 +107,7 @@ def _dataset(one: Added, names: Names) -> Entry:
         description=description,
         source="hub",
         status="ready" if here else "needs network",
-        problem="" if here else "It is downloaded when it is first used.",
+        problem="" if here else "It is downloaded at the first use.",
         turns=1,
         environment=EnvironmentSource(
             name=one.name, adapter="dataset", target=dataset_target(one.name, description, {"path": one.given})
@@ -126,7 +126,7 @@ def _named(entry: Entry, names: Names, holder: str) -> Entry:
 
 
 def _in_cache(hub_id: str) -> bool:
-    """Whether the Hub's own cache has something of it."""
+    """Return True if the local cache of the Hub has the data set."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")

@@ -1,13 +1,13 @@
-"""YAML files of the owner's that say what an adapter is to make an environment of.
+"""The owner's YAML files that configure an adapter.
 
     # environments/sums.yaml in the owner's configuration folder
     adapter: trl
-    file: rewards.py            # beside this file, as are rows that are a file
+    file: rewards.py            # beside this file, like a file of rows
     reward_funcs: [accuracy, brief]
     ranges: {brief: [-1, 0]}
     rows: train.jsonl
 
-The keys are those of the adapter's target (`KEYS` there), beside `adapter` and `interpreter`. Nothing is run.
+The keys are `adapter`, `interpreter`, and those of the adapter's target (its `KEYS`). Nothing is executed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PATHS = ("file", "rows")
 
 
 def declared_adapter(file: Path) -> str | None:
-    """The adapter that a YAML file names, if it is one whose target such a file can say."""
+    """Return the adapter that a YAML file names if it can be configured by such a file."""
     try:
         named = read_yaml(file).get("adapter")
     except InvalidValue:
@@ -48,8 +48,8 @@ class TargetSource:
 
     Args:
         places: The owner's folders with environments.
-        adapters: Gives every adapter.
-        interpreters: Gives every interpreter that is known.
+        adapters: Returns every adapter.
+        interpreters: Returns every known interpreter.
     """
 
     kind = "folder"
@@ -63,7 +63,7 @@ class TargetSource:
         self._places, self._adapters, self._interpreters = places, adapters, interpreters
 
     def entries(self, names: Names) -> list[Entry]:
-        """By folder and file name; a file that is wrong says what is right."""
+        """Return the environments by folder and file name; invalid files become entries with the reason."""
         return [
             self._entry(file, named, names)
             for place in self._places
@@ -79,8 +79,8 @@ class TargetSource:
                 raise InvalidValue(adapter.problem, hint="")
             if NAME.fullmatch(file.stem) is None:
                 raise InvalidValue(
-                    f"{file.stem!r} is no valid name of an environment.",
-                    hint="Lower-case letters, digits, '_' and '-': rename the file.",
+                    f"{file.stem!r} is not a valid environment name.",
+                    hint="Use lower-case letters, digits, '_' and '-': rename the file.",
                 )
             given = check_keys(read_yaml(file), [*_OURS, *keys], str(file))
             if holder := names.claim(file.stem, str(file)):
@@ -121,7 +121,7 @@ class TargetSource:
 
 
 def _documented(file: Any) -> str:
-    """The first line of a user's file's docstring; empty where it cannot be read."""
+    """Return the first line of a file's docstring; empty if it cannot be read."""
     try:
         return first_line(ast.get_docstring(parse(Path(str(file)))))
     except (OSError, SyntaxError, ValueError):
