@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
+import socket
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from toprope.sdk.adapters._shared import scorers as _scorers
+from toprope.sdk import grading
 from toprope.sdk.adapters.dataset import make
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.sandbox import Unconfined, run_python
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 ROWS = [{"q": f"{a} plus {b}", "sum": a + b, "note": None} for a in range(12) for b in range(12)]
@@ -134,32 +132,32 @@ def test_an_owners_values_are_the_knobs_defaults(tmp_path: Path) -> None:
      ("The answer is 5, not 4.", False), ("four", False), ("", False), ("1/0", False)],
 )  # fmt: skip
 def test_numbers_are_found_where_models_put_them(text: str, right: bool) -> None:
-    found = _scorers.extract(text, "auto") or text
+    found = grading.extract(text, "auto") or text
     if text.startswith("The answer is 5"):
-        assert _scorers.numeric("5", 4, 1e-6) == (True, False)
+        assert grading.numeric("5", 4, 1e-6) == (True, False)
     else:
-        assert _scorers.numeric(found, "4", 1e-6)[1] is right
+        assert grading.numeric(found, "4", 1e-6)[1] is right
 
 
 def test_tolerance_choices_patterns_and_mathematics() -> None:
-    assert _scorers.numeric("3.1416", 3.14159265, 1e-3) == (True, True)
-    assert _scorers.numeric("3.2", 3.14159265, 1e-3) == (True, False)
+    assert grading.numeric("3.1416", 3.14159265, 1e-3) == (True, True)
+    assert grading.numeric("3.2", 3.14159265, 1e-3) == (True, False)
     options = ["Paris", "London", "Rome"]
     for text, said, wanted, right in [
         ("The answer is (B).", "(B).", "B", True), ("B", None, "b", True), ("london", None, 1, True),
         ("I think it is C", None, "Rome", True), ("A or B? The answer is B", "B", "A", False),
     ]:  # fmt: skip
-        assert _scorers.choice(text, said, wanted, options) == (True, right), text
-    assert _scorers.choice("I do not know", None, "A", options) == (False, False)
-    with pytest.raises(InvalidRequest, match="no letter"):
-        _scorers.choice("A", None, "Berlin", options)
-    assert _scorers.matches("2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, True)
-    assert _scorers.matches("on 2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, False)
-    assert _scorers.mathematical("0.5", "\\frac{1}{2}") == (True, True)
-    assert _scorers.mathematical("x + 1", "1 + x") == (True, True)
-    assert _scorers.mathematical("x + 2", "1 + x")[1] is False
-    assert _scorers.exact("Paris.", ["paris", "Lutetia"], True) == (True, True)
-    assert _scorers.exact("Paris", "paris", False) == (True, False)
+        assert grading.choice(text, said, wanted, options) == (True, right), text
+    assert grading.choice("I do not know", None, "A", options) == (False, False)
+    with pytest.raises(InvalidRequest, match="not a letter"):
+        grading.choice("A", None, "Berlin", options)
+    assert grading.matches("2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, True)
+    assert grading.matches("on 2026-11-21", r"\d{4}-\d\d-\d\d", True) == (True, False)
+    assert grading.mathematical("0.5", "\\frac{1}{2}") == (True, True)
+    assert grading.mathematical("x + 1", "1 + x") == (True, True)
+    assert grading.mathematical("x + 2", "1 + x")[1] is False
+    assert grading.exact("Paris.", ["paris", "Lutetia"], True) == (True, True)
+    assert grading.exact("Paris", "paris", False) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -170,49 +168,40 @@ def test_tolerance_choices_patterns_and_mathematics() -> None:
 )  # fmt: skip
 def test_code_passes_its_tests_or_not(code: str, passes: bool) -> None:
     began = time.monotonic()
-    assert _scorers.unit_tests(code, "assert f(1) == 2", 0.6, 256) == (True, passes)
+    assert grading.unit_tests(code, "assert f(1) == 2", 0.6, 256) == (True, passes)
     assert time.monotonic() - began < 4
 
 
-def test_code_leaves_no_process_no_file_and_sees_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_may_write_its_folder_and_sees_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     code = (
-        "import os, time\nopen('left', 'w').write('x')\nkeys = [k for k in os.environ if 'KEY' in k]\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(77)\n    os._exit(0)\n"
+        "import os, tempfile\nopen('left', 'w').write('x')\nos.mkdir('folder')\n"
+        "with tempfile.NamedTemporaryFile() as file:\n    file.write(b'x')\n"
+        "keys = [k for k in os.environ if 'KEY' in k]\n"
     )
-    before = {process.pid for process in psutil.process_iter()}
-    assert _scorers.unit_tests(code, "assert keys == []", 5.0, 256) == (True, True)
+    assert grading.unit_tests(code, "assert keys == [] and open('left').read() == 'x'", 5.0, 256) == (True, True)
     assert not list(tmp_path.iterdir())
-    left = [p for p in psutil.process_iter() if p.pid not in before and "_guard" in " ".join(_words(p))]
-    assert not left
 
 
-def _words(process: psutil.Process) -> list[str]:
+def test_code_reaches_no_process_file_or_network(tmp_path: Path) -> None:
     try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def test_the_guard_says_whether_the_network_was_there(tmp_path: Path) -> None:
-    guard = Path(_scorers.__file__).with_name("test_program.py")
-    code = "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)"
-    import socket
-
+        run_python("1")
+    except Unconfined as why:
+        pytest.skip(str(why))
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    for code in ("import os\nif os.fork() == 0: os._exit(0)", f"open({str(secret)!r})", f"open({str(secret)!r}, 'w')"):
+        assert grading.unit_tests(code, "", 5.0, 256) == (True, False), code
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        request = {
-            "code": code.replace("PORT", str(listener.getsockname()[1])),
-            "tests": "",
-            "seconds": 3,
-            "memory_mb": 256,
-        }
-        done = subprocess.run(
-            [sys.executable, "-I", str(guard)], input=json.dumps(request).encode(), stdout=subprocess.PIPE, cwd=tmp_path
-        )
-    said = json.loads(done.stdout)
-    assert said["passed"] is said["network"], os.uname()
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 1)"
+        assert grading.unit_tests(code, "", 5.0, 256) == (True, False)
+    assert secret.read_text() == "x"
+
+
+def test_code_imports_installed_packages() -> None:
+    assert grading.unit_tests("import numpy", "assert numpy.arange(3).sum() == 3", 20.0, 4096) == (True, True)
 
 
 def test_options_are_put_below_the_question_and_solutions_are_tried(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def task(service: Service, index: int = 0) -> dict[str, Any]:
 
 
 def module(service: Service) -> Any:
-    return service._opened().environment._user.module
+    return service.environment._user.module
 
 
 def test_reward_functions_get_the_whole_group_in_one_call_as_trl_gives_it(tmp_path: Path) -> None:
@@ -280,13 +280,13 @@ def test_an_environment_may_own_the_tasks_too_and_rows_may_choose_it(tmp_path: P
 def test_a_call_that_hangs_costs_the_environment_its_place_in_the_pool(tmp_path: Path) -> None:
     file = written(tmp_path, GAME, "game.py")
     service = opened({"file": file, "environment": "Guess"})
-    service._opened().environment.tool_timeout_s = 0.05
+    service.environment.tool_timeout_s = 0.05
     [handle] = service.answer("begin", {"split": "train", "index": 0, "count": 1})["rollouts"]
     text = '<tool_call>{"name": "hint", "arguments": {"seconds": 30}}</tool_call>'
     [turn] = service.answer("advance", {"moves": [[handle, text]]})
     assert "hint did not answer within" in turn["messages"][0]["content"]
     service.answer("advance", {"moves": [[handle, "done"]]})
-    assert service._opened().environment._pool[None] == []
+    assert service.environment._pool[None] == []
 
 
 def test_the_global_generator_is_the_rollouts_own() -> None:

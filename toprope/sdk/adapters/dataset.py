@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from toprope.sdk import grading
 from toprope.sdk.adapters._shared import rows as _rows
-from toprope.sdk.adapters._shared import scorers as _scorers
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import describe_knobs, knob, make_knobs, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
@@ -84,7 +84,7 @@ class Dataset(Environment):
 
     def setup(self) -> None:
         if self.knobs.scorer == "math":
-            _scorers.need_math()
+            grading.need_math()
         if self.knobs.path:
             self._check_columns()
 
@@ -118,25 +118,25 @@ class Dataset(Environment):
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["correct"] >= 1.0
 
-    def _verdict(self, text: str) -> _scorers.Verdict:
+    def _verdict(self, text: str) -> grading.Verdict:
         knobs, reference = self.knobs, self.task.data["reference"]
         if knobs.scorer == "unit_tests":
-            return _scorers.unit_tests(text, reference, knobs.time_limit_s, knobs.memory_mb)
-        found = _scorers.extract(text, knobs.extract, knobs.extract_pattern)
+            return grading.unit_tests(text, reference, knobs.time_limit_s, knobs.memory_mb)
+        found = grading.extract(text, knobs.extract, knobs.extract_pattern)
         if knobs.scorer == "multiple_choice":
-            whole = _scorers.extract(text, "whole") or ""
+            whole = grading.extract(text, "whole") or ""
             if found is None and knobs.extract != "auto":
                 return False, False
-            return _scorers.choice(whole, found, reference, self.task.data["options"])
+            return grading.choice(whole, found, reference, self.task.data["options"])
         if found is None and knobs.extract == "auto":
-            found = _scorers.extract(text, "whole")
+            found = grading.extract(text, "whole")
         if knobs.scorer == "numeric":
-            return _scorers.numeric(found, reference, knobs.tolerance)
+            return grading.numeric(found, reference, knobs.tolerance)
         if knobs.scorer == "math":
-            return _scorers.mathematical(found, reference)
+            return grading.mathematical(found, reference)
         if knobs.scorer == "regex":
-            return _scorers.matches(found, reference, knobs.ignore_case)
-        return _scorers.exact(found, reference, knobs.ignore_case)
+            return grading.matches(found, reference, knobs.ignore_case)
+        return grading.exact(found, reference, knobs.ignore_case)
 
     def _rows(self) -> Iterator[Any]:
         knobs = self.knobs

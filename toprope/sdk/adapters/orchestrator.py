@@ -18,10 +18,10 @@ from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.grading import is_correct
 from toprope.sdk.orchestration import providers
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation
 from toprope.sdk.orchestration.energy import Meter
-from toprope.sdk.orchestration.grading import is_correct
 from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
 from toprope.sdk.orchestration.search import Corpus

@@ -1,7 +1,7 @@
-"""Awaits coroutines from code that is none: one event loop in one thread, for as long as the process lives.
+"""Run coroutines from synchronous code: one event loop in one thread for as long as the process lives.
 
-Users' clients (sessions of aiohttp, locks) belong to the loop that they were first used on; a new loop for every call
-would break the second one.
+Clients that users create (aiohttp sessions, locks) belong to the loop on which they were first used, so a new loop for
+every call would break the second call.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["BackgroundLoop"]
 
+_T = TypeVar("_T")
+
 
 class BackgroundLoop:
-    """A loop that is started when it is first needed. Not to be used from within a coroutine on it."""
+    """An event loop in a thread, started on first use. Do not call it from a coroutine that runs on it."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
-    def result(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
-        """What a coroutine returns.
+    def run(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+        """Run a coroutine and wait for its result.
 
         Args:
             work: The coroutine.
@@ -32,19 +34,19 @@ class BackgroundLoop:
             TimeoutError: It took longer.
             BaseException: Whatever it raises.
         """
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._started()).result()
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._running()).result()
 
-    def results(self, works: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What coroutines return that go on beside each other; an exception in the place of one that raises."""
+    def run_all(self, works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T | BaseException]:
+        """Run coroutines concurrently; results in their order, with an exception in place of a result it replaces."""
 
-        async def all_of_them() -> list[Any]:
+        async def gather() -> list[_T | BaseException]:
             return list(await asyncio.gather(*works, return_exceptions=True))
 
-        return self.result(all_of_them()) if works else []
+        return self.run(gather()) if works else []
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="awaiting").start()
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="background-loop").start()
             return self._loop

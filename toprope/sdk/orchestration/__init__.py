@@ -3,8 +3,8 @@
 `environments/orchestrator.py` puts them together. Everything here needs the standard library only.
 """
 
+from toprope.sdk.grading import extract_answer, is_correct, normalize_number
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation, render_state
-from toprope.sdk.orchestration.grading import extract_answer, is_correct, normalize_number
 from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import AdaptiveWeights, Scales, Weights, compute, compute_with_breakdown
 from toprope.sdk.orchestration.tools import Price, Tool, Toolbox, function

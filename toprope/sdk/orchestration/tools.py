@@ -17,9 +17,9 @@ from typing import Any
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.calculator import calculate, said
 from toprope.sdk.orchestration.energy import Meter
-from toprope.sdk.orchestration.sandbox import run_python
 from toprope.sdk.orchestration.search import Corpus
 from toprope.sdk.orchestration.types import Observation
+from toprope.sdk.sandbox import run_python
 
 __all__ = [
     "BUILT_IN",
@@ -169,7 +169,7 @@ def think() -> Tool:
 
 
 def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
-    """Python in a process that can only compute: see `toprope.sdk.orchestration.sandbox`."""
+    """Python in a process that can only compute: see `toprope.sdk.sandbox`."""
 
     def run(text: str) -> str:
         program = re.sub(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL)

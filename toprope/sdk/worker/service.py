@@ -90,6 +90,15 @@ class Service:
         """Done, but not scored: they wait for their groups."""
         self._objects = UserObjects()
 
+    @property
+    def environment(self) -> Environment:
+        """The open environment.
+
+        Raises:
+            InvalidRequest: None is open.
+        """
+        return self._variant().environment
+
     def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Carry out one request.
 

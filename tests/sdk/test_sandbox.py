@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.orchestrator.hostile_programs import PROGRAMS
 from toprope.sdk.errors import InvalidRequest
-from toprope.sdk.orchestration.sandbox import Unconfined, run_python
 from toprope.sdk.orchestration.tools import Toolbox, code_interpreter
+from toprope.sdk.sandbox import Unconfined, run_python
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +80,7 @@ def test_the_interpreter_is_a_tool():
 
 def test_where_nothing_confines_nothing_is_run(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(Unconfined, match="none is run"):
+    with pytest.raises(Unconfined, match="none was run"):
         run_python("1")
     monkeypatch.undo()
     with pytest.raises(InvalidRequest, match="100,000"):

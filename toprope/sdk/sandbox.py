@@ -1,0 +1,198 @@
+"""Run programs that a policy wrote, in a process that can compute and do nothing else.
+
+`_confined.py` is that process and describes its limits. This file starts it, bounds its wall time and output, and makes
+sure that it is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from toprope.sdk.errors import InvalidRequest
+
+__all__ = ["Ran", "Unconfined", "passes_tests", "run_python"]
+
+_CHILD = Path(__file__).with_name("_confined.py")
+_CONFINED, _LIMITED = b"confined\n", b"limited\n"
+_LONGEST_PROGRAM = 100_000
+_START_S = 10.0
+"""Seconds for the interpreter to start, before the program's own time begins."""
+
+_TESTED = """\
+from os import write
+space = {{"__name__": "__main__"}}
+exec(compile({code!r}, "<code>", "exec"), space)
+exec(compile({tests!r}, "<tests>", "exec"), space)
+written = write(1, {word!r})
+"""
+
+
+class Unconfined(InvalidRequest):
+    """This machine cannot confine a program, so none was run."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The result of a program."""
+
+    output: str
+    """Standard output and error together, cut at the limit."""
+    code: int | None
+    """Its exit code; None if it was killed."""
+    why: str = ""
+    """Why it was killed: `time limit`, `output limit`, `memory limit or a signal (SIGSEGV)`; else empty."""
+    seconds: float = 0.0
+    """Wall time, the interpreter's start included."""
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+
+def run_python(
+    program: str, *, seconds: float = 5.0, memory_mb: int = 512, output_chars: int = 4000, python: str | None = None
+) -> Ran:
+    """Run a Python program with the standard library, but without files, network and other processes.
+
+    Args:
+        program: The source. The value of a last expression is printed, as in a notebook.
+        seconds: Wall time of the program.
+        memory_mb: Address space in MiB.
+        output_chars: Kill the program when it has printed more than this.
+        python: Path of the interpreter; this one by default.
+
+    Raises:
+        Unconfined: Not Linux, or a kernel without Landlock or seccomp. Nothing was run.
+        InvalidRequest: The program is longer than 100,000 characters.
+    """
+    if len(program) > _LONGEST_PROGRAM:
+        raise InvalidRequest(f"A program may have {_LONGEST_PROGRAM:,} characters; this one has {len(program):,}.")
+    if not sys.platform.startswith("linux"):
+        raise Unconfined("Only Linux can confine a program (Landlock and seccomp), so none was run.")
+    return _run(program, seconds, memory_mb, output_chars, ["-S"], [], python or sys.executable, "/")
+
+
+def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bool:
+    """Whether `tests` run through after `code`, in one namespace.
+
+    The program has this interpreter's packages and an empty folder of its own to write to. To exit early is to fail:
+    success is reported by a random word after the last test. A machine that cannot confine a program runs it with
+    limits only, which stops accidents but no attacker.
+
+    Args:
+        code: The source under test.
+        tests: Source that raises if the code is wrong.
+        seconds: Wall time of both.
+        memory_mb: Address space in MiB.
+    """
+    word = secrets.token_hex(16)
+    program = _TESTED.format(code=code, tests=tests, word=word.encode())
+    with tempfile.TemporaryDirectory(prefix="toprope-tests-", ignore_cleanup_errors=True) as folder:
+        return word in _run(program, seconds, memory_mb, 1_000_000, [], [folder], sys.executable, folder).output
+
+
+def _run(
+    program: str,
+    seconds: float,
+    memory_mb: int,
+    output_chars: int,
+    options: list[str],
+    scratch: list[str],
+    python: str,
+    cwd: str,
+) -> Ran:
+    began = time.monotonic()
+    arguments = [str(memory_mb << 20), str(max(1, round(seconds) + 1)), *scratch]
+    process = subprocess.Popen(
+        [python, "-I", *options, "-B", str(_CHILD), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **({"HOME": cwd, "TMPDIR": cwd} if scratch else {})},
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        output, why = _converse(process, program.encode("utf-8", "replace"), seconds, 4 * output_chars)
+    finally:
+        _end(process)
+    taken = time.monotonic() - began
+    mark = next((mark for mark in (_CONFINED, _LIMITED) if output.startswith(mark)), None)
+    if mark is None:
+        if why or process.returncode != 70:
+            return Ran("", None, why or _signal(process.returncode) or "it could not be started", taken)
+        reason = output.decode("utf-8", "replace").removeprefix("unconfined: ").strip()
+        raise Unconfined(f"This machine cannot confine a program, so none was run: {reason}.")
+    text = output[len(mark) :].decode("utf-8", "replace")
+    if len(text) > output_chars:
+        text, why = text[:output_chars], why or "output limit"
+    code = process.returncode if not why and process.returncode >= 0 else None
+    return Ran(text, code, why or _signal(process.returncode), taken)
+
+
+def _converse(process: subprocess.Popen[bytes], program: bytes, seconds: float, limit: int) -> tuple[bytes, str]:
+    """Send the program and read its output until its end, the time limit or the output limit."""
+    assert process.stdin is not None and process.stdout is not None
+    output, left = bytearray(), memoryview(program)
+    until, started = time.monotonic() + _START_S, False
+    for stream in (process.stdin, process.stdout):
+        os.set_blocking(stream.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while True:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return bytes(output), "time limit"
+            for key, _ in selector.select(remaining):
+                if key.fileobj is process.stdin:
+                    try:
+                        left = left[os.write(key.fd, left) :]
+                    except BlockingIOError:
+                        continue
+                    except BrokenPipeError:
+                        left = left[:0]
+                    if not left:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    return bytes(output), ""
+                if not started:
+                    until, started = time.monotonic() + seconds, True
+                output += data
+                if len(output) > limit + len(_CONFINED):
+                    return bytes(output), "output limit"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and, if it was not confined, the processes of its group."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None and not stream.closed:
+            with contextlib.suppress(OSError):
+                stream.close()
+    try:
+        process.wait(0.2)  # a program that closed its output may still be computing
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _signal(code: int | None) -> str:
+    if code is None or code >= 0:
+        return ""
+    name = signal.Signals(-code).name
+    return "time limit" if name == "SIGXCPU" else f"memory limit or a signal ({name})"
