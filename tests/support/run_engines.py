@@ -90,7 +90,7 @@ def _ecosystem(name: str, *packages: str, tests: str = "tests/sdk/adapters/test_
         (folder / "installed").exists(),
         (
             (sys.executable, "-m", "venv", folder),
-            (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_args, *packages),
+            (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *pip_args, *packages),
             ("touch", folder / "installed"),
         ),
         only=name.partition("_")[0],
