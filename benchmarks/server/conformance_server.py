@@ -1,6 +1,6 @@
-"""The real HTTP door for the conformance suite, which cannot send a header: something before it adds the token.
+"""The real HTTP server for the conformance suite, which cannot send a header: a wrapper adds the token.
 
-The token is made, checked and compared as always; there is no way to serve without one. Prints the URL.
+The token is made, checked and compared as always; the server cannot run without one. Prints the URL.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from toprope_server.http import app as http_door
+from toprope_server.http.app import PATH, build_app, uvicorn_config
 from toprope_server.http.token import TokenFile
+
+from toprope.settings.owner import HttpSettings
 
 
 class AddsToken:
-    """Puts the owner's token on each request to `app`."""
+    """Add the owner's token to each request to `app`."""
 
     def __init__(self, app: Any, token: str) -> None:
         self._app = app
@@ -29,12 +31,12 @@ class AddsToken:
 
 
 def main(configuration: Path) -> None:
-    """Serves on a free port of 127.0.0.1 until it is ended."""
+    """Serve on a free port of 127.0.0.1 until killed."""
     token = TokenFile(configuration)
-    app = AddsToken(http_door.build_app(token, http_door.HttpDoor()), token.ensure())
+    app = AddsToken(build_app(token, HttpSettings()), token.ensure())
     listening = socket.create_server(("127.0.0.1", 0))
-    print(f"http://127.0.0.1:{listening.getsockname()[1]}{http_door.PATH}", flush=True)
-    uvicorn.Server(http_door.uvicorn_config(app)).run(sockets=[listening])
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}{PATH}", flush=True)
+    uvicorn.Server(uvicorn_config(app)).run(sockets=[listening])
 
 
 if __name__ == "__main__":
