@@ -16,36 +16,26 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import inspect
 import itertools
-import re
 import sys
 import traceback
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from toprope.sdk.adapters._reasoning_gym.levels import Levels, levels_of
-from toprope.sdk.authoring.environment import Environment, Part, Task
-from toprope.sdk.authoring.knobs import knob, nearest, settable
+from toprope.sdk.adapters._reasoning_gym import composite
+from toprope.sdk.adapters._reasoning_gym.levels import levels_of
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
+from toprope.sdk.authoring.environment import Environment, Task
+from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import first_line, literal, parse
 from toprope.sdk.errors import InvalidRequest, LoadError
 
-__all__ = ["COMPOSITE", "Listing", "ListedTask", "ReasoningGym", "difficulty_of", "make", "parts_of", "settings_of"]
+__all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "ListedTask", "Listing", "ReasoningGym", "make"]
 
 REQUIREMENTS = ("reasoning-gym==0.1.*",)
 PACKAGE = "reasoning_gym"
-KEYS = ("tasks", "name", "description")
-"""Keys of a mixture's target; an owner's YAML file in a folder of environments may have them too."""
 _SEED = 0
-_HIDDEN = ("seed", "size", "data_file")
-"""Fields that are no setting of the task: `data_file` names a file to read."""
-COMPOSITE = "composite"
-"""Registered, but made of other tasks and empty without a list of them:
-toprope.sdk.adapters._reasoning_gym.composite."""
-_WEIGHTS = {"exact": (1.0, 0.0), "partial": (0.0, 1.0), "both": (0.5, 0.5)}
-_COMMENT = re.compile(r"^\s+(\w+)\s*:[^#]*#\s*(.+?)\s*$", re.MULTILINE)
 
 
 class ReasoningGym(Environment):
@@ -108,59 +98,11 @@ def make(target: str) -> Environment:
             f"reasoning-gym is not installed ({error}). Install it: {sys.executable} -m pip install reasoning-gym"
         ) from error
     if target == COMPOSITE or target.startswith("{"):
-        from toprope.sdk.adapters._reasoning_gym import composite as _gym_composite
-
-        return _gym_composite.make(target)
+        return composite.make(target)
     names = [name for name in DATASETS if name != COMPOSITE]
     if target not in names:
         raise LoadError(f"reasoning-gym has no task {target!r}. {nearest(target, names, 'Tasks')}")
     return ReasoningGym(target, *DATASETS[target])
-
-
-def parts_of(scoring: str) -> dict[str, Part]:
-    """The parts of the reward by the knob `scoring`."""
-    exact, partial = _WEIGHTS[scoring]
-    return {
-        "exact": Part(exact, description="1 when reasoning-gym calls the answer entirely right"),
-        "partial": Part(partial, description="reasoning-gym's own score, with its partial credit"),
-    }
-
-
-def difficulty_of(config: type) -> str:
-    """How the knob of a task's curriculum is called: `difficulty`; `level` where the task has a `difficulty` itself."""
-    return "level" if any(field.name == "difficulty" for field in dataclasses.fields(config)) else "difficulty"
-
-
-def settings_of(config: type, levels: Levels | None) -> type:
-    """A dataclass of the configuration's fields that JSON can say, and of ours."""
-    try:
-        hints = typing.get_type_hints(config)
-    except Exception:  # an annotation that cannot be resolved: take the plain types
-        hints = {field.name: field.type for field in dataclasses.fields(config)}
-    try:
-        comments = dict(_COMMENT.findall(inspect.getsource(config)))
-    except OSError:
-        comments = {}
-    fields: list[tuple[str, Any, Any]] = [
-        (
-            "scoring",
-            Literal["exact", "partial", "both"],
-            knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each"),
-        )
-    ]
-    if levels is not None:
-        fields.append((difficulty_of(config), int, knob(0, ge=0, le=levels.count, help=levels.help)))
-    for field in dataclasses.fields(config):
-        hint = hints.get(field.name, Any)
-        if field.name in _HIDDEN or not field.init or not settable(hint):
-            continue
-        default = field.default
-        if default is dataclasses.MISSING:
-            if field.default_factory is dataclasses.MISSING:
-                continue
-            default = field.default_factory()
-        fields.append((field.name, hint, knob(default, help=comments.get(field.name, ""))))
-    return dataclasses.make_dataclass("Knobs", fields)
 
 
 def _description(name: str, dataset: type, config: type) -> str:

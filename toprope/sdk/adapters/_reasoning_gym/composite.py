@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
-from toprope.sdk.adapters.reasoning_gym import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import knob, make_knobs, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
