@@ -217,7 +217,7 @@ SAMPLES = (
 
 
 def interpreter(ecosystem: str) -> str | None:
-    """The ecosystem's own interpreter; None where it was not made (CONTRIBUTING.md)."""
+    """The ecosystem's own interpreter; None where it was not made (`make test-engines` does)."""
     cache = Path.home() / ".cache" / "toprope"
     folder = cache / "ecosystems" / ecosystem
     if ecosystem == "atropos":

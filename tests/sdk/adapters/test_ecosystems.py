@@ -1,6 +1,6 @@
 """Adapters of verifiers, OpenEnv, inspect-ai and Atropos: with the real packages, and what runs without them.
 
-The packages lie in interpreters of their own (CONTRIBUTING.md says how they are made); where one is missing its
+The packages lie in interpreters of their own (`make test-engines` installs them); where one is missing its
 tests are skipped.
 """
 
@@ -46,7 +46,7 @@ def with_worker(
 ) -> None:
     sample = BY_NAME[ecosystem]
     if interpreter(ecosystem) is None:
-        pytest.skip(f"{ecosystem} has no interpreter of its own here: CONTRIBUTING.md says how one is made")
+        pytest.skip(f"{ecosystem} has no interpreter of its own here: `make test-engines` installs one")
 
     async def work() -> None:
         link, card = await opened(sample, folder, **knobs)
