@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from toprope.sdk.checks import judge
 from toprope.sdk.checks.answers import near_miss, probes
 from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
-from toprope.sdk.checks.rules import judge
 from toprope.sdk.checks.texts import overlap
 
 
@@ -70,7 +70,7 @@ def test_answers_that_a_column_seems_to_hold_refuse_nothing() -> None:
 def test_errors_of_one_rollout_alone_refuse_no_environment_that_plays_by_itself() -> None:
     raised = [Scored(0, kind, 0.0, error="RuntimeError: left out") for kind in ("reference", "junk", "empty")]
     [alone] = [one for one in judge(seen_with(*raised, own_loop=True)) if one.rule == "never_varies"]
-    assert (alone.level, alone.refuses) == ("warning", False) and "played alone" in alone.what
+    assert (alone.level, alone.refuses) == ("warning", False) and "tried alone" in alone.what
     [ours] = [one for one in judge(seen_with(*raised)) if one.rule == "never_varies"]
     assert (ours.level, ours.refuses) == ("critical", True)
 

@@ -1,8 +1,8 @@
-"""The answers that are tried on a scorer, and what each of them is to show.
+"""Probe answers that test a scorer.
 
-Wrong answers come in kinds because scorers fail in kinds: on text that is no number, on very long text, on characters
-that look like digits, on what repeats the prompt. The best wrong answer is another task's right one: it has the form
-that is wanted and is wrong for its content alone.
+Scorers fail in typical ways: on text that is not a number, on very long text, on characters that look like digits, on a
+repeated prompt. The best wrong answer is the right answer of another task: its form is right and only its content is
+wrong.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 __all__ = ["JUNK", "WORTHLESS", "Probe", "near_miss", "probes"]
 
 JUNK = "qx zv 17 ?!"
-"""An answer that no sensible scorer rewards."""
+"""An answer that no sound scorer rewards."""
 WORTHLESS = ("empty", "junk", "letters", "unicode", "nan", "structure", "long", "echo")
-"""Kinds that should earn nothing, or next to nothing."""
+"""Kinds that should earn little or no reward."""
 
 _LETTERS = "wkfh pqlz mrvd tjgx bncs"
 _UNICODE = "\u00b2\u0664\u2167 \u202e\ufffd\U0001f9ea\u0000 \u00e9e\u0301"
 """Signs that str.isdigit or float take for numbers and int does not, a change of direction, NUL, two spellings of e."""
 _LONG = "the answer may be 12 or 13 or " * 700
-"""Some 20,000 characters: more than a policy says in most runs, and little for a scorer that is linear in it."""
+"""Some 20,000 characters: longer than most answers of a policy, and cheap for a scorer of linear cost."""
 _STRUCTURES = ('[{"a": [null, {}], "b": "x"}, []]', '{"a": [null, {}], "b": [[1, "x"]]}', "[[1, 2], [3]]", "[]")
 _LONGEST_ECHO = 20_000
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
@@ -39,13 +39,13 @@ class Probe:
 
 
 def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, full: bool = False) -> list[Probe]:
-    """The answers to try on a task, the most telling first.
+    """Return the answers to try on a task, most informative first.
 
     Args:
-        prompt: What is asked, as one text.
-        reference: The right answer, where one is known.
-        others: Right answers to other tasks; the first that differs is tried.
-        full: Try more of a kind, too.
+        prompt: The prompt as one text.
+        reference: The right answer if known.
+        others: Right answers to other tasks; the first different one is used.
+        full: Also try further kinds.
     """
     found = [] if reference is None else [Probe("reference", reference)]
     found += [Probe("empty", ""), Probe("junk", JUNK)]
@@ -74,12 +74,12 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
 
 
 def near_miss(reference: str) -> str | None:
-    """An answer that is wrong by as little as possible; None where there is nothing to change."""
+    """Return a minimally wrong answer; None if nothing can be changed."""
     text = reference.strip()
     if _INTEGER.fullmatch(text):
         return str(int(text) + 1)
     numbers = list(_NUMBER.finditer(text))
-    if numbers:  # its first digit: a scorer may well allow for rounding
+    if numbers:  # Change the first digit, because a scorer may allow for rounding.
         at = numbers[-1].start()
         return f"{text[:at]}{int(text[at]) % 9 + 1}{text[at + 1 :]}"
     letters = list(_LETTER.finditer(text))

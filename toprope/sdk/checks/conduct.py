@@ -1,11 +1,10 @@
-"""Rules about how an environment behaves as a program: time, memory, processes, what it prints."""
+"""Rules about an environment's behaviour as a program: time, memory, processes, output."""
 
 from __future__ import annotations
 
 import statistics
 
-from toprope.sdk.checks.finding import Finding, Level, cut
-from toprope.sdk.checks.observed import Observed
+from toprope.sdk.checks.observed import Finding, Level, Observed, cut
 
 __all__ = ["CONDUCT"]
 
@@ -16,28 +15,28 @@ _CHATTY_BYTES = 2000
 
 
 def hangs(seen: Observed) -> Finding | None:
-    """A call had no end in time, or ended the worker."""
+    """A call timed out or ended the worker."""
     if not seen.ended:
         return None
     hung, died = [one for one in seen.ended if one.hung], [one for one in seen.ended if not one.hung]
     told = []
     if hung:
-        told.append(f"no answer came in time to: {', '.join(sorted({one.doing for one in hung}))}")
+        told.append(f"these calls timed out: {', '.join(sorted({one.doing for one in hung}))}")
     if died:
-        told.append(f"the process ended over: {', '.join(sorted({one.doing for one in died}))} ({cut(died[0].said)})")
+        told.append(f"the process ended during: {', '.join(sorted({one.doing for one in died}))} ({cut(died[0].said)})")
     vital = any(one.doing in ("tasks", "score reference", "open") for one in seen.ended)
     return Finding(
         "hangs",
         "critical" if vital else "warning",
         f"Calls into the environment failed: {'; '.join(told)}.",
         "every call ends within environment.call_timeout_s, and none ends the process",
-        "bound loops and requests; a group whose worker ends is lost, and its neighbours are played again",
+        "limit loops and requests; a group is lost when its worker ends, and its neighbours are sampled again",
         {"hung": len(hung), "died": len(died)},
     )
 
 
 def slow(seen: Observed) -> Finding | None:
-    """Tasks, scoring or loading take long."""
+    """Tasks, scoring or loading are slow."""
     told, observed = [], {}
     level: Level = "note"
     if seen.tasks_s is not None and seen.tasks_s >= _SLOW_TASK_S:
@@ -62,15 +61,15 @@ def slow(seen: Observed) -> Finding | None:
         "slow",
         level,
         f"It is slow: {'; '.join(told)}.",
-        f"a task is made within {_SLOW_TASK_S} s, an answer scored within {_SLOW_SCORE_S} s and always within "
+        f"a task is generated within {_SLOW_TASK_S} s, an answer scored within {_SLOW_SCORE_S} s and always within "
         f"{_VERY_SLOW_S:g} s, loading takes less than {_SLOW_LOAD_S:.0f} s",
-        "make tasks beforehand into a file, keep in setup() what several tasks need, raise environment.call_timeout_s",
+        "generate tasks into a file beforehand, prepare shared data in setup(), raise environment.call_timeout_s",
         observed,
     )
 
 
 def prints(seen: Observed) -> Finding | None:
-    """It writes to the log."""
+    """The environment prints to the log."""
     if not seen.printed_bytes:
         return None
     each = seen.printed_bytes / max(len(seen.scores), 1)
@@ -78,29 +77,29 @@ def prints(seen: Observed) -> Finding | None:
         "prints",
         "warning" if each >= _CHATTY_BYTES else "note",
         f"It prints: {seen.printed_bytes} bytes while {len(seen.scores)} answers were scored. That goes to the log.",
-        f"harmless; warning from {_CHATTY_BYTES} bytes an answer, which is slow and hides what matters",
-        "take print() out of tasks(), step() and score()",
+        f"harmless; a warning from {_CHATTY_BYTES} bytes per answer, which is slow and hides important lines",
+        "remove print() from tasks(), step() and score()",
         {"bytes": seen.printed_bytes},
     )
 
 
 def processes(seen: Observed) -> Finding | None:
-    """It leaves processes."""
+    """The environment leaves processes behind."""
     if not seen.left_processes and not seen.children:
         return None
     return Finding(
         "leaves_processes",
         "warning",
-        f"It leaves processes: {seen.children} more ran after the answers than before, {seen.left_processes} outlived "
-        "the worker (they were ended).",
-        "what a rollout starts ends with it, and nothing outlives the worker",
-        "wait for what you start, and end it in score(); start what all rollouts share in setup()",
+        f"It leaves processes behind: {seen.children} more ran after the answers than before, {seen.left_processes} "
+        "outlived the worker (they were killed).",
+        "processes of a rollout end with it, and none outlives the worker",
+        "end child processes in score() and wait for them; start shared ones in setup()",
         {"running": seen.children, "left": seen.left_processes},
     )
 
 
 def memory(seen: Observed) -> Finding | None:
-    """Its memory grows with every answer."""
+    """Memory grows with every answer."""
     if not seen.grown_calls:
         return None
     each = seen.grown_mb / seen.grown_calls
@@ -112,21 +111,21 @@ def memory(seen: Observed) -> Finding | None:
         f"Its memory grew by {seen.grown_mb:.0f} MB over {seen.grown_calls} answers "
         f"({each * 1000:.0f} MB per thousand).",
         f"less than {_GROWN_MB:.0f} MB over the trial, and {_GROWN_MB_A_CALL * 1000:.0f} MB per thousand answers",
-        "keep nothing of a rollout in globals or on what setup() made; environment.memory_mb starts the worker anew",
+        "keep no data of a rollout in globals or in objects of setup(); environment.memory_mb restarts the worker",
         {"grown_mb": round(seen.grown_mb, 1), "answers": seen.grown_calls, "memory_mb": round(seen.memory_mb)},
     )
 
 
 def files(seen: Observed) -> Finding | None:
-    """It writes into the folder that it is started in."""
+    """The environment writes into its working folder."""
     if not seen.left_files:
         return None
     return Finding(
         "leaves_files",
         "note",
-        f"It writes files where it is started: {', '.join(cut(name) for name in seen.left_files[:3])}.",
-        "nothing is written outside of temporary folders",
-        "write with tempfile, and remove what a rollout wrote; in a run the folder is the run's",
+        f"It writes files into its working folder: {', '.join(cut(name) for name in seen.left_files[:3])}.",
+        "files are written into temporary folders only",
+        "use tempfile and remove the files of a rollout; in a run, the working folder is the run's",
         {"files": len(seen.left_files)},
     )
 

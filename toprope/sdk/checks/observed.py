@@ -1,126 +1,154 @@
-"""What was seen of an environment while it was tried: values only, no judgement."""
+"""Observations of an environment during a trial, and findings about them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["Again", "Ended", "Observed", "Scored", "SplitSeen", "TaskSeen"]
 
 
 @dataclass(frozen=True)
 class TaskSeen:
-    """A task as the worker tells it."""
+    """A task as the worker reports it."""
 
     id: str
     prompt: str
     reference: str | None
-    """The right answer as a text; None where none is known."""
+    """The right answer as text; None if unknown."""
 
 
 @dataclass(frozen=True)
 class SplitSeen:
-    """What was found of a split."""
+    """The tasks found in a split."""
 
     tasks: tuple[TaskSeen, ...]
     known: int
-    """Distinct tasks that were found."""
+    """Number of distinct tasks found."""
     exhausted: bool
-    """Whether `known` is all there is."""
+    """True if `known` counts all tasks."""
     leaked: int = 0
-    """Tasks that the environment itself gave to this split and that another one has; they were left out."""
+    """Tasks that the environment assigned to this split although another has them; they were left out."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An answer and what the environment made of it."""
+    """An answer with the environment's outcome."""
 
     task: int
-    """Which of the tasks that were tried."""
+    """Index of the tried task."""
     kind: str
-    """See toprope.sdk.checks.answers; `solver`: played by the environment's own `solve`."""
+    """Kind of answer, see toprope.sdk.checks.answers; `solver` is the environment's own `solve`."""
     reward: float
     success: bool = False
     error: str | None = None
     seconds: float = 0.0
     again: float | None = None
-    """The reward when the same answer was scored once more; None where it was not."""
+    """Reward of the same answer scored again; None if it was not."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """An end of the worker."""
+    """A call that ended or hung the worker."""
 
     doing: str
-    """What it was asked for: `tasks`, `score junk`."""
+    """The call: `tasks`, `score junk`."""
     hung: bool
-    """Whether it gave no answer in time; else it ended by itself."""
+    """True if the call timed out, False if the process ended."""
     said: str
 
 
 @dataclass(frozen=True)
 class Again:
-    """Another process, held against the first one."""
+    """A comparison of two processes."""
 
     hash_seed: str
     tasks: int
-    """Tasks that both made."""
+    """Number of tasks that both generated."""
     other_tasks: int
-    """How many of them differ."""
+    """Number of differing tasks."""
     scores: int = 0
     other_scores: int = 0
     first: str = ""
-    """Where they first differ, in words."""
+    """Description of the first difference."""
 
 
 @dataclass
 class Observed:
-    """Everything that was seen."""
+    """All observations of a trial."""
 
     max_reward: float = 1.0
     min_reward: float = 0.0
     max_turns: int = 1
     own_loop: bool = False
     guessed: bool = False
-    """Whether the references are a guess."""
+    """True if the references were guessed from a column."""
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     load_s: float = 0.0
     splits: dict[str, SplitSeen] = field(default_factory=dict)
     tasks_raised: str = ""
-    """What `tasks` raised, where it did."""
+    """Error of `tasks`; empty if it did not raise."""
     tasks_s: float | None = None
-    """Seconds to make a task, on average over those that were made."""
+    """Mean seconds to generate a task."""
     tasks_made: int = 0
     slowest_task_s: float = 0.0
     scores: list[Scored] = field(default_factory=list)
     tried: int = 0
-    """Tasks of the training split to which answers were tried."""
+    """Training tasks on which answers were tried."""
     ended: list[Ended] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
     printed_bytes: int = 0
     left_processes: int = 0
-    """Processes that the environment had started and left when its worker was gone."""
+    """Processes that outlived the worker."""
     left_files: tuple[str, ...] = ()
-    """Names of what it wrote into the folder that it was started in."""
+    """Names of files that it wrote into its working folder."""
     children: int = 0
-    """Processes that it had running when all answers were scored, beyond those after loading."""
+    """Additional processes after all answers, compared with after loading."""
     memory_mb: float = 0.0
-    """Of the worker and what it started, once loaded and tried."""
+    """Memory in MB of the worker with its children after loading and trying."""
     grown_mb: float = 0.0
-    """How much that grew over `grown_calls` further answers."""
+    """Growth of memory in MB over `grown_calls` further answers."""
     grown_calls: int = 0
     skipped: list[str] = field(default_factory=list)
-    """What there was no time for."""
+    """Checks skipped for lack of time."""
 
     def of(self, *kinds: str) -> list[Scored]:
-        """The scores of answers of these kinds."""
+        """Return the scored answers of these kinds."""
         return [score for score in self.scores if score.kind in kinds]
 
     def share(self, reward: float) -> float:
-        """A reward as a share of the highest, 0 for none; of an environment that only takes away, of its range."""
+        """Return a reward as a share of the highest; of the range if all rewards are penalties."""
         if self.max_reward > 0:
             return reward / self.max_reward
         width = self.max_reward - self.min_reward
         return (reward - self.min_reward) / width if width > 0 else 0.0
+
+
+Level = Literal["note", "warning", "critical"]
+_SHOWN = 160
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of an environment, or a note."""
+
+    rule: str
+    level: Level
+    what: str
+    """The observation, as one sentence."""
+    threshold: str
+    """The expectation, in words."""
+    next: str
+    """The remedy."""
+    observed: Mapping[str, float | int | str] = field(default_factory=dict)
+    refuses: bool = False
+    """True if training is refused because nothing can be learned."""
+
+
+def cut(text: str | None) -> str:
+    """Return a text on one line, shortened."""
+    text = " ".join((text or "").split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

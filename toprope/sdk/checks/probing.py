@@ -1,7 +1,7 @@
-"""Tries an environment through its worker and writes down what was seen.
+"""Try an environment through its worker and record observations.
 
-Every call has a time limit, everything together has one, and an answer over which the worker ends costs that answer:
-another worker takes its place, a few times. What there was no time for is said.
+Each call has a time limit, and so has the whole trial. If the worker ends during an answer, that answer is lost and a
+new worker continues, a few times. Skipped checks are recorded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _SPLITS = ("train", "validation", "heldout")
 _MOST_ENDS = 3
 _MOST_TURNS = 50
 _TWICE = ("reference", "junk", "empty", "near_miss")
-"""Kinds that are scored a second time."""
+"""Kinds that are scored twice."""
 _TELLING = ("reference", "empty", "junk", "other", "letters", "echo")
-"""Kinds of which two suffice to see that rewards vary."""
+"""Kinds of which two usually show that rewards vary."""
 _TOLERANCE = 1e-6
 _LONGEST_SAID = 300
 
 
 def text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """A prompt's messages as one text."""
+    """Return the messages of a prompt as one text."""
     return "\n".join(str(message.get("content", "")) for message in messages)
 
 
 def tasks_of(found: Sequence[dict[str, Any]]) -> tuple[TaskSeen, ...]:
-    """What `tasks` of a worker answered, as values."""
+    """Convert a worker's answer to `tasks`."""
     return tuple(
         TaskSeen(
             str(one["id"]),
@@ -51,9 +51,9 @@ class Trial:
 
     Args:
         opened: Starts a worker and opens the environment in it.
-        call_timeout_s: How long one call into the environment may take.
-        until: When to come to an end, of time.monotonic().
-        busy: Processor seconds that the process of an id has used; 0 where nobody can tell.
+        call_timeout_s: Time limit of a call in seconds.
+        until: End of the trial, as time.monotonic().
+        busy: Returns the CPU seconds used by a pid; 0 if unknown.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Trial:
         self.link: WorkerClient | None = None
         self.seen = Observed()
         self._spoiled: set[str] = set()
-        """Kinds of answers over which a worker ended."""
+        """Kinds of answers that ended a worker."""
 
     async def open(self) -> None:
-        """Starts the first worker.
+        """Start the first worker.
 
         Raises:
             WorkerFailure: The environment does not load.
@@ -83,12 +83,12 @@ class Trial:
         return time.monotonic() >= self._until
 
     async def look(self, *, limit: int, seconds: float, listed: dict[str, int]) -> None:
-        """Makes tasks of every split.
+        """Generate tasks of every split.
 
         Args:
-            limit: Tasks of a split after which it is enough.
-            seconds: Time for that.
-            listed: How many of each split are read.
+            limit: Most tasks per split.
+            seconds: Time limit.
+            listed: Number of tasks to read per split.
         """
         seen = self.seen
         first = await self._ask("tasks", "tasks", split="train", start=0, count=1)
@@ -98,9 +98,9 @@ class Trial:
         began, used = time.monotonic(), self._busy(pid)
         sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds)
         taken, worked = time.monotonic() - began, self._busy(pid) - used
-        if worked > 0.04 * taken:  # it computes: what others make of this machine meanwhile is not its doing
+        if worked > 0.04 * taken:  # Count CPU time, because other processes may load this machine.
             taken = min(taken, worked)
-        if sizes is None:  # what was found before it raised is there
+        if sizes is None:  # Tasks from before the error are available.
             sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
         elif (made := sum(size["known"] for size in sizes.values())) > 1:
             seen.tasks_s, seen.tasks_made = taken / made, made
@@ -109,7 +109,7 @@ class Trial:
             count = min(size["known"], listed[split])
             found = await self._ask("tasks", "tasks", split=split, start=0, count=count) if count else None
             if found is None and split == "train" and split in seen.splits:
-                continue  # the first one is known
+                continue  # The first one is known.
             seen.splits[split] = SplitSeen(
                 tasks_of(found["tasks"]) if found is not None else (),
                 size["known"],
@@ -118,7 +118,7 @@ class Trial:
             )
 
     async def try_answers(self, tasks: int, *, full: bool = False) -> None:
-        """Scores answers of every kind to the first training tasks."""
+        """Score answers of every kind to the first training tasks."""
         train = self.seen.splits.get("train")
         found = train.tasks[:tasks] if train is not None else ()
         references = [task.reference for task in (train.tasks if train else ()) if task.reference is not None]
@@ -139,7 +139,7 @@ class Trial:
             self.seen.tried = number + 1
 
     async def varies(self, tasks: int) -> bool:
-        """Whether two answers to a task earn different rewards; tries until they do, or the time is over."""
+        """Return True as soon as two answers to a task earn different rewards, False at the time limit."""
         train = self.seen.splits.get("train")
         found = train.tasks[:tasks] if train is not None else ()
         references = [task.reference for task in found if task.reference is not None]
@@ -162,14 +162,14 @@ class Trial:
         return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
 
     async def score(self, split: str, index: int, answer: str, doing: str) -> dict[str, Any] | None:
-        """One answer's outcome; None where it has none. What the environment raises before it scores is an error."""
+        """Score one answer; None without an outcome. Exceptions before scoring count as errors."""
         try:
             return await self._ask(doing, "score", raises=True, split=split, index=index, answer=answer)
         except WorkerError as error:
             return {"reward": 0.0, "success": False, "error": f"{error}"[:_LONGEST_SAID]}
 
     async def again(self, tasks: int, kinds: Sequence[str]) -> dict[tuple[int, str], float | None]:
-        """Rewards of answers of `kinds` to the first tasks, None for an error: for another process to meet."""
+        """Return rewards of `kinds` of answers to the first tasks, None for errors, to compare with another process."""
         train = self.seen.splits.get("train")
         found: dict[tuple[int, str], float | None] = {}
         if train is None:
@@ -203,7 +203,7 @@ class Trial:
         self.seen.scores.append(scored)
 
     async def _solve(self, number: int) -> None:
-        """Has the environment's own solver play a task, where one answer may not be all of it."""
+        """Let the environment's own solver do a task that may need several answers."""
         if self.seen.own_loop or self.seen.max_turns < 2 or "solver" in self._spoiled:
             return
         try:
@@ -233,7 +233,7 @@ class Trial:
     async def _ask(
         self, doing: str, op: str, *, beyond: float = 0.0, raises: bool = False, **arguments: Any
     ) -> Any | None:
-        """A call's result; None where the worker ended over it, or where the environment raised and not `raises`."""
+        """Return a call's result; None if the worker ended, or if the environment raised and `raises` is False."""
         if self.link is None or not self.link.alive:
             if len(self.seen.ended) > _MOST_ENDS:
                 return None

@@ -1,4 +1,4 @@
-"""Rules about what the scorer makes of answers."""
+"""Rules about scores."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import statistics
 from collections import Counter
 
 from toprope.sdk.checks.answers import WORTHLESS
-from toprope.sdk.checks.finding import Finding, Level, cut
-from toprope.sdk.checks.observed import Observed, Scored
+from toprope.sdk.checks.observed import Finding, Level, Observed, Scored, cut
 
 __all__ = ["SCORING"]
 
 _FULL = 0.95
-"""A share of the highest reward that counts as all of it."""
+"""Share of the highest reward that counts as full reward."""
 _MUCH, _SOME = 0.2, 0.05
 _OFTEN = 0.25
-"""A share of tasks beyond which a wrong answer's success is no chance hit."""
+"""Share of tasks above which success of a wrong answer is not chance."""
 _TOLERANCE = 1e-6
 
 
 def never_varies(seen: Observed) -> Finding | None:
-    """All answers to a task get the same reward: nothing can be learned."""
+    """All answers to a task get the same reward, so nothing can be learned."""
     by_task: dict[int, list[Scored]] = {}
     for score in seen.scores:
         by_task.setdefault(score.task, []).append(score)
@@ -31,17 +30,17 @@ def never_varies(seen: Observed) -> Finding | None:
     all_raised = all(score.error for score in seen.scores)
     value = rewards[0][0]
     observed = {"reward": value, "answers": len(seen.scores), "tasks": len(rewards)}
-    threshold = "some answer to a task earns more than another"
+    threshold = "some answers to a task earn more than others"
     said = f"{len(seen.scores)} answers to {len(rewards)} tasks"
     if all_raised:
-        # One that plays by itself may want a group to compare (Atropos's do), or more than a fixed answer.
-        how = ", each played alone against a fixed answer" if seen.own_loop else ""
+        # Environments that manage rollouts may need a group to compare (Atropos), or more than a fixed answer.
+        how = ", each tried alone with a fixed answer" if seen.own_loop else ""
         return Finding(
             "never_varies",
             "warning" if seen.own_loop else "critical",
             f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
             threshold,
-            "see with test_inference whether rollouts of the policy fail as well" if seen.own_loop else "mend score()",
+            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else "mend score()",
             observed,
             refuses=not seen.own_loop,
         )
@@ -50,10 +49,10 @@ def never_varies(seen: Observed) -> Finding | None:
         return Finding(
             "never_varies",
             "warning",
-            f"{said} all get the reward {value:g}; among them were what a column of the data seems to hold as answers, "
-            "which its scorer may want in another form.",
+            f"{said} all get the reward {value:g}; they include answers guessed from a column, "
+            "which the scorer may expect in another form.",
             threshold,
-            "see with test_inference whether rewards vary, or name the column of right answers (`reference`)",
+            "use test_inference to see if rewards vary, or name the column of right answers (`reference`)",
             observed,
         )
     if (right and tried) or seen.share(value) >= _FULL:
@@ -63,17 +62,17 @@ def never_varies(seen: Observed) -> Finding | None:
             "critical",
             f"{said}{among} all get the reward {value:g}: nothing can be learned from it.",
             threshold,
-            "mend score(): it must tell right answers from wrong ones, and a reference has to be written as the policy "
-            "has to write it",
+            "fix score(): it must separate right from wrong answers, and references must have the form that the policy "
+            "has to write",
             observed,
             refuses=True,
         )
     return Finding(
         "never_varies",
         "warning" if seen.max_turns == 1 else "note",
-        f"{said} all get the reward {value:g}, and no right answer is known: nobody can say that anything earns more.",
+        f"{said} all get the reward {value:g}, and no right answer is known, so a higher reward may be impossible.",
         threshold,
-        "give tasks a reference, write solve(), or see with test_inference whether rewards vary",
+        "give tasks a reference, implement solve(), or use test_inference to see if rewards vary",
         observed,
     )
 
@@ -96,24 +95,24 @@ def reference_fails(seen: Observed) -> Finding | None:
     played = seen.max_turns > 1 and not any(score.kind == "solver" for score in best.values())
     level: Level = "critical" if share >= 0.5 else "warning"
     if played and not raised:
-        level = "note"  # the reference of a game is seldom one answer
+        level = "note"  # The reference of a game is seldom a single answer.
     elif seen.guessed and not raised:
-        level = "warning"  # the scorer may want it in another form
+        level = "warning"  # The scorer may expect another form.
     how = f"scoring it raises: {cut(raised)}" if raised else f"it gets at most {highest:g} of {seen.max_reward:g}"
     return Finding(
         "reference_fails",
         level,
         f"The right answer to {len(failing)} of {len(best)} tasks does not succeed: {how}.",
-        "the reference, or what solve() plays, succeeds or gets the highest reward",
-        "mend score() or the references; where the reference is no answer, write solve()"
+        "the reference, or the answers of solve(), succeed or get the highest reward",
+        "fix score() or the references; if the reference is not an answer, implement solve()"
         if not played
-        else "write solve() so that it can be seen whether the task can be done",
+        else "implement solve() to show that the task can be done",
         {"failing": len(failing), "tasks": len(best), "highest": highest},
     )
 
 
 def no_reference(seen: Observed) -> Finding | None:
-    """No right answer is known, and nothing that was tried came near the highest reward."""
+    """No right answer is known, and no tried answer came near the highest reward."""
     if not seen.scores or seen.of("reference", "solver"):
         return None
     best = max(seen.share(score.reward) for score in seen.scores)
@@ -123,14 +122,14 @@ def no_reference(seen: Observed) -> Finding | None:
         "warning" if unseen else "note",
         f"No right answer is known, and none of {len(seen.scores)} answers earned more than {best:.0%} of the highest "
         "reward: nobody can say whether it can be reached.",
-        "tasks have a reference, or the environment a solve(); a warning where one answer is all of a rollout",
-        "give Task(..., reference=...) or write solve(); test_inference shows what a policy earns",
+        "tasks have a reference, or the environment has solve(); a warning for single-turn environments",
+        "give Task(..., reference=...) or implement solve(); test_inference shows the rewards of a policy",
         {"best_share": round(best, 3)},
     )
 
 
 def junk_rewarded(seen: Observed) -> Finding | None:
-    """Answers without worth earn something."""
+    """Worthless answers earn reward."""
     by_kind: dict[str, list[Scored]] = {}
     for score in seen.of(*WORTHLESS):
         by_kind.setdefault(score.kind, []).append(score)
@@ -150,20 +149,20 @@ def junk_rewarded(seen: Observed) -> Finding | None:
     return Finding(
         "junk_rewarded",
         level,
-        f"Answers without worth are rewarded: {', '.join(f'{kind} {means[kind]:.0%}' for kind in paid[:4])} of the "
+        f"Worthless answers are rewarded: {', '.join(f'{kind} {means[kind]:.0%}' for kind in paid[:4])} of the "
         "highest reward.",
-        f"empty, random, very long text and the prompt itself earn at most {_SOME:.0%} (warning from {_MUCH:.0%})",
-        "score what is right about an answer and nothing that junk has, too; a penalty part can take away the rest",
+        f"empty, random and very long text and the prompt itself earn at most {_SOME:.0%} (warning from {_MUCH:.0%})",
+        "reward only properties that junk does not have; a penalty part can remove the rest",
         {kind: round(means[kind], 3) for kind in paid},
     )
 
 
 def wrong_rewarded(seen: Observed) -> Finding | None:
-    """Answers that are wrong count as right."""
+    """Wrong answers count as right."""
     told = []
     observed: dict[str, float | int | str] = {}
     level: Level = "note"
-    for kind, named in (("other", "another task's right answer"), ("near_miss", "an answer that is wrong by one sign")):
+    for kind, named in (("other", "another task's right answer"), ("near_miss", "an answer with one wrong character")):
         scores = seen.of(kind)
         wins = [one for one in scores if one.success or seen.share(one.reward) >= 1 - _TOLERANCE]
         if not wins:
@@ -179,14 +178,14 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
         "wrong_rewarded",
         level,
         f"Wrong answers count as right: {', and '.join(told)}.",
-        "another task's answer, and one with a digit or letter changed, do not succeed (half of the tasks: no chance)",
-        "compare the whole answer; where several answers are right, this may be one of them",
+        "another task's answer, and one with a changed digit or letter, do not succeed (above half of the tasks)",
+        "compare the whole answer; if several answers are right, this may be one of them",
         observed,
     )
 
 
 def lenient(seen: Observed) -> Finding | None:
-    """The beginning of the right answer, or it with something behind it, is enough."""
+    """A prefix of the right answer, or the right answer with a suffix, succeeds."""
     found: dict[str, float | int | str] = {}
     for kind in ("first_word", "appended"):
         scores = seen.of(kind)
@@ -196,19 +195,19 @@ def lenient(seen: Observed) -> Finding | None:
                 found[kind] = round(share, 3)
     if not found:
         return None
-    said = {"first_word": "the first word of the right answer", "appended": "the right answer with 'zzz' behind it"}
+    said = {"first_word": "the first word of the right answer", "appended": "the right answer followed by 'zzz'"}
     return Finding(
         "lenient",
         "warning" if "first_word" in found else "note",
         f"The scorer takes {' and '.join(said[kind] for kind in found)} for right.",
-        "a first word alone does not succeed; text behind the answer may",
-        "fine where answers are looked for within text; else compare the whole answer",
+        "the first word alone does not succeed; text after the answer may",
+        "fine if answers are extracted from text; otherwise compare the whole answer",
         found,
     )
 
 
 def scoring_raises(seen: Observed) -> Finding | None:
-    """Scoring ends in an error on some answer."""
+    """Scoring raises on some answers."""
     errors = [
         score for score in seen.scores if score.error and not _of_range(score.error) and score.kind != "reference"
     ]
@@ -219,14 +218,14 @@ def scoring_raises(seen: Observed) -> Finding | None:
         "scoring_raises",
         "warning",
         f"Scoring raises on answers of kind {', '.join(kinds)}: {cut(errors[0].error)}",
-        "no answer makes score() raise: such a rollout gets reward 0 and counts as an error",
-        "catch in score() what parsing an answer can raise, and give it the reward of a wrong answer",
+        "score() never raises: such a rollout gets reward 0 and counts as an error",
+        "catch parsing errors in score() and give the reward of a wrong answer",
         dict(kinds),
     )
 
 
 def bad_score(seen: Observed) -> Finding | None:
-    """score() gives what is no number within the declared range."""
+    """score() returns something other than a number within the declared range."""
     errors = [score for score in seen.scores if score.error and _of_range(score.error)]
     if not errors:
         return None
@@ -235,15 +234,15 @@ def bad_score(seen: Observed) -> Finding | None:
     return Finding(
         "bad_score",
         "critical" if right else "warning",
-        f"score() gives something other than a number within its range for {', '.join(kinds)}: {cut(errors[0].error)}",
+        f"score() returns no number within its range for {', '.join(kinds)}: {cut(errors[0].error)}",
         "every value is a finite number between its part's low and high",
-        "mend score(), or declare the range: Part(low=..., high=...)",
+        "fix score(), or declare the range: Part(low=..., high=...)",
         dict(kinds),
     )
 
 
 def score_changes(seen: Observed) -> Finding | None:
-    """The same answer scored twice gets two rewards."""
+    """The same answer gets different rewards when scored twice."""
     twice = [score for score in seen.scores if score.again is not None]
     other = [score for score in twice if score.again is not None and abs(score.again - score.reward) > _TOLERANCE]
     if not other:
@@ -252,10 +251,10 @@ def score_changes(seen: Observed) -> Finding | None:
     return Finding(
         "score_changes",
         "critical" if len(other) >= 0.5 * len(twice) and largest >= 0.5 else "warning",
-        f"{len(other)} of {len(twice)} answers got another reward when they were scored again, up to {largest:.0%} of "
+        f"{len(other)} of {len(twice)} answers got another reward when scored again, up to {largest:.0%} of "
         "the highest apart.",
         "the same answer to the same task gets the same reward",
-        "draw nothing at random in score(); where it needs chance, use self.random, which the task seeds",
+        "avoid randomness in score(), or use self.random, which is seeded by the task",
         {"changed": len(other), "twice": len(twice), "largest_share": round(largest, 3)},
     )
 
@@ -277,4 +276,4 @@ SCORING = (
     lenient,
     no_reference,
 )
-"""Causes stand before what follows from them."""
+"""Causes before their consequences."""

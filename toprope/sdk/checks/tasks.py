@@ -1,11 +1,10 @@
-"""Rules about tasks: that there are enough, that splits share none, that every process makes the same."""
+"""Rules about tasks: enough of them, disjoint splits, the same in every process."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from toprope.sdk.checks.finding import Finding, Level, cut
-from toprope.sdk.checks.observed import Observed, SplitSeen
+from toprope.sdk.checks.observed import Finding, Level, Observed, SplitSeen, cut
 from toprope.sdk.checks.texts import overlap
 
 __all__ = ["TASKS"]
@@ -14,14 +13,14 @@ _FEW_TRAIN, _FEW_MEASURED = 100, 20
 
 
 def no_tasks(seen: Observed) -> Finding | None:
-    """A split has no tasks, or they cannot be made."""
+    """A split has no tasks, or generating them fails."""
     if seen.tasks_raised:
         return Finding(
             "tasks_raise",
             "critical",
-            f"Making tasks raises: {cut(seen.tasks_raised)}",
-            "tasks() raises on no task: nothing comes after one that did",
-            "mend tasks(); leave out what cannot be made",
+            f"tasks() raises: {cut(seen.tasks_raised)}",
+            "tasks() does not raise: no task follows an error",
+            "fix tasks(); skip tasks that cannot be generated",
             {"found": sum(split.known for split in seen.splits.values())},
         )
     empty = [name for name, split in seen.splits.items() if not split.known]
@@ -34,13 +33,13 @@ def no_tasks(seen: Observed) -> Finding | None:
         level,
         f"No tasks were found in {', '.join(empty)}{' within the time' if slow else ''}.",
         "every split has tasks; 10 of 100 distinct ones are for validation, 10 held out",
-        "give more distinct tasks, or a key where the prompt does not tell tasks apart",
+        "give more distinct tasks, or a key if prompts do not distinguish tasks",
         {name: split.known for name, split in seen.splits.items()},
     )
 
 
 def few_tasks(seen: Observed) -> Finding | None:
-    """Too little to train on, or to measure with."""
+    """Too few tasks to train on or to measure with."""
     few = []
     for name, split in seen.splits.items():
         least = _FEW_TRAIN if name == "train" else _FEW_MEASURED
@@ -53,13 +52,13 @@ def few_tasks(seen: Observed) -> Finding | None:
         "warning",
         f"There are few distinct tasks: {', '.join(few)}.",
         f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
-        "widen the settings, or add tasks: a policy learns a few by heart",
+        "widen the settings, or add tasks: a policy memorises a few",
         {name: split.known for name, split in seen.splits.items()},
     )
 
 
 def splits_leak(seen: Observed) -> Finding | None:
-    """Held-out or validation tasks are among those that are trained on."""
+    """Held-out or validation tasks also occur in training."""
     observed: dict[str, float | int | str] = {}
     worst = 0.0
     own = sum(split.leaked for split in seen.splits.values())
@@ -82,8 +81,8 @@ def splits_leak(seen: Observed) -> Finding | None:
         "splits_leak",
         "critical" if worst >= 0.1 else "warning",
         f"Splits share content: {'; '.join(told)}.",
-        "no task of one split is in another, whatever its case, spacing, spelling, or the number in front of it",
-        "make the splits disjoint by content, or give each task a key that is the same for its copies",
+        "no task is in two splits, regardless of case, spacing, spelling, or a number in front",
+        "make splits disjoint by content, or give copies of a task the same key",
         observed,
     )
 
@@ -101,15 +100,15 @@ def one_answer(seen: Observed) -> Finding | None:
     return Finding(
         "one_answer",
         "critical" if share == 1.0 else "warning",
-        f"The same answer is right for {share:.0%} of {len(references)} tasks: the policy learns to say it.",
+        f"The same answer is right for {share:.0%} of {len(references)} tasks: the policy learns to repeat it.",
         "no answer is right for 80 % of the tasks",
-        "draw tasks so that answers vary",
+        "generate tasks with varied answers",
         {"share": round(share, 3), "tasks": len(references), "length": len(answer)},
     )
 
 
 def answer_given(seen: Observed) -> Finding | None:
-    """The prompt says the answer."""
+    """The prompt contains the answer."""
     train = seen.splits.get("train")
     pairs = [
         (task.prompt, task.reference.strip())
@@ -124,15 +123,15 @@ def answer_given(seen: Observed) -> Finding | None:
     return Finding(
         "answer_given",
         "note",
-        f"The right answer stands word for word in {given:.0%} of the prompts.",
-        "the prompt of a task does not hold its answer",
-        "fine where the task is to choose or to find; else take the answer out of the prompt",
+        f"The right answer occurs word for word in {given:.0%} of the prompts.",
+        "a prompt does not contain its answer",
+        "fine if the task is to choose or to find; otherwise remove the answer from the prompt",
         {"share": round(given, 3)},
     )
 
 
 def not_repeatable(seen: Observed) -> Finding | None:
-    """Another process makes other tasks or gives other scores."""
+    """Another process generates other tasks or scores."""
     wrong = [again for again in seen.again if again.other_tasks or again.other_scores]
     if not wrong:
         return None
@@ -144,22 +143,26 @@ def not_repeatable(seen: Observed) -> Finding | None:
         what.append(f"{first.other_tasks} of {first.tasks} tasks")
     if first.other_scores:
         what.append(f"{first.other_scores} of {first.scores} scores")
-    observed = {"other_tasks": first.other_tasks, "other_scores": first.other_scores, "hash_seed": first.hash_seed}
+    observed: dict[str, float | int | str] = {
+        "other_tasks": first.other_tasks,
+        "other_scores": first.other_scores,
+        "hash_seed": first.hash_seed,
+    }
     if by_hash:
         return Finding(
             "hash_seed",
             "warning",
-            f"{' and '.join(what)} are others under another PYTHONHASHSEED. {first.first}".strip(),
-            "tasks and scores are equal in every process, whatever PYTHONHASHSEED",
-            "sort sets before their order matters; workers run with PYTHONHASHSEED=0, so runs here agree",
+            f"{' and '.join(what)} differ under another PYTHONHASHSEED. {first.first}".strip(),
+            "tasks and scores are equal in every process, for any PYTHONHASHSEED",
+            "sort sets if their order matters; workers run with PYTHONHASHSEED=0, so runs here agree",
             observed,
         )
     return Finding(
         "not_repeatable",
         "critical",
-        f"{' and '.join(what)} are others in another process. {first.first}".strip(),
+        f"{' and '.join(what)} differ in another process. {first.first}".strip(),
         "tasks and scores are equal in every process",
-        "draw tasks from self.random or a generator of your own with a fixed seed; no time, ids, global random",
+        "use self.random or a generator with a fixed seed; avoid time, ids and global random",
         observed,
     )
 

@@ -1,11 +1,9 @@
-"""When two tasks are the same although their texts are not: the ways in which splits leak.
+"""Detect equal tasks with different texts: leaks between splits.
 
-Equal text, whatever case and white space, is dealt with where splits are made (toprope.sdk.worker.splits). What gets
-past that
-is looked for here: another spelling of the same signs, a number or label in front, and the same question within other
-words, with the same right answer. Generated tasks begin and end alike, which makes no two of them the same: what nearly
-all tasks of a split have there is set aside first. Paraphrases are not seen: of generated tasks one other word is often
-another task.
+`toprope.sdk.worker.splits` already treats texts that differ in case and white space as equal. This module finds the
+rest: another spelling of the same characters, a number or label in front, and the same question within other words with
+the same right answer. Beginnings and endings that nearly all tasks of a split share are ignored first. Paraphrases are
+not detected: in generated tasks, one different word often makes another task.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from dataclasses import dataclass
 __all__ = ["Overlap", "overlap", "words_of"]
 
 _WORD = re.compile(r"\w+|(?:([^\w\s])\1*)")
-"""A word, or the same sign so many times: in a drawing it matters how they stand together."""
+"""A word, or a run of one character: in a drawing the length of the run matters."""
 _LABEL = re.compile(
     r"^\s*(?:(?:task|question|problem|item|example|exercise|number|no|nr|q)\W{0,3}\d+\W{0,3}\s|#?\d+[.:)]\s)\s*"
 )
-"""`Task 17:`, `#17) `: a label in front. A number and a minus are no label."""
+"""A label in front: `Task 17:`, `#17) `. A number with a minus is not a label."""
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "−": "-"})
 _NEARLY_ALL = 0.9
 _FEW = 8
@@ -31,18 +29,18 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many of one split's tasks are in another."""
+    """The number of tasks that two splits share."""
 
     tasks: int
-    """Of the split that should be unseen, how many were looked at."""
+    """Number of compared tasks of the unseen split."""
     copies: int
-    """The same words in another spelling."""
+    """Tasks with the same words in another spelling."""
     near: int
-    """The same words within others that all tasks of their splits have, and the same right answer."""
+    """Tasks with the same words within shared text, and the same right answer."""
 
 
 def words_of(text: str) -> list[str]:
-    """The words and signs of a prompt in one spelling, without a number in front of it."""
+    """Return the normalised words and characters of a prompt, without a number in front."""
     plain = unicodedata.normalize("NFKC", text).translate(_QUOTES).casefold()
     plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")
     plain = _LABEL.sub("", plain, count=1)
@@ -50,11 +48,11 @@ def words_of(text: str) -> list[str]:
 
 
 def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, str | None]]) -> Overlap:
-    """Tasks of one split that are copies, or near copies, of another's.
+    """Count tasks of one split that are copies or near copies of another's.
 
     Args:
-        unseen: Prompt and right answer of tasks that should not occur elsewhere.
-        seen: Those of the other split.
+        unseen: Prompts and right answers of tasks that must not occur elsewhere.
+        seen: Prompts and right answers of the other split.
     """
     unseen_words = [words_of(prompt) for prompt, _ in unseen]
     seen_words = [words_of(prompt) for prompt, _ in seen]
@@ -74,7 +72,7 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
 
 
 def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Each task's words without the beginning and the end that nearly all tasks of its split share."""
+    """Return each task's words without the beginning and end that nearly all tasks share."""
     if len(tasks) < _FEW:
         return list(tasks)
     start, end = _shared(tasks), _shared([list(reversed(words)) for words in tasks])
@@ -87,7 +85,7 @@ def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _shared(tasks: Sequence[Sequence[str]]) -> list[str]:
-    """The longest beginning that nearly all have."""
+    """Return the longest beginning that nearly all share."""
     shared: list[str] = []
     going = list(tasks)
     while True:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 
 from toprope.errors import ComponentFailed
-from toprope.sdk.checks.finding import Finding
-from toprope.sdk.checks.observed import SplitSeen
+from toprope.sdk.checks.observed import Finding, SplitSeen
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.checks.scoring import never_varies
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout

@@ -20,11 +20,10 @@ from msgspec.structs import asdict
 
 from toprope.errors import NotPossibleNow
 from toprope.records.worker_messages import Card
+from toprope.sdk.checks import judge
 from toprope.sdk.checks.answers import JUNK, WORTHLESS
-from toprope.sdk.checks.finding import Finding
-from toprope.sdk.checks.observed import Again, Observed
+from toprope.sdk.checks.observed import Again, Finding, Observed
 from toprope.sdk.checks.probing import Trial, tasks_of
-from toprope.sdk.checks.rules import judge
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
