@@ -97,12 +97,12 @@ async def _inference(policy: Path) -> AsyncIterator[str]:
 
     from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
-    from toprope.training.inference.engine import Engine
+    from toprope.training.inference.embedded_engine import EmbeddedEngine
     from toprope.training.policy.loading import load_tokenizer
 
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(policy)
-    engine = Engine(AutoModelForCausalLM.from_pretrained(policy).eval(), tokenizer, max_context=2048)
+    engine = EmbeddedEngine(AutoModelForCausalLM.from_pretrained(policy).eval(), tokenizer, max_context=2048)
     engine.start()
     server = InferenceServer(engine, tokenizer, model_name="policy", secret=_SECRET)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -99,11 +99,11 @@ def inference(tiny_policy: Path) -> Iterator[str]:
 
     from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
-    from toprope.training.inference.engine import Engine
+    from toprope.training.inference.embedded_engine import EmbeddedEngine
     from toprope.training.policy.loading import load_tokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_policy).eval(), load_tokenizer(tiny_policy)
-    engine = Engine(model, tokenizer, max_context=128)
+    engine = EmbeddedEngine(model, tokenizer, max_context=128)
     engine.start()
     server = InferenceServer(engine, tokenizer, model_name=str(tiny_policy), secret=SECRET)
     loop, ending = asyncio.new_event_loop(), asyncio.Event()

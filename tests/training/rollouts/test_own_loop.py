@@ -18,7 +18,7 @@ from toprope.settings.launcher import LauncherSection
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling
-from toprope.training.inference.engine import Engine
+from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
@@ -81,14 +81,17 @@ def engine(tiny_policy: Path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
-    engine = Engine(model, load_tokenizer(tiny_policy), max_context=256)
+    engine = EmbeddedEngine(model, load_tokenizer(tiny_policy), max_context=256)
     engine.start()
     yield engine
     engine.stop()
 
 
 def play(
-    engine: Engine, tiny_policy: Path, folder: Path, body: Callable[[OwnLoopMaker, list[Any], Any], Awaitable[None]]
+    engine: EmbeddedEngine,
+    tiny_policy: Path,
+    folder: Path,
+    body: Callable[[OwnLoopMaker, list[Any], Any], Awaitable[None]],
 ) -> None:
     """Runs `body` with a maker, the reports of its worker, and the server."""
     (folder / "talk.py").write_text(TALK)
@@ -123,7 +126,9 @@ async def numbers(maker: OwnLoopMaker) -> dict[str, int]:
     return {task["messages"][0]["content"]: index for index, task in enumerate(found)}
 
 
-def test_what_a_rollout_rests_on_is_trained_and_nothing_else(engine: Engine, tiny_policy: Path, tmp_path: Path) -> None:
+def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
+    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
+) -> None:
     async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)
         good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
@@ -147,7 +152,7 @@ def test_what_a_rollout_rests_on_is_trained_and_nothing_else(engine: Engine, tin
 
 
 def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
-    engine: Engine, tiny_policy: Path, tmp_path: Path
+    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
     async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
         index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
@@ -163,7 +168,7 @@ def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
 
 
 def test_a_bad_rollout_is_data_and_a_dead_worker_costs_its_own_group_only(
-    engine: Engine, tiny_policy: Path, tmp_path: Path
+    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
     async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inference import sample
 from tests.support.training_api_server import group, served
-from tests.training.inference.test_inference import ask
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
 from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import Producer
 from toprope.training.inference.client import Sampling
-from toprope.training.inference.engine import Engine, Request
+from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import fix_kernels, load_tokenizer
 from toprope.training.rollouts.group_sampler import Made
@@ -63,18 +64,22 @@ def policy(tiny_policy: Path) -> tuple[Any, Any]:
 
 
 def test_a_request_alone_in_its_batch_is_answered_the_same_whatever_else_is_asked(policy: tuple[Any, Any]) -> None:
-    def answered(*others: Request) -> Any:
-        engine = Engine(*policy, max_context=64, max_rows=1, seed=len(others))
+    def answered(*others: SamplingRequest) -> Any:
+        engine = EmbeddedEngine(*policy, max_context=64, max_rows=1, seed=len(others))
         engine.start()
         try:
-            *_, samples = ask(engine, *others, Request([5, 6, 7], n=4, max_new_tokens=12, seed=11))
+            *_, samples = sample(engine, *others, SamplingRequest([5, 6, 7], n=4, max_new_tokens=12, seed=11))
             assert engine.batches == len(others) + 1
             return [(sample.token_ids, sample.logprobs) for sample in samples]
         finally:
             engine.stop()
 
     alone = answered()
-    assert alone == answered() == answered(Request([9] * 30, n=8, max_new_tokens=20), Request([1], max_new_tokens=3))
+    assert (
+        alone
+        == answered()
+        == answered(SamplingRequest([9] * 30, n=8, max_new_tokens=20), SamplingRequest([1], max_new_tokens=3))
+    )
     assert len({tuple(ids) for ids, _ in alone}) > 1
 
 

@@ -1,31 +1,32 @@
-"""The inference component's program: load the policy, serve it, take new weights as they come."""
+"""The inference component: load the policy, serve it, and adopt new weights as the trainer publishes them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready
+from toprope.training.component.http_server import serve
 from toprope.training.component.member import CrewMember, send_heartbeats
+from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.engine import Engine
 
 
 def main() -> int:
-    """Runs until the keeper says stop or is gone."""
+    """Run until a Stop order comes or the keeper is gone; returns the exit status."""
     member = CrewMember.join()
     config = member.spec.config
     try:
-        # The slow imports come before the wait for the policy's folder, which may still be in the making.
+        # Slow imports come first: the policy's folder may still be in preparation.
         import torch
         import transformers
 
         torch.set_num_threads(config.launcher.threads)
-        transformers.logging.set_verbosity_error()
-        from toprope.training.inference.app import InferenceServer
-        from toprope.training.inference.engine import Engine
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        from toprope.training.inference.embedded_engine import EmbeddedEngine
         from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
         from toprope.training.policy.weight_sync import WeightReader
 
@@ -37,37 +38,36 @@ def main() -> int:
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
         return 1
-    engine = Engine(
+    engine = EmbeddedEngine(
         model,
         tokenizer,
         weights=WeightReader(member.folder.crew, dict(model.named_parameters())),
         max_context=config.policy.max_context,
-        # Who shares a decode batch moves the last bits of its logits: alone, a request has always the same company.
+        # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
         **({"max_rows": 1} if config.algorithm.deterministic else {}),
         seed=config.algorithm.seed,
     )
     server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
     engine.start()
-    gc.freeze()  # what was imported stays: the collector need not walk it between decode batches
-    asyncio.run(_serve(member, server, engine.moves, len(tokenizer)))
+    gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
+    asyncio.run(_serve(member, server, engine, len(tokenizer)))
     engine.stop(timeout_s=1.0)
     return 0
 
 
-async def _serve(member: CrewMember, server: object, moves: Callable[[], bool], vocabulary: int) -> None:
-    from toprope.training.component.http_server import serve
-    from toprope.training.inference.app import InferenceServer
-
-    assert isinstance(server, InferenceServer)
+async def _serve(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
     ending = asyncio.Event()
 
-    async def listen() -> None:
+    async def follow_orders() -> None:
         async for _ in member.orders():
             if member.ending.is_set():
                 break
         ending.set()
 
-    tasks = [asyncio.create_task(listen()), asyncio.create_task(send_heartbeats(member.report, moves))]
+    tasks = [
+        asyncio.create_task(follow_orders()),
+        asyncio.create_task(send_heartbeats(member.report, engine.is_progressing)),
+    ]
     await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
     for task in tasks:
         task.cancel()

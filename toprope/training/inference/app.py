@@ -1,17 +1,17 @@
-"""The inference server: the policy behind the OpenAI dialect, every rollout a session.
+"""The inference server: the policy behind the OpenAI dialect, with a session for every rollout.
 
-    GET  /health                      200 once it serves; no key needed
-    GET  /v1/models                   the one model there is
+    GET  /health                      200 once it serves; needs no key
+    GET  /v1/models                   the one model
     POST /v1/completions              prompts as text or token ids
-    POST /v1/chat/completions         messages through the policy's own template
+    POST /v1/chat/completions         messages through the policy's chat template
     GET  /v1/policy                   {"version", "rows", "batches", "tokens", "busy_s", "sessions"}
     GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions, and their segments
-    DELETE /v1/sessions/{key}         forgets them
-    POST /v1/samples/match            versions and log-probabilities of what was sampled for outside environments
-    POST /generate                    sglang's or vLLM's own dialect; GET /health_generate as sglang has it
+    DELETE /v1/sessions/{key}         forget them
+    POST /v1/samples/match            versions and log-probabilities of samples for outside environments
+    POST /generate                    the dialects of sglang and vLLM; GET /health_generate as in sglang
 
-Every request but /health carries `Authorization: Bearer <run secret>[.<session>]`, or where the policy is asked the key
-of one session (keys.py).
+Every request but /health carries `Authorization: Bearer <run secret>[.<session>]`. The OpenAI endpoints also accept a
+session's own key (`sessions.session_key`).
 """
 
 from __future__ import annotations
@@ -33,40 +33,47 @@ from toprope.training.inference.dialect import (
     BadRequest,
     ChatRequest,
     CompletionRequest,
-    callable_tools,
-    choice,
+    allowed_tools,
     completion_prompts,
-    events,
-    response,
+    format_choice,
+    format_events,
+    format_response,
     to_request,
 )
-from toprope.training.inference.engine import Engine, Request, Sample
+from toprope.training.inference.engine import Engine, Sample, SamplingRequest
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
-from toprope.training.inference.keys import JUDGE, is_session_key
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
-from toprope.training.inference.sessions import LIFE_HEADER, SessionStore, Turn, join_turns
-from toprope.training.inference.tool_calls import Templates, answer_id, with_calls
+from toprope.training.inference.sessions import (
+    LIFE_HEADER,
+    UNRECORDED,
+    SessionStore,
+    Turn,
+    is_session_key,
+    join_turns,
+)
+from toprope.training.inference.tool_calls import MessageRenderer, answer_id, attach_tool_calls
 
 __all__ = ["InferenceServer"]
 
 _BODY_LIMIT = 32 * 2**20
-_TOKENIZED_SIZE = 2**21
-"""Characters and tokens of prompts that are remembered: some tens of megabytes."""
+_CACHED_SIZE = 2**21
+"""Characters and tokens of cached prompts: some tens of megabytes."""
 _encode = msgspec.json.Encoder().encode
 
 
 class InferenceServer:
-    """Requests, tokens and sessions around one engine. `app` is the ASGI application."""
+    """HTTP, prompts and sessions around one engine. `app` is the ASGI application."""
 
     def __init__(self, engine: Engine, tokenizer: Any, *, model_name: str, secret: str) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._model_name, self._secret = model_name, secret.encode()
         self._life = secrets.token_hex(8)
         self.sessions = SessionStore()
-        self.samples = SampleIndex(endings=engine.endings)
+        self.samples = SampleIndex(end_ids=engine.end_ids)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
         self._tokenized_size = 0
-        self._templates = Templates(tokenizer.chat_template, (tokenizer.decode([end]) for end in engine.endings))
+        end_texts = (tokenizer.decode([token]) for token in engine.end_ids)
+        self._renderer = MessageRenderer(tokenizer.chat_template, end_texts)
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -81,12 +88,14 @@ class InferenceServer:
             ]
         )
 
-    def _guarded(self, handler: Callable[[HttpRequest, str], Awaitable[Response]], *, sessions: bool = False) -> Any:
-        """Lets a request in by its key, passes the session's name on, and words every refusal as OpenAI does.
+    def _guarded(
+        self, handler: Callable[[HttpRequest, str], Awaitable[Response]], *, sessions: bool = False
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """An endpoint that checks the key, passes the session's name on, and formats refusals as OpenAI does.
 
         Args:
-            handler: Answers it.
-            sessions: Whether a session's own key opens it as well as the run's secret.
+            handler: Answers a request; its second argument is the session.
+            sessions: Accept a session's own key as well as the run's secret.
         """
 
         async def endpoint(request: HttpRequest) -> Response:
@@ -98,7 +107,7 @@ class InferenceServer:
             if scheme.lower() != "bearer" or not known:
                 return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
             if request.headers.get(LIFE_HEADER, self._life) != self._life:
-                return _error(409, "session_lost_error", "This server is a new one and does not know that session.")
+                return _error(409, "session_lost_error", "This server has restarted and does not know that session.")
             try:
                 response = await handler(request, session)
                 response.headers[LIFE_HEADER] = self._life
@@ -106,7 +115,7 @@ class InferenceServer:
             except BadRequest as error:
                 return _error(400, "invalid_request_error", f"{error}.")
             except msgspec.DecodeError as error:
-                return _error(400, "invalid_request_error", f"The body is not what this endpoint takes: {error}.")
+                return _error(400, "invalid_request_error", f"Not a valid body for this endpoint: {error}.")
 
         return endpoint
 
@@ -144,22 +153,22 @@ class InferenceServer:
 
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
-        tools = callable_tools(body)
+        tools = allowed_tools(body)
         known = self.sessions.get(session) if session else None
-        messages = self._templates.prepared(body.messages, tools, known.turns if known else ())
+        messages = self._renderer.prepare(body.messages, tools, known.turns if known else ())
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # templates are programs that come with models: whatever they raise is an answer
-            raise BadRequest(f"the policy's chat template does not take these messages: {error}") from None
+        except Exception as error:  # a template is a program from the model and may raise anything
+            raise BadRequest(f"the policy's chat template rejects these messages: {error}") from None
         prompt_ids = self._prompt_ids(text, session)
         if body.top_logprobs:
-            raise BadRequest("top_logprobs is not supported: logprobs of the sampled tokens are")
+            raise BadRequest("top_logprobs is not supported; logprobs of the sampled tokens are")
         samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context))
         self._record(session, text, prompt_ids, samples)
         choices = [
-            choice(
+            format_choice(
                 index,
                 sample,
                 chat=True,
@@ -169,16 +178,16 @@ class InferenceServer:
             for index, sample in enumerate(samples)
         ]
         for entry, sample in zip(choices, samples, strict=True) if tools else ():
-            with_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids))
+            attach_tool_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids))
         return self._answer("chat.completion", body, choices, [prompt_ids], [samples])
 
     async def _completions(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=CompletionRequest)
         prompts = completion_prompts(body.prompt)
         if session and not is_outside(session) and len(prompts) != 1:
-            raise BadRequest("a session takes one prompt at a time")
+            raise BadRequest("a session accepts one prompt at a time")
         all_ids = [
-            self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._checked(prompt)
+            self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
             for prompt in prompts
         ]
         requests = [to_request(body, ids, self._engine.max_context) for ids in all_ids]
@@ -188,7 +197,7 @@ class InferenceServer:
             self._record(session, text, ids, samples)
         flat = [sample for samples in answers for sample in samples]
         choices = [
-            choice(
+            format_choice(
                 index,
                 sample,
                 chat=False,
@@ -201,11 +210,11 @@ class InferenceServer:
 
     async def _generate(self, request: HttpRequest, session: str) -> Response:
         body = parse_generate(await _body(request))
-        text = body.prompt if isinstance(body.prompt, str) else None
-        ids = self._prompt_ids(text, session) if text is not None else self._checked(body.prompt)
+        prompt = body.prompt
+        ids = self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
         samples = await self._sample(generate_request(body, ids, self._engine.max_context))
         if session:
-            self._record(session, self._tokenizer.decode(ids) if text is None else text, ids, samples)
+            self._record(session, prompt if isinstance(prompt, str) else self._tokenizer.decode(ids), ids, samples)
         return _json(generate_answer(body, ids, samples))
 
     async def _match(self, request: HttpRequest, session: str) -> Response:
@@ -215,37 +224,37 @@ class InferenceServer:
                 raise BadRequest("spans must lie within their row")
         return _json(MatchAnswer([self.samples.match(row) for row in body.rows]))
 
-    def _checked(self, ids: Any) -> list[int]:
+    def _check_ids(self, ids: list[int]) -> list[int]:
         vocabulary = len(self._tokenizer)
         if any(not 0 <= token < vocabulary for token in ids):
             raise BadRequest(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
 
     def _prompt_ids(self, text: str, session: str) -> list[int]:
-        """Token ids of a rendered prompt; what a session has sampled before keeps the ids it was sampled with."""
+        """Token ids of a rendered prompt; earlier answers of the session keep their sampled ids."""
         known = self.sessions.get(session) if session else None
-        if known is not None and (turn := known.continued_by(text)) is not None:
+        if known is not None and (turn := known.find_continued_turn(text)) is not None:
             rest = text[len(turn.prompt_text) + len(turn.completion_text) :]
             return turn.prompt_ids + turn.completion_ids + self._tokenize(rest)
         return self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
-        # A group's prompt comes once per answer in its later turns, and tasks return with every epoch.
-        if (ids := self._tokenized.get(text)) is None:
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            self._tokenized[text] = ids
+        # The answers of a group share prompts in later turns, and tasks return every epoch.
+        ids = self._tokenized.get(text)
+        if ids is None:
+            ids = self._tokenized[text] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
             self._tokenized_size += len(text) + len(ids)
-            while self._tokenized_size > _TOKENIZED_SIZE and len(self._tokenized) > 1:
-                old, its = self._tokenized.popitem(last=False)
-                self._tokenized_size -= len(old) + len(its)
+            while self._tokenized_size > _CACHED_SIZE and len(self._tokenized) > 1:
+                old_text, old_ids = self._tokenized.popitem(last=False)
+                self._tokenized_size -= len(old_text) + len(old_ids)
         return ids
 
-    async def _sample(self, request: Request) -> list[Sample]:
+    async def _sample(self, request: SamplingRequest) -> list[Sample]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
 
         def settle(result: list[Sample] | Exception) -> None:
-            if future.done():  # the client hung up
+            if future.done():  # the client has left
                 return
             if isinstance(result, Exception):
                 future.set_exception(result)
@@ -256,7 +265,7 @@ class InferenceServer:
         return await future
 
     def _record(self, session: str, prompt_text: str, prompt_ids: list[int], samples: list[Sample]) -> None:
-        if not session or session == JUDGE:
+        if not session or session == UNRECORDED:
             return
         if is_outside(session):
             for sample in samples:
@@ -287,7 +296,7 @@ class InferenceServer:
         answers: list[list[Sample]],
     ) -> Response:
         flat = [sample for samples in answers for sample in samples]
-        body = response(
+        body = format_response(
             kind,
             self._model_name,
             flat[0].version,
@@ -298,7 +307,7 @@ class InferenceServer:
         if asked.return_token_ids:
             body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
         if asked.stream:
-            return Response(events(body, asked.stream_options), media_type="text/event-stream")
+            return Response(format_events(body, asked.stream_options), media_type="text/event-stream")
         return _json(body)
 
 

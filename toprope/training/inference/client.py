@@ -1,4 +1,4 @@
-"""Asks the inference server: the rollout driver's side of the OpenAI dialect."""
+"""The rollout driver's client of the inference server."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.training.component.peer_addresses import Address, Backoff, resolver
-from toprope.training.inference.keys import session_key
-from toprope.training.inference.sessions import LIFE_HEADER, Turn
+from toprope.training.inference.sessions import LIFE_HEADER, Turn, session_key
 
 __all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling", "SessionLost"]
 
 _encode = msgspec.json.Encoder().encode
-_LIFE = "~life"
-"""A session of no rollout, under which the server is asked which life it is in."""
-_REFUSALS = 5
-"""Server errors in a row after which a request is given up: what the server trips over may be the request."""
+_LIFE_PROBE = "~life"
+"""The session of requests that only ask for the server's life."""
+_MAX_SERVER_ERRORS = 5
+"""Server errors after which a request fails: the request itself may be their cause."""
 
 
 class PromptTooLong(InvalidValue):
@@ -30,26 +29,26 @@ class PromptTooLong(InvalidValue):
 
 
 class SessionLost(ComponentFailed):
-    """The server that had recorded the session's earlier turns is gone; another one has taken its place."""
+    """The server that recorded the session's earlier turns is gone, and another one has replaced it."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled; see settings.schema.RolloutSection. Temperature 0 is greedy."""
+    """Sampling settings; see `settings.schema.RolloutSection`. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    """Makes what is sampled repeatable; None: every time something else."""
+    """Makes answers repeatable; None for different answers every time."""
 
     def greedy(self) -> Sampling:
-        """The same with the most likely token at each position."""
+        """The same settings, but with the most likely token at each position."""
         return Sampling(0.0, 1.0, self.max_new_tokens, self.stop, self.seed)
 
     def at(self, *place: object) -> Sampling:
-        """The same with a seed of its own for one request, by what it is for; without a seed, itself."""
+        """The same settings with a seed derived for one request, identified by `place`; unchanged without a seed."""
         if self.seed is None:
             return self
         digest = hashlib.blake2b(repr((self.seed, *place)).encode(), digest_size=4).digest()
@@ -58,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer and the turn that it is for training."""
+    """One sampled answer, and the turn that represents it in training."""
 
     text: str
     truncated: bool
@@ -78,12 +77,12 @@ class _Completion(msgspec.Struct):
     prompt_token_ids: list[int]
 
 
-class _Kept(msgspec.Struct):
+class _RecordedSession(msgspec.Struct):
     turns: list[Turn]
 
 
-class _Recorded(msgspec.Struct):
-    sessions: dict[str, _Kept]
+class _RecordedSessions(msgspec.Struct):
+    sessions: dict[str, _RecordedSession]
 
 
 class _Error(msgspec.Struct):
@@ -94,20 +93,19 @@ _completion = msgspec.json.Decoder(_Completion)
 
 
 class PolicyClient:
-    """One keep-alive connection pool to the inference server. Make it within an event loop; close it there.
+    """A pool of connections to the inference server. Create and close it within one event loop.
 
-    A server that was started again is found where it is then, and asked again; only sessions that were open have gone
-    with the former one, and say so.
+    It finds a restarted server at its new address and repeats the request; sessions that were open raise `SessionLost`.
 
     Args:
-        base_url: The server's address, or what gives the present one.
+        base_url: The server's address, or a function that returns the present one.
         secret: The run's secret.
-        model: What the requests call it.
+        model: Model name in the requests.
         timeout_s: Seconds for one answer.
     """
 
     def __init__(self, base_url: Address, secret: str, *, model: str = "policy", timeout_s: float = 600.0) -> None:
-        self._where, self._secret, self._model = resolver(base_url), secret, model
+        self._resolve, self._secret, self._model = resolver(base_url), secret, model
         self._lives: dict[str, str] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
@@ -116,21 +114,24 @@ class PolicyClient:
         )
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._session.close()
 
     async def chat(
         self, messages: list[dict[str, Any]], sampling: Sampling, *, n: int = 1, session: str = ""
     ) -> list[Answer]:
-        """Samples n answers to a conversation.
+        """Sample n answers to a conversation.
 
         Args:
-            messages: OpenAI-style messages.
-            session: Name under which the server records them; empty: it records nothing.
+            messages: Messages in OpenAI's form.
+            sampling: Sampling settings.
+            n: Number of answers.
+            session: Session under which the server records the turn; empty to record nothing.
 
         Raises:
-            PromptTooLong: There is no room for an answer.
-            SessionLost: The session's earlier turns went with a server that is gone.
-            ComponentFailed: The server refuses the request; PeerAway where it cannot be reached.
+            PromptTooLong: The conversation leaves no room for an answer.
+            SessionLost: The server that recorded the session's earlier turns is gone.
+            ComponentFailed: The server refuses the request; `PeerAway` if it cannot be reached.
         """
         body = {
             "model": self._model,
@@ -162,44 +163,44 @@ class PolicyClient:
         ]
 
     async def url(self) -> str:
-        """The server's present address, waited for while it is away."""
+        """The server's present address; waits while it is away."""
         backoff = Backoff("Inference")
-        while (url := self._where()) is None:
+        while (url := self._resolve()) is None:
             await asyncio.sleep(backoff.after_absence(time.monotonic()))
         return url
 
     def key(self, session: str) -> str:
-        """The key under which somebody else may ask the policy in a session; see keys.py."""
+        """A key with which other code may ask the policy in a session; see `sessions.session_key`."""
         return session_key(self._secret, session)
 
     async def recorded(self, session: str, life: str) -> dict[str, list[Turn]]:
-        """The turns of a session and its sub-sessions, by key; empty where nothing was recorded.
+        """The turns of a session and its sub-sessions, by key; empty if nothing was recorded.
 
         Args:
             session: The session.
-            life: Of the server that its rollouts were begun with: from `life()`.
+            life: The server's life when the rollouts began, from `life()`.
 
         Raises:
-            SessionLost: The server that recorded them is gone.
+            SessionLost: The server that recorded the turns is gone.
             ComponentFailed: See `chat`.
         """
         data = await self._call("GET", f"/v1/sessions/{session}", None, "", life, missing=b'{"sessions": {}}')
-        return {name: kept.turns for name, kept in msgspec.json.decode(data, type=_Recorded).sessions.items()}
+        return {name: kept.turns for name, kept in msgspec.json.decode(data, type=_RecordedSessions).sessions.items()}
 
     async def life(self) -> str:
-        """Names the present life of the server."""
-        await self._call("GET", "/v1/models", None, _LIFE)
-        return self._lives.pop(_LIFE)
+        """The id of the present server process."""
+        await self._call("GET", "/v1/models", None, _LIFE_PROBE)
+        return self._lives.pop(_LIFE_PROBE)
 
     async def close_session(self, session: str) -> None:
-        """Lets the server forget a session and its sub-sessions."""
+        """Have the server forget a session and its sub-sessions."""
         life = self._lives.pop(session, None)
-        if self._where() is None:
-            return  # gone with the server
+        if self._resolve() is None:
+            return  # the server is away, and its sessions are gone
         try:
             await self._call("DELETE", f"/v1/sessions/{session}", None, "", life)
         except SessionLost:
-            pass  # forgotten already, with everything else
+            pass  # the server has restarted and knows no session
 
     async def _call(
         self,
@@ -215,17 +216,17 @@ class PolicyClient:
         root = session.partition("/")[0]
         if life := life or self._lives.get(root):
             headers[LIFE_HEADER] = life
-        backoff, refusals = Backoff("Inference"), 0
+        backoff, errors = Backoff("Inference"), 0
         while True:
-            if (url := self._where()) is None:
+            if (url := self._resolve()) is None:
                 await asyncio.sleep(backoff.after_absence(time.monotonic()))
                 continue
             try:
                 async with self._session.request(method, url + path, data=data, headers=headers) as response:
                     body = await response.read()
                     if response.status == 200:
-                        if root and (serves := response.headers.get(LIFE_HEADER)):
-                            self._lives[root] = serves
+                        if root and (current := response.headers.get(LIFE_HEADER)):
+                            self._lives[root] = current
                         return body
                     message = _message(body)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -239,10 +240,10 @@ class PolicyClient:
                 raise PromptTooLong(message)
             if response.status == 409:
                 raise SessionLost(message)
-            refusals += 1
-            if response.status < 500 or refusals >= _REFUSALS:
+            errors += 1
+            if response.status < 500 or errors >= _MAX_SERVER_ERRORS:
                 raise ComponentFailed(f"Inference refused {path} with {response.status}: {message}")
-            await asyncio.sleep(0.05 * 2**refusals)
+            await asyncio.sleep(0.05 * 2**errors)
 
 
 def _message(body: bytes) -> str:

@@ -1,7 +1,8 @@
-"""The OpenAI dialect: what requests may hold and how answers are laid out.
+"""The OpenAI dialect: the fields of requests and the layout of answers.
 
-Beyond OpenAI's fields: `return_token_ids` adds `prompt_token_ids` to the answer and `token_ids`, `token_logprobs` and
-`versions` (runs of (policy version, count)) to each choice, so that who owns the loop needs no second request.
+https://platform.openai.com/docs/api-reference/chat. Beyond OpenAI's fields, `return_token_ids` adds `prompt_token_ids`
+to the answer and `token_ids`, `token_logprobs` and `versions` (runs of (policy version, count)) to each choice, so that
+the rollout driver needs no second request.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 
 import msgspec
 
-from toprope.training.inference.engine import Request, Sample
+from toprope.training.inference.engine import Sample, SamplingRequest
 
 __all__ = [
     "BadRequest",
     "ChatRequest",
     "CompletionRequest",
-    "callable_tools",
-    "choice",
+    "allowed_tools",
     "completion_prompts",
-    "events",
-    "response",
+    "format_choice",
+    "format_events",
+    "format_response",
     "to_request",
 ]
 
@@ -30,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BadRequest(Exception):
-    """The request cannot be answered; the text says why."""
+    """The request cannot be answered; the text gives the reason."""
 
 
 class _Sampling(msgspec.Struct, kw_only=True):
@@ -59,14 +60,14 @@ class ChatRequest(_Sampling, kw_only=True):
 
 
 class CompletionRequest(_Sampling, kw_only=True):
-    """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
+    """POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: Any
     logprobs: int | None = None
 
 
-def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Request:
-    """What the engine is asked, from what the client asked.
+def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> SamplingRequest:
+    """The engine's request for a client's request.
 
     Raises:
         BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
@@ -92,7 +93,7 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Requ
     if wanted < 1:
         raise BadRequest(f"max_tokens must be at least 1, not {wanted}")
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
-    return Request(
+    return SamplingRequest(
         prompt_ids=prompt_ids,
         n=n,
         max_new_tokens=min(wanted, room),
@@ -103,18 +104,20 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Requ
     )
 
 
-def callable_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the policy is told of; None where it is to call none.
+def allowed_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools to offer the policy; None if it must not call any.
 
     Raises:
-        BadRequest: It is to be held to a form: its tokens are sampled freely, so that nothing could promise that.
+        BadRequest: The request asks for constrained output; sampling is free, so that cannot be promised.
     """
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
-        raise BadRequest(f"response_format {kind} is not supported: answers are not constrained; ask for it in words")
+        raise BadRequest(
+            f"response_format {kind} is not supported: sampling is not constrained; ask for the format in the prompt"
+        )
     if body.tool_choice not in (None, "auto", "none"):
         raise BadRequest(
-            f"tool_choice {body.tool_choice!r} is not supported: answers are not constrained; choose auto or none"
+            f"tool_choice {body.tool_choice!r} is not supported: sampling is not constrained; choose auto or none"
         )
     return None if body.tool_choice == "none" else body.tools or None
 
@@ -123,17 +126,19 @@ def completion_prompts(prompt: Any) -> list[str | list[int]]:
     """The prompts of a completion request, one by one.
 
     Raises:
-        BadRequest: It is neither a text, nor token ids, nor a list of either.
+        BadRequest: `prompt` is neither a text, nor token ids, nor a list of either.
     """
     prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    for one in prompts:
-        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+    for item in prompts:
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise BadRequest("prompt must be a text, a list of token ids, or a list of either")
     return prompts
 
 
-def choice(index: int, sample: Sample, *, chat: bool, with_ids: bool, tokens: list[str] | None) -> dict[str, Any]:
-    """One entry of `choices`. `tokens`: the text of each token, where logprobs were asked for."""
+def format_choice(
+    index: int, sample: Sample, *, chat: bool, with_ids: bool, tokens: list[str] | None
+) -> dict[str, Any]:
+    """One entry of `choices`. `tokens` holds the text of each token if logprobs were requested."""
     entry: dict[str, Any] = {"index": index, "finish_reason": sample.finish_reason}
     if chat:
         entry["message"] = {"role": "assistant", "content": sample.text}
@@ -155,7 +160,7 @@ def choice(index: int, sample: Sample, *, chat: bool, with_ids: bool, tokens: li
     return entry
 
 
-def response(
+def format_response(
     kind: str, model: str, version: int, choices: list[dict[str, Any]], prompt_tokens: int, completion_tokens: int
 ) -> dict[str, Any]:
     """The body of an answer; `kind` is `chat.completion` or `text_completion`."""
@@ -174,8 +179,8 @@ def response(
     }
 
 
-def events(body: dict[str, Any], options: dict[str, Any] | None) -> bytes:
-    """An answer as the server-sent events that `stream` asks for: each choice whole in one, since it comes at once.
+def format_events(body: dict[str, Any], options: dict[str, Any] | None) -> bytes:
+    """An answer as the server-sent events of `stream`, with each choice whole in one event.
 
     Args:
         body: The answer without streaming.

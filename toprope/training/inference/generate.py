@@ -1,6 +1,6 @@
-"""The native dialects of sglang and vLLM, as Atropos's server types `sglang` and `vllm` speak them.
+"""The native dialects of sglang and vLLM, which Atropos's server types `sglang` and `vllm` use.
 
-Both are POST /generate; the body tells them apart.
+Both are POST /generate; the fields of the body distinguish them.
 
     sglang  {"input_ids" | "text", "sampling_params": {max_new_tokens, n, temperature, top_p, stop}, "return_logprob"}
             -> {"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, id, text]], "finish_reason"}},
@@ -8,7 +8,7 @@ Both are POST /generate; the body tells them apart.
     vllm    {"prompt": {"prompt_token_ids"} | text, "logprobs": 0, max_tokens, n, temperature, top_p, stop}
             -> {"text": [...], "logprobs": [[[{id: logprob}]]], "finish_reasons": [...]}
 
-Their clients take what lies before /v1 of a base URL, so the endpoints are there.
+Their clients strip /v1 from a base URL, so the endpoint is at the root.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from toprope.training.inference.dialect import BadRequest, CompletionRequest, to_request
-from toprope.training.inference.engine import Request, Sample
+from toprope.training.inference.engine import Sample, SamplingRequest
 
 __all__ = ["GenerateRequest", "generate_answer", "generate_request", "parse_generate"]
 
@@ -34,7 +34,7 @@ class _SglangSampling(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct):
-    """POST /generate in either dialect; `sglang` says which."""
+    """POST /generate in the dialect of sglang (`sglang` is True) or vLLM."""
 
     sglang: bool
     prompt: str | list[int]
@@ -57,62 +57,57 @@ class _Body(msgspec.Struct):
 
 
 def parse_generate(body: bytes) -> GenerateRequest:
-    """The request in a body.
+    """Parse a request.
 
     Raises:
-        BadRequest: It is neither dialect's, or asks for what we do not have.
+        BadRequest: The body fits neither dialect, or uses an unsupported feature.
         msgspec.DecodeError: A field has the wrong type.
     """
     read = msgspec.json.decode(body, type=_Body)
     if read.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs is not supported: log-probabilities of sampled tokens are")
+        raise BadRequest("prompt_logprobs is not supported; log-probabilities of sampled tokens are")
     if read.prompt is None:
         params = read.sampling_params or _SglangSampling()
         prompt: Any = read.text if read.input_ids is None else read.input_ids
         if prompt is None:
             raise BadRequest("either input_ids or text (sglang) or prompt (vllm) is needed")
-        sampling = CompletionRequest(
-            prompt=None,
-            n=params.n,
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            stop=params.stop,
-            seed=params.seed,
-            stream=read.stream,
-        )
-        return GenerateRequest(True, prompt, sampling)
+        return GenerateRequest(True, prompt, _sampling(params, params.max_new_tokens, read.stream))
     prompt = read.prompt
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
         raise BadRequest("prompt must be a text or {'prompt_token_ids': [...]}")
-    sampling = CompletionRequest(
+    return GenerateRequest(False, prompt, _sampling(read, read.max_tokens, read.stream))
+
+
+def _sampling(params: _SglangSampling | _Body, max_tokens: int, stream: bool) -> CompletionRequest:
+    return CompletionRequest(
         prompt=None,
-        n=read.n,
-        max_tokens=read.max_tokens,
-        temperature=read.temperature,
-        top_p=read.top_p,
-        stop=read.stop,
-        seed=read.seed,
-        stream=read.stream,
+        n=params.n,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        stop=params.stop,
+        seed=params.seed,
+        stream=stream,
     )
-    return GenerateRequest(False, prompt, sampling)
 
 
-def generate_request(body: GenerateRequest, prompt_ids: list[int], max_context: int) -> Request:
-    """What the engine is asked.
+def generate_request(body: GenerateRequest, prompt_ids: list[int], max_context: int) -> SamplingRequest:
+    """The engine's request for a client's request.
 
     Raises:
         BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
     """
     if body.sampling.stream:
-        raise BadRequest("stream is not supported here: ask without it, the whole answer comes at once")
+        raise BadRequest("stream is not supported here; the whole answer comes at once")
     return to_request(body.sampling, prompt_ids, max_context)
 
 
-def generate_answer(body: GenerateRequest, prompt_ids: list[int], samples: list[Sample]) -> Any:
-    """The answer in the dialect of the question."""
+def generate_answer(
+    body: GenerateRequest, prompt_ids: list[int], samples: list[Sample]
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """The answer in the dialect of the request."""
     if not body.sglang:
         return {
             "text": [sample.text for sample in samples],
@@ -125,7 +120,7 @@ def generate_answer(body: GenerateRequest, prompt_ids: list[int], samples: list[
             "token_ids": [sample.token_ids for sample in samples],
             "versions": [sample.version for sample in samples],
         }
-    answers = [
+    answers: list[dict[str, Any]] = [
         {
             "text": sample.text,
             "output_ids": sample.token_ids,

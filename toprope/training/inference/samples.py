@@ -1,10 +1,10 @@
-"""What was sampled for outside environments, found again by its token ids.
+"""Samples for outside environments, found again by their token ids.
 
-An environment that posts its groups itself (Atropos) uses one key for all its requests, so that nothing says which
-rollout a request belongs to. Its answers are kept here instead of in sessions: under the sampled ids, with what stood
-before them, the log-probabilities and the policy version. The trajectory API asks for them when the group comes.
+An environment that posts its groups itself (Atropos) uses one key for all requests, so a request cannot be assigned to
+a rollout. Its answers are kept here instead of in sessions, with prompt, log-probabilities and policy version, under
+the sampled ids. The trajectory API asks for them when the group is posted.
 
-A key belongs to an outside environment when its session is `outside` or begins with `outside-` (`<secret>.outside`).
+A key belongs to an outside environment if its session is `outside` or begins with `outside-` (`<secret>.outside`).
 """
 
 from __future__ import annotations
@@ -16,28 +16,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = [
-    "MATCH_PATH",
-    "OUTSIDE",
-    "MatchAnswer",
-    "MatchRequest",
-    "MatchedRow",
-    "SampleIndex",
-    "SoughtRow",
-    "is_outside",
-]
+__all__ = ["MATCH_PATH", "MatchAnswer", "MatchRequest", "MatchedRow", "SampleIndex", "SoughtRow", "is_outside"]
 
 MATCH_PATH = "/v1/samples/match"
-OUTSIDE = "outside"
+_OUTSIDE = "outside"
+_DISTINCTIVE = 16
+"""Number of sampled ids that identify a sample even if the environment wrote the prompt with other tokens."""
 
 
 def is_outside(session: str) -> bool:
-    """Whether a session's name is that of an outside environment's key."""
-    return session == OUTSIDE or session.startswith(OUTSIDE + "-")
+    """True for the session of an outside environment's key."""
+    return session == _OUTSIDE or session.startswith(_OUTSIDE + "-")
 
 
 class SoughtRow(msgspec.Struct):
-    """A row: its ids, and where the sampled ones are, as (start, end)."""
+    """A row: its ids, and the (start, end) of each run of sampled ids."""
 
     tokens: list[int]
     spans: list[tuple[int, int]]
@@ -50,14 +43,14 @@ class MatchRequest(msgspec.Struct):
 
 
 class MatchedRow(msgspec.Struct):
-    """What is known of a row's sampled tokens: runs of (version, count), and one log-probability each, in order."""
+    """A row's sampled tokens: runs of (version, count), and one log-probability per token, in order."""
 
     versions: list[tuple[int, int]]
     logprobs: list[float]
 
 
 class MatchAnswer(msgspec.Struct):
-    """The answer, row by row; None for one that was not sampled here or was forgotten."""
+    """The answer, row by row; None for a row that was not sampled here or was forgotten."""
 
     rows: list[MatchedRow | None]
 
@@ -70,30 +63,32 @@ class _Sample:
 
 
 class SampleIndex:
-    """Samples by their ids, bounded: the oldest are forgotten first.
+    """Samples by their ids; the oldest are forgotten first.
 
     Args:
-        limit: Sampled tokens that are remembered; one costs 8 bytes.
-        endings: Ids that end an answer. Environments that take an answer's text and tokenise it leave them out.
+        limit: Number of sampled tokens to remember, at 8 bytes each.
+        end_ids: Ids that end an answer. Environments that tokenise an answer's text leave them out.
     """
 
-    def __init__(self, limit: int = 4_000_000, endings: frozenset[int] = frozenset()) -> None:
-        self._limit, self._endings = limit, endings
+    def __init__(self, limit: int = 4_000_000, end_ids: frozenset[int] = frozenset()) -> None:
+        self._limit, self._end_ids = limit, end_ids
         self._by_ids: OrderedDict[bytes, deque[_Sample]] = OrderedDict()
         self._order: deque[tuple[bytes, int]] = deque()
         self.tokens = 0
-        """Sampled tokens that are remembered."""
+        """Number of remembered tokens."""
 
     def add(self, prompt_ids: list[int], token_ids: list[int], logprobs: list[float], version: int) -> None:
-        """Remembers a sample: `logprobs` has the length of `token_ids`."""
+        """Remember a sample; `logprobs` has the length of `token_ids`."""
         prompt = _digest(prompt_ids)
         self._add(token_ids, _Sample(prompt, array("d", logprobs), version))
-        if len(token_ids) > 1 and token_ids[-1] in self._endings:
+        if len(token_ids) > 1 and token_ids[-1] in self._end_ids:
             self._add(token_ids[:-1], _Sample(prompt, array("d", logprobs[:-1]), version))
 
     def match(self, row: SoughtRow) -> MatchedRow | None:
-        """What is known of a row, None where one of its spans was not sampled here. A sample that comes several times
-        (short answers do) is given out in the order in which it was sampled."""
+        """The sampled tokens of a row; None if one of its spans was not sampled here.
+
+        Equal samples (short answers) are returned in the order in which they were sampled.
+        """
         found = MatchedRow([], [])
         for start, end in row.spans:
             sample = self._find(row.tokens[start:end], row.tokens[:start])
@@ -119,22 +114,18 @@ class SampleIndex:
                 del self._by_ids[oldest]
             self.tokens -= length
 
-    def _find(self, token_ids: list[int], before: list[int]) -> _Sample | None:
+    def _find(self, token_ids: list[int], prompt_ids: list[int]) -> _Sample | None:
         samples = self._by_ids.get(_digest(token_ids))
         if samples is None:
             return None
-        prompt = _digest(before)
+        prompt = _digest(prompt_ids)
         index = next((index for index, sample in enumerate(samples) if sample.prompt == prompt), None)
         if index is None:
-            return samples[-1] if len(token_ids) >= _TELLING else None
+            return samples[-1] if len(token_ids) >= _DISTINCTIVE else None
         sample = samples[index]
         del samples[index]
         samples.append(sample)
         return sample
-
-
-_TELLING = 16
-"""Sampled ids in a row that tell a sample by themselves, where an environment wrote the prompt in other tokens."""
 
 
 def _digest(ids: list[int]) -> bytes:

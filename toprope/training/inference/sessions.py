@@ -1,15 +1,20 @@
-"""Sessions: what was sampled for a rollout, recorded where it was sampled.
+"""Sessions: the sampled turns of each rollout, recorded where they were sampled, and the keys that name them.
 
-The API key of a request names its session (`<run secret>.<session>`), so an environment needs to know nothing of
+The API key of a request names its session (`<run secret>.<session>`), so an environment needs to know nothing about
 tokens. A request with n > 1 under a group's key `g` records one sub-session per answer, `g/0` ... `g/n-1`; a later turn
 of answer i comes under `g/i`. A request under the bare secret records nothing (judges, simulated users).
 
-Prompts of later turns are built from the ids of the earlier ones: sampled ids are never tokenised again, because the
-tokenizer's own way to write a text need not be the one that the policy took.
+Environment-managed rollouts talk to inference under a key of their own. It is derived from the run's secret without
+revealing it, and it only permits asking the policy.
+
+Prompts of later turns reuse the ids of earlier turns. Sampled ids are never tokenised again, because a tokenizer may
+encode a text differently than the policy wrote it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -17,39 +22,69 @@ import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
 
-__all__ = ["LIFE_HEADER", "Segment", "Session", "SessionStore", "Turn", "join_turns"]
-
+__all__ = [
+    "LIFE_HEADER",
+    "UNRECORDED",
+    "Segment",
+    "Session",
+    "SessionStore",
+    "Turn",
+    "is_session_key",
+    "join_turns",
+    "session_key",
+]
 
 LIFE_HEADER = "x-toprope-life"
-"""Names one life of a server: in answers its own, in requests the one that is meant. A server that was started again
-knows nothing of the sessions before it, and would tokenise anew what had been sampled."""
+"""Identifies one process of the server: its own in answers, the expected one in requests. A restarted server does not
+know earlier sessions, and would tokenise anew what had been sampled."""
+
+UNRECORDED = "~"
+"""The session of requests that belong to no rollout, such as those of judges and simulated users."""
+
+
+def session_key(secret: str, session: str) -> str:
+    """The key `<proof>.<session>` for one session."""
+    return f"{_proof(secret.encode(), session)}.{session}"
+
+
+def is_session_key(secret: bytes, proof: str, session: str) -> bool:
+    """True if `<proof>.<session>` was derived from that secret for that session."""
+    return bool(session) and hmac.compare_digest(proof.encode(), _proof(secret, session).encode())
+
+
+def _proof(secret: bytes, session: str) -> str:
+    return hmac.new(secret, b"session:" + session.encode(), hashlib.sha256).hexdigest()[:40]
 
 
 class Turn(msgspec.Struct):
-    """One request and its answer. `logprobs` has the length of `completion_ids`; natural logarithms."""
+    """One request and its answer."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
+    """Natural logarithms, one per id of the completion."""
     versions: list[tuple[int, int]]
     """Runs of (policy version, count) over the completion."""
     finish_reason: str
     prompt_text: str = ""
     completion_text: str = ""
-    """Text of the completion with its special tokens, as the template would have to continue it."""
+    """Text of the completion with its special tokens, as the chat template must continue it."""
 
 
 class Segment(msgspec.Struct):
-    """One trainable sequence: T tokens, T masks (records.groups.MASKED or the id), T logprobs, versions as in Turn."""
+    """One trainable sequence of T tokens."""
 
     tokens: list[int]
     masks: list[int]
+    """T entries: `records.journal.groups.MASKED`, or the token's id if it was sampled."""
     logprobs: list[float]
+    """T entries; `PROMPT_LOGPROB` for masked tokens."""
     versions: list[tuple[int, int]]
+    """Runs of (policy version, count) over the sampled tokens."""
 
 
 def join_turns(turns: list[Turn]) -> list[Segment]:
-    """Turns whose prompt continues the sequence before it become one segment; others start a new one."""
+    """Join turns into segments: a turn whose prompt continues the last sequence extends it, others start a new one."""
     segments: list[Segment] = []
     for turn in turns:
         known = segments[-1].tokens if segments else []
@@ -71,8 +106,8 @@ class Session:
 
     turns: list[Turn] = field(default_factory=list)
 
-    def continued_by(self, text: str) -> Turn | None:
-        """The latest turn that `text` (a rendered conversation) goes on from, if any."""
+    def find_continued_turn(self, text: str) -> Turn | None:
+        """The latest turn that `text`, a rendered conversation, continues."""
         for turn in reversed(self.turns):
             if text.startswith(turn.prompt_text + turn.completion_text):
                 return turn
@@ -80,7 +115,7 @@ class Session:
 
 
 class SessionStore:
-    """The sessions of one inference server, bounded: the one that was not used for longest is forgotten first."""
+    """The sessions of one inference server; forgets the least recently used one above `limit`."""
 
     def __init__(self, limit: int = 8192) -> None:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -90,13 +125,13 @@ class SessionStore:
         return len(self._sessions)
 
     def get(self, key: str) -> Session | None:
-        """The session of that key, None where nothing was recorded under it."""
+        """The session of that key, or None if nothing was recorded under it."""
         if (session := self._sessions.get(key)) is not None:
             self._sessions.move_to_end(key)
         return session
 
     def record(self, key: str, turn: Turn) -> None:
-        """Adds a turn to a session, which is made if need be."""
+        """Add a turn to a session, which is created if it is new."""
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)
         session.turns.append(turn)
@@ -105,11 +140,11 @@ class SessionStore:
 
     def matching(self, key: str) -> dict[str, Session]:
         """The session of that key and its sub-sessions, by key."""
-        below = key + "/"
-        return {name: session for name, session in self._sessions.items() if name == key or name.startswith(below)}
+        prefix = key + "/"
+        return {name: session for name, session in self._sessions.items() if name == key or name.startswith(prefix)}
 
     def close(self, key: str) -> int:
-        """Forgets the session of that key and its sub-sessions; returns how many there were."""
+        """Forget the session of that key and its sub-sessions; returns how many there were."""
         found = list(self.matching(key))
         for name in found:
             del self._sessions[name]

@@ -1,9 +1,9 @@
-"""Tool calls in the OpenAI dialect: read out of what the policy said, and put back as it said it.
+"""Tool calls in the OpenAI dialect: parsed from the policy's text, and put back unchanged.
 
-Open models write a call as text, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the Hermes and Qwen form);
-clients want `message.tool_calls`, and send them back in the next turn. What was sampled must stand in that next prompt
-as it was sampled, else its tokens would not be those of the turn before: so a call's id names the sampled answer that
-it came from, and an assistant message with such a call is rendered from that answer's own text.
+Open models write a call as text, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the Hermes and Qwen form).
+Clients expect `message.tool_calls`, and send them back in the next turn. The next prompt must contain the sampled text
+unchanged, else its tokens would differ from those of the turn before. So a call's id names the sampled answer it came
+from, and an assistant message with such a call is rendered from the text of that answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from toprope.training.inference.dialect import BadRequest
 from toprope.training.inference.sessions import Turn
 
-__all__ = ["Templates", "answer_id", "parse", "with_calls"]
+__all__ = ["MessageRenderer", "answer_id", "attach_tool_calls", "parse_tool_calls"]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 _INTRODUCTION = (
@@ -27,13 +27,13 @@ _INTRODUCTION = (
     "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
     'XML tags:\n<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
-"""As the templates of Qwen and Hermes introduce tools; for those that do not."""
+"""Introduces tools as the templates of Qwen and Hermes do, for templates that do not."""
 
 
-def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says before its first call, and its calls as (name, arguments as JSON text).
+def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Split an answer into the text before its first call and its calls, {"name", "arguments": JSON text}.
 
-    An answer with a call that cannot be read has none: it is text.
+    If a call cannot be parsed, the whole answer is text.
     """
     start = text.find("<tool_call>")
     if start < 0:
@@ -52,21 +52,21 @@ def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def answer_id(prompt_ids: list[int], completion_ids: list[int]) -> str:
-    """Names a sampled answer by its tokens and those before it: `call_` and 20 hexadecimal digits."""
+    """An id for a sampled answer, from its tokens and its prompt: `call_` and 20 hexadecimal digits."""
     ids = array("q", prompt_ids)
     ids.extend(completion_ids)
     return "call_" + hashlib.blake2b(ids.tobytes(), digest_size=10).hexdigest()
 
 
-def with_calls(entry: dict[str, Any], text: str, answer: str) -> None:
-    """Turns a choice's message into one with tool calls, where its text holds some.
+def attach_tool_calls(entry: dict[str, Any], text: str, answer: str) -> None:
+    """Replace the message of a choice by one with tool calls, if its text contains any.
 
     Args:
         entry: One of `choices`.
-        text: What was sampled.
+        text: The sampled text.
         answer: Its `answer_id`.
     """
-    content, calls = parse(text)
+    content, calls = parse_tool_calls(text)
     if not calls:
         return
     entry["message"] = {
@@ -80,45 +80,46 @@ def with_calls(entry: dict[str, Any], text: str, answer: str) -> None:
         entry["finish_reason"] = "tool_calls"
 
 
-class Templates:
+class MessageRenderer:
     """Prepares messages for a policy's chat template.
 
     Args:
         template: The template, or several by name.
-        endings: Texts that end an answer; the template writes them.
+        end_texts: Texts that end an answer; the template writes them.
     """
 
-    def __init__(self, template: Any, endings: Iterable[str]) -> None:
-        words = str(template)
-        self._tools, self._calls = "tools" in words, "tool_calls" in words
-        self._endings = tuple(filter(None, endings))
+    def __init__(self, template: str | dict[str, str], end_texts: Iterable[str]) -> None:
+        source = str(template)
+        self._supports_tools, self._supports_calls = "tools" in source, "tool_calls" in source
+        self._end_texts = tuple(filter(None, end_texts))
 
-    def prepared(
+    def prepare(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, turns: Sequence[Turn]
     ) -> list[dict[str, Any]]:
-        """Messages that any template takes: content as text, calls as the policy said them, tools introduced where
-        the template does not.
+        """Convert messages into a form that any template accepts.
+
+        Content becomes text, tool calls the text of the policy, and tools are introduced if the template does not.
 
         Args:
-            messages: As a client sent them.
-            tools: What the policy may call.
-            turns: What was sampled in their session.
+            messages: Messages from a client.
+            tools: Tools that the policy may call.
+            turns: Earlier turns of their session.
 
         Raises:
-            BadRequest: A message holds something else than text.
+            BadRequest: A message contains something other than text.
         """
-        if any(_special(message) for message in messages):
-            messages = [self._prepared(message, turns) for message in messages]
-        if tools and not self._tools:
-            said = _INTRODUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        if any(_needs_conversion(message) for message in messages):
+            messages = [self._convert(message, turns) for message in messages]
+        if tools and not self._supports_tools:
+            introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
             if messages and messages[0].get("role") == "system":
                 first = messages[0]
-                messages = [{**first, "content": f"{first.get('content') or ''}\n\n{said}"}, *messages[1:]]
+                messages = [{**first, "content": f"{first.get('content') or ''}\n\n{introduction}"}, *messages[1:]]
             else:
-                messages = [{"role": "system", "content": said}, *messages]
+                messages = [{"role": "system", "content": introduction}, *messages]
         return messages
 
-    def _prepared(self, message: dict[str, Any], turns: Sequence[Turn]) -> dict[str, Any]:
+    def _convert(self, message: dict[str, Any], turns: Sequence[Turn]) -> dict[str, Any]:
         message = {**message, "content": _text(message.get("content"))}
         if message.get("role") == "developer":
             message["role"] = "system"
@@ -126,19 +127,21 @@ class Templates:
         if not calls:
             message.pop("tool_calls", None)
             return message
-        said = _said(calls, turns)
-        if said is not None:
-            ending = next((one for one in self._endings if said.endswith(one)), "")
-            return {"role": "assistant", "content": said[: len(said) - len(ending)]}
+        text = _sampled_text(calls, turns)
+        if text is not None:
+            end = next((end for end in self._end_texts if text.endswith(end)), "")
+            return {"role": "assistant", "content": text[: len(text) - len(end)]}
         functions = [_function(call) for call in calls]
-        if self._calls:
-            message["tool_calls"] = [{**call, "function": one} for call, one in zip(calls, functions, strict=True)]
+        if self._supports_calls:
+            message["tool_calls"] = [
+                {**call, "function": function} for call, function in zip(calls, functions, strict=True)
+            ]
             return message
         written = (f"<tool_call>\n{json.dumps(function)}\n</tool_call>" for function in functions)
         return {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *written]))}
 
 
-def _special(message: dict[str, Any]) -> bool:
+def _needs_conversion(message: dict[str, Any]) -> bool:
     return type(message.get("content")) is not str or "tool_calls" in message or message.get("role") == "developer"
 
 
@@ -149,12 +152,12 @@ def _text(content: Any) -> str:
         if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             return "\n".join(part["text"] for part in content)
         kinds = sorted({str(part.get("type")) for part in content if isinstance(part, dict) and "text" not in part})
-        raise BadRequest(f"the policy takes text alone, not {', '.join(kinds) or 'what a message holds'}")
+        raise BadRequest(f"the policy accepts only text, not {', '.join(kinds) or 'the content of a message'}")
     raise BadRequest(f"a message's content must be a text or a list of text parts, not {type(content).__name__}")
 
 
-def _said(calls: Iterable[Any], turns: Sequence[Turn]) -> str | None:
-    """The text of the sampled answer that calls came from; None where it is not among the turns."""
+def _sampled_text(calls: Iterable[Any], turns: Sequence[Turn]) -> str | None:
+    """The text of the sampled answer that these calls came from; None if it is not among the turns."""
     names = {str(call.get("id", "")).rpartition("_")[0] for call in calls if isinstance(call, dict)}
     for turn in reversed(turns):
         if answer_id(turn.prompt_ids, turn.completion_ids) in names:
@@ -165,9 +168,9 @@ def _said(calls: Iterable[Any], turns: Sequence[Turn]) -> str | None:
 def _function(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest('tool_calls are a list of {"id", "type": "function", "function": {"name", "arguments"}}')
+        raise BadRequest('tool_calls must be a list of {"id", "type": "function", "function": {"name", "arguments"}}')
     arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):  # templates write objects as JSON themselves
+    if isinstance(arguments, str):  # templates encode objects as JSON themselves
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:

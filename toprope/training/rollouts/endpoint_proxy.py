@@ -17,7 +17,7 @@ from aiohttp import web
 
 from toprope.errors import ComponentFailed
 from toprope.training.inference.client import Sampling
-from toprope.training.inference.dialect import events
+from toprope.training.inference.dialect import format_events
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 
@@ -109,7 +109,9 @@ class Relay:
         if place != _JUDGE:
             self.turns[place] += [_turn(asked, choice) for choice in answer["choices"]]
         if asked.get("stream"):
-            return web.Response(body=events(answer, asked.get("stream_options")), content_type="text/event-stream")
+            return web.Response(
+                body=format_events(answer, asked.get("stream_options")), content_type="text/event-stream"
+            )
         return _json(answer)
 
     def _body(self, asked: dict[str, Any]) -> dict[str, Any]:

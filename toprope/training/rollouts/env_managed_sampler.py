@@ -20,8 +20,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.worker_messages import SampledGroup
 from toprope.sdk.errors import WorkerError
 from toprope.training.inference.client import PolicyClient, Sampling
-from toprope.training.inference.keys import JUDGE
-from toprope.training.inference.sessions import Turn
+from toprope.training.inference.sessions import UNRECORDED, Turn
 from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.endpoint_proxy import Relay
@@ -82,7 +81,7 @@ class OwnLoopMaker(RolloutMaker):
         """What the environment made of a task with the policy, and what inference recorded of each rollout."""
         group = f"g{next(self.numbers)}"
         life = await policy.life()
-        url, judge = await policy.url(), policy.key(JUDGE)
+        url, judge = await policy.url(), policy.key(UNRECORDED)
         names = [f"{group}/{number}" for number in range(size)]
         sessions = [
             self._session(url, policy.key(name), judge, sampling.at(number)) for number, name in enumerate(names)

@@ -31,7 +31,7 @@ async def serving(config: Config, cache: Path, said: Callable[[str], None]) -> A
 
     from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
-    from toprope.training.inference.engine import Engine
+    from toprope.training.inference.embedded_engine import EmbeddedEngine
     from toprope.training.policy.loading import load_model, load_tokenizer, place
 
     torch.set_num_threads(config.launcher.threads)
@@ -42,7 +42,7 @@ async def serving(config: Config, cache: Path, said: Callable[[str], None]) -> A
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, config).eval()
     model.requires_grad_(False)
-    engine = Engine(model, tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed)
+    engine = EmbeddedEngine(model, tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed)
     secret = secrets.token_hex(16)
     server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=secret)
     engine.start()

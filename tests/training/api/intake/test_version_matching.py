@@ -135,7 +135,7 @@ def test_sampled_spans_are_runs_of_unmasked_tokens() -> None:
 
 
 def test_samples_are_found_by_their_ids_and_prompt() -> None:
-    index = SampleIndex(endings=frozenset({0}))
+    index = SampleIndex(end_ids=frozenset({0}))
     index.add([1, 2], [5, 6, 0], [-1.0, -2.0, -3.0], 3)
     index.add([1, 2, 5, 6, 0, 9], [7], [-4.0], 4)
     both = index.match(SoughtRow([1, 2, 5, 6, 0, 9, 7], [(2, 5), (6, 7)]))

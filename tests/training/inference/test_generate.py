@@ -1,40 +1,28 @@
-"""The dialects of Atropos's server types sglang and vllm, and what outside environments sampled, found again."""
+"""POST /generate in the dialects of sglang and vLLM, and matching of samples for outside environments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
+from tests.support.inference import SECRET
+from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.dialect import BadRequest
+from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.generate import parse_generate
 
-SECRET = "s3cret"
 
-
-@pytest.fixture(scope="module")
-def http(tiny_policy: Path) -> Iterator[Any]:
-    import torch
-    from starlette.testclient import TestClient
-    from transformers import AutoModelForCausalLM
-
-    from toprope.training.inference.app import InferenceServer
-    from toprope.training.inference.engine import Engine
-    from toprope.training.policy.loading import load_tokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
-    tokenizer = load_tokenizer(tiny_policy)
-    engine = Engine(model, tokenizer, max_context=64)
-    engine.start()
+@pytest.fixture
+def http(engine: EmbeddedEngine, tokenizer: Any) -> Iterator[TestClient]:
     with TestClient(InferenceServer(engine, tokenizer, model_name="tiny", secret=SECRET).app) as client:
         client.headers["authorization"] = f"Bearer {SECRET}.outside"
         yield client
-    engine.stop()
 
 
-def test_sglang_gets_one_answer_or_a_list(http: Any) -> None:
+def test_sglang_gets_one_answer_or_a_list(http: TestClient) -> None:
     params = {"max_new_tokens": 5, "temperature": 1.0, "n": 3}
     body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}
     answers = http.post("/generate", json=body).json()
@@ -48,7 +36,7 @@ def test_sglang_gets_one_answer_or_a_list(http: Any) -> None:
     assert 1 <= len(single["output_ids"]) <= 2
 
 
-def test_vllm_gets_parallel_lists(http: Any) -> None:
+def test_vllm_gets_parallel_lists(http: TestClient) -> None:
     body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "logprobs": 0, "n": 2, "max_tokens": 4, "temperature": 0.7}
     answer = http.post("/generate", json=body).json()
     assert len(answer["logprobs"]) == len(answer["finish_reasons"]) == len(answer["text"]) == 2
@@ -56,7 +44,7 @@ def test_vllm_gets_parallel_lists(http: Any) -> None:
         assert [int(next(iter(item[0]))) for item in row] == ids
 
 
-def test_what_was_sampled_under_an_outside_key_is_found_again_and_makes_no_session(http: Any) -> None:
+def test_samples_of_outside_key_are_matched_without_session(http: TestClient) -> None:
     body = {"prompt": {"prompt_token_ids": [9, 10]}, "logprobs": 0, "n": 2, "max_tokens": 6}
     answer = http.post("/generate", json=body).json()
     completion = http.post("/v1/completions", json={
@@ -78,7 +66,7 @@ def test_what_was_sampled_under_an_outside_key_is_found_again_and_makes_no_sessi
     assert http.get("/v1/sessions/outside").status_code == 404
 
 
-def test_a_key_without_a_session_leaves_nothing_to_find(http: Any) -> None:
+def test_samples_of_bare_secret_are_not_kept(http: TestClient) -> None:
     own = {"authorization": f"Bearer {SECRET}"}
     body = {"prompt": {"prompt_token_ids": [20, 21]}, "max_tokens": 12}
     ids = http.post("/generate", json=body, headers=own).json()["token_ids"][0]
@@ -86,7 +74,7 @@ def test_a_key_without_a_session_leaves_nothing_to_find(http: Any) -> None:
     assert http.post("/v1/samples/match", json={"rows": [row]}).json()["rows"] == [None]
 
 
-def test_health_is_open_and_the_rest_is_not(http: Any) -> None:
+def test_only_health_needs_no_key(http: TestClient) -> None:
     nobody = {"authorization": ""}
     for path in ("/health", "/health_generate"):
         assert http.get(path, headers=nobody).status_code == 200
@@ -110,12 +98,12 @@ def test_health_is_open_and_the_rest_is_not(http: Any) -> None:
         ("/v1/samples/match", {"rows": [{"tokens": [1], "spans": [[1, 1]]}]}),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(http: Any, path: str, body: dict[str, Any]) -> None:
+def test_invalid_requests_are_refused_with_reason(http: TestClient, path: str, body: dict[str, Any]) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_both_dialects_are_told_apart() -> None:
+def test_dialects_are_distinguished_by_fields() -> None:
     assert parse_generate(b'{"text":"a"}').sglang
     assert not parse_generate(b'{"prompt":"a"}').sglang
     with pytest.raises(BadRequest):

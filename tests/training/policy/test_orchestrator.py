@@ -1,4 +1,4 @@
-"""The policy alone, for other programs: it sees states as training showed them, and what it learned survives files."""
+"""OrchestratorPolicy sees states as in training, and saved policies behave like trained ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TALK = [
 ]
 
 
-class _Member(StandInMember):
+class DemonstrationMember(StandInMember):
     def address(self, peer: str) -> str:
         return str(self.folder.path / "traces.jsonl") if peer == "environment" else super().address(peer)
 
@@ -45,7 +45,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learned one conversation by heart, told nothing of its tools."""
+    """A run that memorised one conversation without a system prompt."""
     runs = tmp_path_factory.mktemp("runs")
     folder = RunFolder.create(runs, "orchestrator-1")
     append_traces(folder.path / "traces.jsonl", [Trace(str(number), 0, TALK) for number in range(4)])
@@ -54,7 +54,7 @@ def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sft__epochs=60, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64, sft__save_epochs=60
     )
     config.environment.knobs = {"system_prompt": "none"}
-    member = _Member(folder, untrained, config)
+    member = DemonstrationMember(folder, untrained, config)
     member.spec = SimpleNamespace(config=config, kind="sft")
     SftRun(member).run()
     Specification(
@@ -64,7 +64,7 @@ def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
-def played(policy: OrchestratorPolicy) -> list[tuple[str, str]]:
+def solve(policy: OrchestratorPolicy) -> list[tuple[str, str]]:
     environment = OrchestratorEnvironment(Toolbox(TOOLS), max_turns=3)
     state = environment.reset(TALK[0]["content"])
     while not environment.done(state):
@@ -72,10 +72,10 @@ def played(policy: OrchestratorPolicy) -> list[tuple[str, str]]:
     return [(step.action.tool_name, step.action.tool_input) for step in state.history]
 
 
-def test_a_trained_policy_solves_a_task_as_it_did_in_training(run: Path, tmp_path: Path):
+def test_trained_policy_solves_task_as_in_training(run: Path, tmp_path: Path) -> None:
     policy = OrchestratorPolicy.from_checkpoint(run, device="cpu", temperature=0)
-    assert policy.told == "none", "it is told what its run was told"
-    assert played(policy) == [("calculator", "3 + 4"), ("", "7")]
+    assert policy.told == "none", "it uses the system prompt of its run"
+    assert solve(policy) == [("calculator", "3 + 4"), ("", "7")]
     action = policy.predict_action(OrchestratorEnvironment(Toolbox(TOOLS)).reset(TALK[0]["content"]), ["calculator"])
     assert action.raw_text == TALK[1]["content"] and 0.5 < action.confidence <= 1
     saved = policy.save(tmp_path / "saved")
@@ -83,10 +83,10 @@ def test_a_trained_policy_solves_a_task_as_it_did_in_training(run: Path, tmp_pat
     again = OrchestratorPolicy.from_pretrained(saved, device="cpu", temperature=0, told="none")
     checkpoint = next((run / "checkpoints").iterdir())
     third = OrchestratorPolicy.from_checkpoint(checkpoint, device="cpu", temperature=0, told="none")
-    assert played(again) == played(third) == played(policy)
+    assert solve(again) == solve(third) == solve(policy)
 
 
-def test_a_policy_that_knows_nothing_still_answers_with_an_action(untrained: Path):
+def test_untrained_policy_answers_with_an_action(untrained: Path) -> None:
     policy = OrchestratorPolicy.from_pretrained(untrained, device="cpu", max_tokens=8, gradient_checkpointing=True)
     assert (policy.temperature, policy.model.is_gradient_checkpointing) == (0.7, True)
     policy.model.train()
@@ -94,13 +94,13 @@ def test_a_policy_that_knows_nothing_still_answers_with_an_action(untrained: Pat
     state = OrchestratorEnvironment(Toolbox(TOOLS)).reset("What is 1 + 1?")
     answers = {policy.predict_action(state, TOOLS).raw_text for _ in range(4)}
     assert len(answers) > 1 and policy.model.training
-    assert all(len(answer) <= 8 * 30 for answer in answers), "no token has more characters"
+    assert all(len(answer) <= 8 * 30 for answer in answers), "no token has more than 30 characters"
     state = OrchestratorEnvironment(Toolbox(TOOLS)).reset("long " * 1000)
     with pytest.raises(InvalidValue, match="context 4096"):
         policy.predict_action(state, TOOLS)
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path, untrained: Path):
+def test_unloadable_policies_give_reasons(tmp_path: Path, untrained: Path) -> None:
     with pytest.raises(NotFound, match="neither"):
         OrchestratorPolicy.from_checkpoint(tmp_path / "nowhere")
     (tmp_path / "pickled").mkdir()
@@ -113,7 +113,7 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path, untrained: Path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_eight_bits_without_a_gpu_are_refused_with_the_fields_name(untrained: Path):
+def test_eight_bit_fields_are_refused_without_gpu(untrained: Path) -> None:
     with pytest.raises(InvalidValue, match="load_in_8bit needs an NVIDIA GPU"):
         OrchestratorPolicy.from_pretrained(untrained, load_in_8bit=True)
     config = Config()
@@ -122,10 +122,10 @@ def test_eight_bits_without_a_gpu_are_refused_with_the_fields_name(untrained: Pa
         grpo_config(config, "out", "cpu", [])
     with pytest.raises(InvalidValue, match="optimizer.eight_bit needs"):
         make_optimizer(config, {"w": torch.zeros(2, 2)})
-    config.policy.lora = True  # its reference is the model without adapters: there is no second one
+    config.policy.lora = True  # with LoRA the reference is the model without adapters
     assert grpo_config(config, "out", "cpu", []).model_init_kwargs is None
 
 
-def test_moments_in_eight_bits_are_not_asked_whether_they_are_finite():
+def test_all_finite_ignores_integer_moments() -> None:
     assert all_finite([torch.tensor([3], dtype=torch.uint8), torch.ones(2)])
     assert not all_finite([torch.tensor([3], dtype=torch.uint8), torch.tensor([float("nan")])])

@@ -1,0 +1,162 @@
+"""The embedded engine samples from the model's distribution and reports the log-probabilities and version it used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.inference import reference_logprobs, sample
+from tests.support.training_api_server import until
+from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.engine import SamplingRequest
+from toprope.training.policy.weight_sync import WeightFile, WeightReader
+
+
+def test_logprobs_match_the_model_in_a_mixed_batch(engine: EmbeddedEngine, model: Any) -> None:
+    requests = [
+        SamplingRequest([5, 6, 7], n=5, max_new_tokens=9),
+        SamplingRequest([9] * 17, n=3, max_new_tokens=20, temperature=0.7),
+        SamplingRequest([30, 31], n=1, max_new_tokens=4, temperature=0.0),
+    ]
+    answers = sample(engine, *requests)
+    assert [len(answer) for answer in answers] == [5, 3, 1]
+    for request, samples in zip(requests, answers, strict=True):
+        for answer in samples:
+            expected = reference_logprobs(model, request.prompt_ids, answer.token_ids, request.temperature or 1.0)
+            assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=2e-4)
+            assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 1 else "length")
+            assert len(answer.token_ids) <= request.max_new_tokens
+
+
+def test_temperature_zero_takes_most_likely_token(engine: EmbeddedEngine, model: Any) -> None:
+    [[answer]] = sample(engine, SamplingRequest([5, 6, 7, 8], max_new_tokens=6, temperature=0.0))
+    ids = [5, 6, 7, 8]
+    for token in answer.token_ids:
+        with torch.no_grad():
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(token)
+
+
+def test_top_p_samples_only_likely_tokens(engine: EmbeddedEngine, model: Any) -> None:
+    [samples] = sample(engine, SamplingRequest([5, 6], n=64, max_new_tokens=1, top_p=0.05))
+    with torch.no_grad():
+        weights = torch.softmax(model(torch.tensor([[5, 6]])).logits[0, -1], -1)
+    ordered, order = weights.sort(descending=True)
+    allowed = set(order[(ordered.cumsum(0) - ordered) < 0.05].tolist())
+    drawn = {answer.token_ids[0] for answer in samples}
+    assert drawn <= allowed
+    assert len(drawn) > 1
+
+
+def test_seeded_answer_does_not_depend_on_batch(engine: EmbeddedEngine) -> None:
+    seeded = SamplingRequest([5, 6, 7], n=2, max_new_tokens=8, seed=7)
+    [alone] = sample(engine, seeded)
+    with_others = sample(
+        engine, SamplingRequest([8, 9], n=4, max_new_tokens=3), seeded, SamplingRequest([4] * 9, n=2, max_new_tokens=12)
+    )
+    assert [answer.token_ids for answer in alone] == [answer.token_ids for answer in with_others[1]]
+
+
+def test_stop_text_ends_answer_and_is_cut_off(engine: EmbeddedEngine, tokenizer: Any) -> None:
+    [[free]] = sample(engine, SamplingRequest([5, 6, 7], max_new_tokens=12, seed=3))
+    word = next(letter for letter in free.text if letter.isascii())
+    [[stopped]] = sample(engine, SamplingRequest([5, 6, 7], max_new_tokens=12, seed=3, stop=[word]))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(word)]
+    assert word in tokenizer.decode(stopped.token_ids)
+
+
+def test_error_is_answered_and_next_batch_succeeds(engine: EmbeddedEngine) -> None:
+    with pytest.raises(IndexError):
+        sample(engine, SamplingRequest([10_000], max_new_tokens=2))
+    [[answer]] = sample(engine, SamplingRequest([5], max_new_tokens=2))
+    assert answer.token_ids
+
+
+def test_new_weights_are_adopted_between_batches(tiny_policy: Path, tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+    served = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
+    served.requires_grad_(False)
+    engine = EmbeddedEngine(served, tokenizer, weights=WeightReader(tmp_path, dict(served.named_parameters())))
+    engine.start()
+    try:
+        [[before]] = sample(engine, SamplingRequest([5, 6], max_new_tokens=5, temperature=0.0))
+        publisher = WeightFile(tmp_path, dict(trained.named_parameters()))
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(-1.5)
+        assert publisher.publish() == 1
+        [[after]] = sample(engine, SamplingRequest([5, 6], max_new_tokens=5, temperature=0.0))
+    finally:
+        engine.stop()
+    assert (before.version, after.version) == (0, 1)
+    expected = reference_logprobs(trained, [5, 6], after.token_ids)
+    assert torch.allclose(torch.tensor(after.logprobs), expected, atol=2e-4)
+
+
+def test_lora_adapters_are_published_and_served(tiny_policy: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """With LoRA only adapters are published, and the served policy is the trained one."""
+    from toprope.settings.schema import Config
+    from toprope.training.policy.loading import load_model
+
+    config = Config()
+    config.launcher.device, config.policy.lora, config.policy.lora_rank = "cpu", True, 4
+    trained, served = load_model(tiny_policy, config, trained=True), load_model(tiny_policy, config).eval()
+    served.requires_grad_(False)
+    parameters = {name: value for name, value in trained.named_parameters() if value.requires_grad}
+    assert all("lora_" in name for name in parameters)
+    publisher = WeightFile(tmp_path, parameters)
+    with torch.no_grad():
+        for value in parameters.values():
+            value.add_(0.3 * torch.randn_like(value))
+    publisher.publish()
+    engine = EmbeddedEngine(served, tokenizer, weights=WeightReader(tmp_path, dict(served.named_parameters())))
+    engine.start()
+    try:
+        [[answer]] = sample(engine, SamplingRequest([5, 6, 7], max_new_tokens=8))
+    finally:
+        engine.stop()
+    expected = reference_logprobs(trained.eval(), [5, 6, 7], answer.token_ids)
+    assert answer.version == 1
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=2e-4)
+    base = reference_logprobs(load_model(tiny_policy, Config()).eval(), [5, 6, 7], answer.token_ids)
+    assert not torch.allclose(expected, base, atol=1e-2)
+
+
+def test_stuck_engine_does_not_progress_and_idle_one_does(model: Any, tokenizer: Any) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Stuck:
+        """The model, whose first pass waits for `go_on`."""
+
+        device, generation_config = model.device, model.generation_config
+
+        def __call__(self, **arguments: Any) -> Any:
+            if not entered.is_set():
+                entered.set()
+                go_on.wait(60)
+            return model(**arguments)
+
+    engine = EmbeddedEngine(Stuck(), tokenizer, max_context=64)
+    assert not engine.is_progressing(), "not started yet"
+    engine.start()
+    try:
+        assert engine.is_progressing() and engine.is_progressing()
+        answered: queue.Queue[Any] = queue.Queue()
+        engine.submit(SamplingRequest([5, 6], max_new_tokens=3), answered.put)
+        assert entered.wait(60)
+        assert engine.is_progressing(), "it has advanced"
+        assert not engine.is_progressing()
+        go_on.set()
+        assert answered.get(timeout=60)
+        until(lambda: engine.is_progressing() and engine.is_progressing())
+    finally:
+        go_on.set()
+        engine.stop()

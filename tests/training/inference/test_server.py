@@ -1,0 +1,167 @@
+"""The inference server over HTTP: keys, answers, refusals, sessions, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.support.inference import SECRET
+from tests.support.training_api_server import until
+from toprope.records.journal.groups import MASKED
+from toprope.training.component.http_server import serve
+from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
+from toprope.training.inference.embedded_engine import EmbeddedEngine
+
+
+@pytest.fixture
+def http(engine: EmbeddedEngine, tokenizer: Any) -> Iterator[TestClient]:
+    server = InferenceServer(engine, tokenizer, model_name="tiny", secret=SECRET)
+    with TestClient(server.app) as client:
+        client.headers["authorization"] = f"Bearer {SECRET}"
+        yield client
+
+
+def test_requests_without_key_are_refused(http: TestClient) -> None:
+    assert http.get("/health", headers={"authorization": ""}).status_code == 200
+    for key in ("", "Bearer wrong", "Bearer", f"Basic {SECRET}", f"Bearer {SECRET}x"):
+        answer = http.get("/v1/models", headers={"authorization": key})
+        assert answer.status_code == 401
+        assert "key" in answer.json()["error"]["message"]
+    assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_chat_answer_has_openai_form_and_token_ids(http: TestClient, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "n": 3, "max_tokens": 5, "logprobs": True, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["system_fingerprint"] == "policy-v0"
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(answer["prompt_token_ids"]) == text
+    assert [entry["index"] for entry in answer["choices"]] == [0, 1, 2]
+    for entry in answer["choices"]:
+        assert tokenizer.decode(entry["token_ids"], skip_special_tokens=True) == entry["message"]["content"]
+        assert [token["logprob"] for token in entry["logprobs"]["content"]] == entry["token_logprobs"]
+        assert entry["versions"] == [[0, len(entry["token_ids"])]]
+    assert answer["usage"]["completion_tokens"] == sum(len(entry["token_ids"]) for entry in answer["choices"])
+
+
+def test_completions_accept_texts_and_ids(http: TestClient, tokenizer: Any) -> None:
+    ids = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    by_text = http.post("/v1/completions", json=body | {"prompt": "abc"}).json()
+    by_ids = http.post("/v1/completions", json=body | {"prompt": ids}).json()
+    several = http.post("/v1/completions", json=body | {"prompt": [ids, ids]}).json()
+    assert by_text["choices"][0]["token_ids"] == by_ids["choices"][0]["token_ids"]
+    assert [entry["token_ids"] for entry in several["choices"]] == [by_ids["choices"][0]["token_ids"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 80}]}, "no room for an answer"),
+        ({"messages": [{"role": "user", "content": "x"}], "n": 0}, "n must be"),
+        ({"messages": [{"role": "user", "content": "x"}], "temperature": 9}, "temperature must be"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "in the prompt"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "must be a list"),
+        ({"messages": "x"}, "Not a valid body for this endpoint"),
+        ({}, "Not a valid body for this endpoint"),
+    ],
+)
+def test_chat_refusals_give_reasons(http: TestClient, body: dict[str, Any], why: str) -> None:
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]
+
+
+def test_ids_outside_vocabulary_are_refused(http: TestClient) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [99_999]})
+    assert answer.status_code == 400
+    assert "token ids must be between" in answer.json()["error"]["message"]
+
+
+def test_later_turn_of_session_keeps_sampled_ids(http: TestClient) -> None:
+    """In a group of three, each answer's second prompt begins with the ids that were sampled for it."""
+    messages = [{"role": "user", "content": "hi"}]
+    group = {"authorization": f"Bearer {SECRET}.g1"}
+    first = http.post(
+        "/v1/chat/completions",
+        json={"messages": messages, "n": 3, "max_tokens": 4, "return_token_ids": True},
+        headers=group,
+    ).json()
+    for index, entry in enumerate(first["choices"]):
+        longer = [*messages, entry["message"], {"role": "user", "content": "more"}]
+        second = http.post(
+            "/v1/chat/completions",
+            json={"messages": longer, "max_tokens": 3, "return_token_ids": True},
+            headers={"authorization": f"Bearer {SECRET}.g1/{index}"},
+        ).json()
+        before = first["prompt_token_ids"] + entry["token_ids"]
+        assert second["prompt_token_ids"][: len(before)] == before
+        kept = http.get(f"/v1/sessions/g1/{index}").json()["sessions"][f"g1/{index}"]
+        assert len(kept["turns"]) == 2
+        [segment] = kept["segments"]
+        assert segment["tokens"] == second["prompt_token_ids"] + second["choices"][0]["token_ids"]
+        assert sum(mask != MASKED for mask in segment["masks"]) == len(entry["token_ids"]) + len(
+            second["choices"][0]["token_ids"]
+        )
+    assert http.delete("/v1/sessions/g1").json() == {"closed": 3}
+    assert http.get("/v1/sessions/g1").status_code == 404
+
+
+def test_bare_secret_records_no_session(http: TestClient) -> None:
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+    assert http.get("/v1/policy").json()["sessions"] == 0
+
+
+def test_restarted_server_refuses_sessions_of_its_predecessor(engine: EmbeddedEngine, tokenizer: Any) -> None:
+    first, second = (InferenceServer(engine, tokenizer, model_name="policy", secret=SECRET) for _ in range(2))
+    where: list[str | None] = [None]
+    lookups: list[str | None] = []
+    messages = [{"role": "user", "content": "hi"}]
+    sampling = Sampling(1.0, 1.0, 4)
+
+    async def serving(server: InferenceServer, ending: asyncio.Event) -> str:
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        tasks.append(asyncio.create_task(serve(server.app, address.set_result, ending)))
+        return await address
+
+    def resolve() -> str | None:
+        lookups.append(where[0])
+        return where[0]
+
+    async def work() -> None:
+        client = PolicyClient(resolve, SECRET)
+        endings = [asyncio.Event(), asyncio.Event()]
+        try:
+            asked = asyncio.create_task(client.chat(messages, sampling, n=2, session="g"))
+            await asyncio.to_thread(until, lambda: len(lookups) > 2)
+            assert not asked.done()
+            where[0] = await serving(first, endings[0])
+            assert len(await asked) == 2
+            assert await client.chat(messages, sampling, session="g/1")
+            where[0] = None
+            endings[0].set()
+            await tasks[0]
+            asked = asyncio.create_task(client.chat(messages, sampling, n=2))
+            where[0] = await serving(second, endings[1])
+            assert len(await asked) == 2
+            with pytest.raises(SessionLost):
+                await client.chat(messages, sampling, session="g/1")
+            await client.close_session("g")
+            assert await client.chat(messages, sampling, session="g/1"), "a closed session can be used again"
+        finally:
+            await client.close()
+            for ending in endings:
+                ending.set()
+            await asyncio.gather(*tasks)
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.run(asyncio.wait_for(work(), 60))
