@@ -1,18 +1,18 @@
-"""The one tree of errors that Toprope raises on purpose.
+"""The errors that Toprope raises on purpose.
 
-Whoever catches `TopropeError` may show its text to an agent or a person as it stands: it says what failed and why,
-names valid values where there are any, and what to do next. Anything else that escapes is a bug of ours.
+The text of a `TopropeError` may be shown to an agent or a person as it is: it says what failed and why, names valid
+values if there are any, and what to do next. Any other exception that escapes is a bug.
 
     TopropeError
     ├── NotFound              no such environment, draft, run, component, field, file
     ├── InvalidValue          a value has the wrong type, is out of bounds, or does not fit its neighbours
-    │   └── LockedField       the owner keeps this field
-    ├── NotPossibleNow        the request is fine, the moment is not (a run that ended, a lock that is held)
-    │   └── DiskFull          there is no room on a disk; nothing is lost, and the same may pass when there is
+    │   └── LockedField       the owner locked this field
+    ├── NotPossibleNow        the request is fine, but not now (a run that ended, a lock that is held)
+    │   └── DiskFull          a disk is full; nothing is lost, and a later attempt may succeed
     ├── EnvironmentFailed     a user's environment does not load, raises, hangs or answers nonsense
     ├── ComponentFailed       a process of the crew ended or did not answer
-    └── Corrupt               something on disk is not what we wrote; it was left as it is
-        └── TooNew            it is what a newer version of us wrote
+    └── Corrupt               something on disk is not what we wrote; it was not changed
+        └── TooNew            a newer version of Toprope wrote it
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
 
 
 def shown(name: object, limit: int = 80) -> str:
-    """A name as a message quotes it: cut, and with what is invisible in it written out. It came from outside."""
+    """A name from outside, quoted for a message: cut, with invisible characters escaped."""
     text = ascii(name) if isinstance(name, str) and not name.isprintable() else repr(name)
     return text if len(text) <= limit else f"{text[: limit - 2]}…{text[0]}"
 
 
 def visible(text: str, limit: int = 4000) -> str:
-    """Words from outside as a message may hold them: lines stay, what else is invisible is marked, and it is cut."""
+    """Text from outside for a message: cut, with invisible characters other than newlines replaced."""
     if not text.isprintable():
         text = "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class TopropeError(Exception):
-    """Root of the tree.
+    """Base class of all these errors.
 
     Args:
         message: What failed and why, in one or two sentences.
@@ -72,15 +72,15 @@ class InvalidValue(TopropeError):
 
 
 class LockedField(InvalidValue):
-    """The owner fixed or bounded this field; the message carries the owner's reason."""
+    """The owner fixed or bounded this field; the message has the owner's reason."""
 
 
 class NotPossibleNow(TopropeError):
-    """The state of things does not allow this; the message says which state would."""
+    """The present state does not allow this; the message says which state would."""
 
 
 class DiskFull(NotPossibleNow):
-    """There is no room on a disk for what was to be written; nothing was lost, and it may pass later."""
+    """A disk has no room for a write; nothing was lost, and a later attempt may succeed."""
 
 
 class EnvironmentFailed(TopropeError):
@@ -92,8 +92,8 @@ class ComponentFailed(TopropeError):
 
 
 class Corrupt(TopropeError):
-    """A file or database of ours cannot be read; it was left untouched."""
+    """A file or database of ours cannot be read; it was not changed."""
 
 
 class TooNew(Corrupt):
-    """A file of ours that a newer version wrote; it was left untouched."""
+    """A newer version wrote this file; it was not changed."""

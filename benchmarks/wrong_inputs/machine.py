@@ -27,7 +27,7 @@ async def _home_below_a_file(house: House) -> AsyncIterator[tuple[Told, Expected
     await house.connect()
     house.mark()
     told = await house.call("select_environment", name="sort_letters")
-    yield told, Expected((str(house.path / "file"), "Nothing was changed"), ("cannot be made",), ("TOPROPE_HOME",))
+    yield told, Expected((str(house.path / "file"), "Nothing was changed"), ("cannot be created",), ("TOPROPE_HOME",))
 
 
 async def _no_room_for_a_draft(house: House) -> AsyncIterator[tuple[Told, Expected]]:
@@ -70,7 +70,7 @@ async def _runs_is_a_file(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     (house.home / "runs").write_text("no folder")
     house.mark()
     told = await house.call("start_training", draft_id=draft_id)
-    yield told, Expected((str(house.home / "runs"),), ("cannot be made", "is no folder"), ("TOPROPE_HOME", "Move"))
+    yield told, Expected((str(house.home / "runs"),), ("cannot be created", "is no folder"), ("TOPROPE_HOME", "Move"))
 
 
 async def _no_more_descriptors(house: House) -> AsyncIterator[tuple[Told, Expected]]:

@@ -109,7 +109,7 @@ _ASIDE = ("toprope doctor --repair",)
 _INDEXES = [
     _index("a file of garbage", _rewrite(b"garbage" * 1000), ("is damaged",), _ASIDE),
     _index("a file that was cut off", _cut, ("is damaged",), _ASIDE),
-    _index("somebody else's database", _somebody_elses, ("no index of Toprope",), _ASIDE),
+    _index("somebody else's database", _somebody_elses, ("not an index of Toprope",), _ASIDE),
     _index("the index of a newer version", _newer, ("newer version",), ("Update Toprope",)),
     _index("a folder in its place", _a_folder, ("cannot be used", "is damaged"), ("Check", *_ASIDE)),
     _index("a draft's row that is not JSON", _row("config", "{"), ("cannot be read",), ("select_environment",)),

@@ -1,8 +1,8 @@
-"""The ledger of experiments: what was tried and why, in which runs, what came of it and what was decided.
+"""The ledger of experiments: hypotheses, their runs, outcomes and decisions.
 
-It outlives contexts and servers, so it has one truth that nothing of ours replaces: `ledger.jsonl` in the home, to
-which a line is appended for every change and which a person can read. The table in the index is a view of it, for
-reading by environment; an index that is new, restored or rebuilt reads the file again from its beginning.
+Its truth is `ledger.jsonl` in the home, which people can read: every change appends a line, and nothing replaces the
+file. The table in the index is a view of it for reading by environment; a new, restored or rebuilt index reads the file
+again from the start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +30,13 @@ _GOAL = "goal:"
 
 
 class Figures(BaseModel):
-    """What was measured of a run when it was noted; the run itself may be pruned later."""
+    """Measurements of a run at the time of the entry; the run itself may be pruned later."""
 
     model_config = ConfigDict(extra="ignore")
 
     state: str
     accuracy: float | None = None
-    """Held out, after training."""
+    """On held-out tasks, after training."""
     low: float | None = None
     high: float | None = None
     tasks: int | None = None
@@ -43,11 +44,11 @@ class Figures(BaseModel):
     steps: int = 0
     seed: int = 0
     configuration: str = ""
-    """Hash of the configuration without its seed: runs that share it differ by chance alone."""
+    """Hash of the configuration without its seed; runs with the same hash differ by chance alone."""
 
 
 class Experiment(BaseModel):
-    """One entry. Amending it appends the whole entry again."""
+    """One entry. An amendment appends the whole entry again."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -61,13 +62,13 @@ class Experiment(BaseModel):
     outcome: str = ""
     decision: Decision = "undecided"
     question: str = ""
-    """What it leaves open."""
+    """The question that it leaves open."""
     figures: dict[str, Figures] = {}
     """By run."""
 
     @property
     def accuracy(self) -> float | None:
-        """The mean over its runs; None where none was measured."""
+        """The mean over its runs; None if none was measured."""
         known = [one.accuracy for one in self.figures.values() if one.accuracy is not None]
         return sum(known) / len(known) if known else None
 
@@ -76,23 +77,23 @@ class Ledger:
     """The ledger of one home.
 
     Args:
-        index: Holds the view.
+        index: The index that holds the view.
         path: ledger.jsonl.
 
-    Raises (every method): Corrupt, NotPossibleNow as `Index` does, NotPossibleNow where the file cannot be written.
+    Raises (every method): Corrupt and NotPossibleNow as `Index` does; NotPossibleNow if the file cannot be written.
     """
 
     def __init__(self, index: Index, path: Path) -> None:
         self._index, self.path = index, path
 
     def put(self, entry: Experiment) -> Experiment:
-        """Keeps an entry, new or amended."""
+        """Store a new or amended entry."""
         entry = entry.model_copy(update={"updated_at": time.time()})
         self._append({"v": 1, "op": "experiment", **entry.model_dump(mode="json")})
         return entry
 
     def set_goal(self, environment: str, goal: str) -> None:
-        """Keeps what is to be reached in an environment."""
+        """Store the goal for an environment."""
         self._append({"v": 1, "op": "goal", "environment": environment, "goal": goal, "at": time.time()})
 
     def new_id(self) -> str:
@@ -107,7 +108,7 @@ class Ledger:
         """An entry.
 
         Raises:
-            NotFound: There is none of that id; the message names the latest.
+            NotFound: No entry has that id; the message names the latest.
         """
         with self._view() as db:
             row = db.execute("SELECT entry FROM experiments WHERE id = ?", (experiment_id,)).fetchone() if db else None
@@ -130,7 +131,7 @@ class Ledger:
         return [Experiment.model_validate_json(row["entry"]) for row in rows]
 
     def goals(self) -> dict[str, str]:
-        """What is to be reached, by environment."""
+        """Goals by environment."""
         with self._view() as db:
             rows = (
                 db.execute("SELECT environment, entry FROM experiments WHERE id LIKE 'goal:%' ORDER BY at").fetchall()
@@ -153,11 +154,11 @@ class Ledger:
 
 
 class _View:
-    """The table, brought up to what the file says, for the time of a `with`."""
+    """Context manager over the table, after it has caught up with the file."""
 
     def __init__(self, index: Index, path: Path) -> None:
         self._index, self._path = index, path
-        self._reading: Any = None
+        self._reading: AbstractContextManager[sqlite3.Connection | None] | None = None
 
     def __enter__(self) -> sqlite3.Connection | None:
         self._catch_up()
@@ -165,7 +166,8 @@ class _View:
         return self._reading.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._reading.__exit__(*raised)
+        if self._reading is not None:
+            self._reading.__exit__(*raised)
 
     def _catch_up(self) -> None:
         try:
@@ -190,7 +192,7 @@ class _View:
 
 
 def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from byte `start` on, each with the position behind it."""
+    """Whole lines from byte `start` on, each with the offset of its end."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -206,7 +208,7 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _apply(db: sqlite3.Connection, line: bytes) -> None:
-    """Takes a line into the table; one that a newer version or somebody else wrote is passed over."""
+    """Store a line in the table; skip lines of newer versions or from elsewhere."""
     try:
         read = json.loads(line)
         if read.get("op") == "goal":

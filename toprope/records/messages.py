@@ -1,4 +1,4 @@
-"""What a keeper and the members of its crew say to each other: JSON lines, one tagged object a line.
+"""Messages between a keeper and the members of its crew: JSON lines, one tagged object per line.
 
 A member reads orders on its standard input and writes reports to the descriptor named by TOPROPE_REPORT_FD. End of
 file on standard input means that the keeper is gone: the member ends. Unknown tags are ignored by both sides, so that
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 COMPONENTS = ("policy", "api", "inference", "trainer", "environment")
-"""The members a crew can have. `policy` is a program that ends: it puts the policy's folder in place."""
+"""The members of a crew. `policy` is a program that ends after it has put the policy's folder in place."""
 
 ENV_FOLDER = "TOPROPE_RUN_FOLDER"
 ENV_COMPONENT = "TOPROPE_COMPONENT"
@@ -49,30 +49,32 @@ ENV_ATTEMPT = "TOPROPE_ATTEMPT"
 ENV_SECRET = "TOPROPE_RUN_SECRET"
 ENV_REPORT_FD = "TOPROPE_REPORT_FD"
 ENV_LISTENER_FD = "TOPROPE_LISTENER_FD"
-"""A listening socket that a member serves on instead of one of its own: whoever keeps it open across a restart spares
-clients that know one address every refused connection."""
+"""A listening socket for a member to serve on. The keeper holds it open across restarts, so clients of its address see
+no refused connection."""
 ENV_LIFE = "TOPROPE_LIFE"
-"""How often this member was started in this attempt before: 0 the first time."""
+"""Number of earlier starts of this member in this attempt; 0 the first time."""
 ENV_CHECKPOINT = "TOPROPE_CHECKPOINT"
-"""Path of the checkpoint that this attempt goes on from; not set where it starts at step 0."""
+"""Path of the checkpoint that this attempt resumes from; not set if it starts at step 0."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The member serves. `address` is its URL, or the policy's folder for `policy`; empty for those without one."""
+    """The member is ready. `address` is its URL, for `policy` the policy's folder; empty for members without one."""
 
     address: str = ""
     detail: dict[str, Any] = {}
 
 
 class Checked(msgspec.Struct, tag="checked"):
-    """The environment loaded and scored the reference answer to its first task: {"tasks": {split: n that were found},
-    "reference_outcome": {...}, "versions": {package: version}}."""
+    """The environment loaded and scored the reference answer to its first task.
+
+    `detail`: {"tasks": {split: number of tasks}, "reference_outcome": {...}, "versions": {package: version}}.
+    """
 
     detail: dict[str, Any] = {}
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Work that has no steps of training: making the policy, evaluating, testing. Shown, not kept."""
+    """Progress of work without training steps: making the policy, evaluating, testing. Shown, not stored."""
 
     what: str
     done: int
@@ -89,7 +91,7 @@ class Stepped(msgspec.Struct, tag="stepped"):
 
 
 class Evaluated(msgspec.Struct, tag="evaluated"):
-    """An evaluation is complete and lies in evaluations/<label>.json of the run folder."""
+    """An evaluation is complete, in evaluations/<label>.json of the run folder."""
 
     label: str
     summary: dict[str, Any] = {}
@@ -104,46 +106,46 @@ class Checkpointed(msgspec.Struct, tag="checkpointed"):
 
 
 class CountsReport(msgspec.Struct, tag="counts"):
-    """The API's account (records.groups.Counts as a dict), sent when it changed, at most once a second."""
+    """The API's counts of groups (`journal.groups.Counts` as a dict), sent after a change, at most once a second."""
 
     counts: dict[str, Any]
 
 
 class Finished(msgspec.Struct, tag="finished"):
-    """The member's work is done as planned; it exits 0 next."""
+    """The member has finished its work; it exits 0 next."""
 
     detail: dict[str, Any] = {}
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The member knows why it cannot go on; it exits non-zero next."""
+    """The member cannot continue, for a known reason; it exits non-zero next."""
 
     reason: str
     hint: str = ""
     again: bool = False
-    """Whether the cause may have gone by itself: starting the member again can help."""
+    """Whether a restart of the member can help, because the cause may be gone."""
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """The member's own thread of work goes on; sent about once a second from the loop that would hang."""
+    """A sign of life, sent about once a second from the loop that would hang."""
 
 
 class Making(msgspec.Struct, tag="making"):
-    """The environment's account of groups since it was started: `begun` of them, of which `posted` are with the API,
-    `posting` wait for its answer, `given_up` by reason came to nothing, and the others are being made."""
+    """The environment's counts of groups since its start. Of the `begun` ones, `posted` are with the API, `posting` are
+    waiting for its answer, `given_up` (by reason) failed, and the others are being sampled."""
 
     begun: int
     posting: int
     posted: int
     given_up: dict[str, int] = {}
     rollouts: int = 0
-    """Rollouts of groups that were played to their end."""
+    """Finished rollouts."""
     errors: dict[str, int] = {}
-    """How many of them ended in an error of the environment, by its kind."""
+    """Rollouts that ended in an error of the environment, by kind of error."""
 
 
 class Renewed(msgspec.Struct, tag="renewed"):
-    """The member started a process of its own again, for the `number`th time within the window."""
+    """The member restarted a process of its own, for the `number`th time within the window."""
 
     what: str
     reason: str
@@ -152,8 +154,8 @@ class Renewed(msgspec.Struct, tag="renewed"):
 
 
 class Leveled(msgspec.Struct, tag="leveled"):
-    """An environment's curriculum opened number `level` (from 0, of `levels`), where its knob has `value`: `successes`
-    of `tasks` validation tasks of the level before were solved after `step` steps."""
+    """A curriculum moved to number `level` (from 0, of `levels`), at which its knob has `value`. After `step` steps,
+    `successes` of `tasks` validation tasks at the previous level were solved."""
 
     environment: str
     knob: str
@@ -166,13 +168,13 @@ class Leveled(msgspec.Struct, tag="leveled"):
 
 
 class Warned(msgspec.Struct, tag="warned"):
-    """Something that whoever follows the run should know, and that does not end it."""
+    """A warning for people and agents who follow the run; it does not end the run."""
 
     what: str
 
 
 class NoRoom(msgspec.Struct, tag="no_room"):
-    """The member could not write something for lack of room on the disk, and goes on; it tries again later."""
+    """The member could not write to a full disk; it continues and tries again later."""
 
     what: str
 
@@ -197,38 +199,38 @@ Report = (
 
 
 class Peers(msgspec.Struct, tag="peers"):
-    """Addresses of the members that are ready, complete at every change."""
+    """Addresses of all ready members, sent at every change."""
 
     addresses: dict[str, str]
 
 
 class Evaluate(msgspec.Struct, tag="evaluate"):
-    """To the environment: evaluate the policy as it is now, under this label (`after`, `step-100`)."""
+    """To the environment: evaluate the present policy under this label (`after`, `step-100`)."""
 
     label: str
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """End in order: the trainer writes a checkpoint if it has steps that are in none."""
+    """Shut down; the trainer writes a checkpoint if it has steps since the last one."""
 
     grace_s: float = 5.0
 
 
 class Without(msgspec.Struct, tag="without"):
-    """To the environment: this member failed and will not come; the run goes on with what needs it not."""
+    """To the environment: this member failed for good; the run continues with the work that does not need it."""
 
     component: str
     reason: str
 
 
 class Pause(msgspec.Struct, tag="pause"):
-    """Do no more work than what is at hand, until `Proceed`: no new rollout, no new step."""
+    """Finish the work in progress and begin no rollout or step until `Proceed`."""
 
     reason: str = ""
 
 
 class Proceed(msgspec.Struct, tag="proceed"):
-    """Go on after a `Pause`."""
+    """Continue after a `Pause`."""
 
 
 Order = Peers | Evaluate | Stop | Without | Pause | Proceed
@@ -243,7 +245,7 @@ def encode_line(message: Report | Order) -> bytes:
 
 
 def decode_report(line: bytes) -> Report | None:
-    """The report in a line, or None where this version does not know its tag or it is not one."""
+    """The report in a line; None if it is not one, or if this version does not know its tag."""
     try:
         return _reports.decode(line)
     except msgspec.DecodeError:
@@ -251,7 +253,7 @@ def decode_report(line: bytes) -> Report | None:
 
 
 def decode_order(line: bytes) -> Order | None:
-    """The order in a line, or None where this version does not know its tag or it is not one."""
+    """The order in a line; None if it is not one, or if this version does not know its tag."""
     try:
         return _orders.decode(line)
     except msgspec.DecodeError:

@@ -1,10 +1,10 @@
-"""What a sweep decided, in order: the journal in its folder, from which a conductor that was killed goes on.
+"""The journal of a sweep: its decisions in order, from which a killed conductor resumes.
 
-    sweep.jsonl     one decision a line, appended and synced before anything is done about it (the conductor only)
+    sweep.jsonl     one decision per line, appended and synced before the conductor acts on it
 
-Nothing that stands there is decided again: neither what a strategy answered, nor which run measures a candidate, nor
-what that came to. A run's id follows from the sweep's id and the candidate's place, so a start that was noted and not
-carried out is carried out by whoever reads it, once. A last line that was torn by a kill does not count.
+A decision in the journal is never made again: a strategy's answer, the run that measures a candidate, or its result. A
+run's id follows from the sweep's id and the candidate's number, so a start that was recorded but not carried out is
+carried out once by the next conductor. A last line that was torn by a kill does not count.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ def final_id(sweep: str) -> str:
 
 
 def sweep_of(run_id: str) -> tuple[str, int | None] | None:
-    """The sweep that a run belongs to and its candidate's number, None for the winner's measurement, by its id; None
-    for a run of no sweep."""
+    """The sweep of a run and its candidate's number (None: the measurement of the winner), both from the run's id.
+
+    None for a run outside any sweep.
+    """
     found = _OF_A_SWEEP.match(run_id)
     return (found["sweep"], int(found["number"]) if found["number"] else None) if found else None
 
 
 def members_in(runs: Path, sweep: str) -> list[str]:
-    """The ids of a sweep's runs that lie in a folder of runs, in the order of their candidates."""
+    """The ids of a sweep's runs in a folder of runs, in the order of their candidates."""
     if not RUN_ID.fullmatch(sweep):
         return []
     found = [path.name for path in runs.glob(f"{sweep}-*") if _MEMBER.fullmatch(path.name[len(sweep) :])]
@@ -79,8 +81,8 @@ class _Line(BaseModel):
 
 
 class Candidate(BaseModel):
-    """One member of a population: `values` by field, `steps` of its own run, the candidate that it was made from, and
-    the one whose weights and optimizer it goes on with."""
+    """One member of a population: `values` by field, `steps` of its own run, the `parent` that it was derived from, and
+    the candidate whose weights and optimizer it `continues`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -92,7 +94,7 @@ class Candidate(BaseModel):
 
 
 class Generation(_Line):
-    """The population of an epoch; those that have a score already are not measured again."""
+    """The population of an epoch. Candidates that already have a score are not measured again."""
 
     what: Literal["generation"] = "generation"
     epoch: int
@@ -100,7 +102,7 @@ class Generation(_Line):
 
 
 class Started(_Line):
-    """A run is to measure a candidate."""
+    """The run that will measure a candidate."""
 
     what: Literal["started"] = "started"
     candidate: str
@@ -109,8 +111,8 @@ class Started(_Line):
 
 
 class Measured(BaseModel):
-    """What a candidate's run came to. `tasks`, `successes`, `accuracy`, `reward_mean` of the validation split; None
-    where nothing was measured. `steps`: optimizer steps that were done; `groups`: that it was given, its whole line."""
+    """The result of a candidate's run. `tasks`, `successes`, `accuracy` and `reward_mean` are of the validation split,
+    None if nothing was measured. `steps`: its optimizer steps; `groups`: groups delivered to its whole line."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -124,7 +126,7 @@ class Measured(BaseModel):
 
 
 class Scored(_Line):
-    """A candidate's score, the higher the better; None: it has none, `why` says for what reason."""
+    """A candidate's score, higher is better; None: it has none, for the reason in `why`."""
 
     what: Literal["scored"] = "scored"
     candidate: str
@@ -134,7 +136,7 @@ class Scored(_Line):
 
 
 class Survivors(_Line):
-    """Who was selected at the end of an epoch, the best first."""
+    """The candidates selected at the end of an epoch, the best first."""
 
     what: Literal["survivors"] = "survivors"
     epoch: int
@@ -142,7 +144,7 @@ class Survivors(_Line):
 
 
 class Finalist(_Line):
-    """The winner is measured on held-out tasks, once: first that it is to be, then with what it came to."""
+    """The one measurement of the winner on held-out tasks; written before it, and again with its result."""
 
     what: Literal["final"] = "final"
     candidate: str
@@ -157,20 +159,20 @@ _decisions: TypeAdapter[Decision] = TypeAdapter(Decision)
 
 @dataclass
 class Standing:
-    """How far a sweep is: its decisions, put together."""
+    """The state of a sweep, as the sum of its decisions."""
 
     generations: list[Generation] = field(default_factory=list)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)
-    """Candidate -> the run that measures it."""
+    """The run that measures it, by candidate."""
     born: dict[str, int] = field(default_factory=dict)
-    """Candidate -> the epoch in which it first stood."""
+    """The first epoch, by candidate."""
     scores: dict[str, Scored] = field(default_factory=dict)
     survivors: dict[int, list[str]] = field(default_factory=dict)
     final: Finalist | None = None
 
     def take(self, decision: Decision) -> None:
-        """Adds one decision."""
+        """Add one decision."""
         match decision:
             case Generation():
                 self.generations.append(decision)
@@ -188,30 +190,30 @@ class Standing:
 
     @property
     def best(self) -> Scored | None:
-        """The candidate with the highest score; of equals the one that was measured on more steps, then the earlier."""
+        """The highest score; among equal ones the candidate with more steps, then the earlier one."""
         return self.best_until(len(self.generations))
 
     def best_until(self, epoch: int) -> Scored | None:
-        """The best, see there, of those that there were in an epoch or before."""
+        """The best among the candidates of an epoch and of the epochs before."""
         scored = [one for one in self.scores.values() if one.score is not None and self.born[one.candidate] <= epoch]
         return max(scored, key=lambda one: (one.score, self.line_steps(one.candidate)), default=None)
 
     @property
     def epochs_completed(self) -> int:
-        """Epochs at whose end was selected."""
+        """Epochs that ended with a selection."""
         return len(self.survivors)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that all runs have done together."""
+        """Optimizer steps of all runs together."""
         return self.steps_until(len(self.generations))
 
     def steps_until(self, epoch: int) -> int:
-        """Those of the candidates that there were in an epoch or before."""
+        """Optimizer steps of the candidates of an epoch and of the epochs before."""
         return sum(one.measured.steps for one in self.scores.values() if self.born[one.candidate] <= epoch)
 
     def line_steps(self, candidate: str) -> int:
-        """Optimizer steps behind a candidate's weights, those of the candidates that it goes on from included."""
+        """Optimizer steps behind a candidate's weights, including the candidates that it continues."""
         total, at = 0, self.candidates.get(candidate)
         while at is not None:
             scored = self.scores.get(at.id)
@@ -221,7 +223,7 @@ class Standing:
 
 
 class SweepLog:
-    """The journal of a sweep, open for its one writer."""
+    """The journal of a sweep, for its only writer."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / _FILE
@@ -231,10 +233,10 @@ class SweepLog:
             self.standing.take(decision)
 
     def append(self, decision: Decision) -> None:
-        """Notes a decision; it holds when this returns.
+        """Record a decision; it holds when this returns.
 
         Raises:
-            OSError: It cannot be written; it does not hold.
+            OSError: It was not recorded and does not hold.
         """
         append(self._path, decision.model_dump_json().encode() + b"\n")
         self.standing.take(decision)
@@ -249,10 +251,10 @@ class SweepLog:
 
 
 def read_standing(folder: RunFolder) -> Standing:
-    """How far a sweep is, for whoever looks; nothing where it has not begun.
+    """The state of a sweep, for readers; empty if it has not begun.
 
     Raises:
-        Corrupt: The journal is not what a conductor writes; TooNew where a newer version wrote it.
+        Corrupt: The journal cannot be read; TooNew if a newer version wrote it.
     """
     standing = Standing()
     for decision in _read(folder.path / _FILE):
@@ -271,6 +273,6 @@ def _read(path: Path) -> Iterator[Decision]:
             check_version(path, value, SWEEP_VERSION)
             yield _decisions.validate_python(value)
         except ValidationError as error:
-            raise Corrupt(f"{path}, line {number} is no decision of a sweep: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(f"{path}, line {number} is not a sweep decision: {misfits(error)}.", hint=LEFT) from None
         except ValueError as error:
-            raise Corrupt(f"{path}, line {number} is no decision of a sweep: {error}.", hint=LEFT) from None
+            raise Corrupt(f"{path}, line {number} is not a sweep decision: {error}.", hint=LEFT) from None

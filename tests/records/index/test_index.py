@@ -91,7 +91,7 @@ def test_a_database_of_somebody_else_is_left(tmp_path):
     db.execute("CREATE TABLE theirs (x)")
     db.close()
     before = path.read_bytes()
-    with pytest.raises(Corrupt, match="tables of something else"):
+    with pytest.raises(Corrupt, match="tables of another program"):
         make(Index(path))
     assert path.read_bytes() == before
 

@@ -47,7 +47,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGES = {
-    "a bit flipped": (lambda path: flip(path / "model" / "weights"), "model/weights is not what was written"),
+    "a bit flipped": (lambda path: flip(path / "model" / "weights"), "model/weights is damaged"),
     "cut short": (lambda path: (path / "model" / "weights").write_bytes(b"x" * 4999), "model/weights has 4999 bytes"),
     "a file gone": (lambda path: (path / "model" / "weights").unlink(), "model/weights is missing"),
     "state changed": (lambda path: (path / "state.json").write_text('{"version":2,"step":9,"cursor":9}'), "state.json"),
@@ -56,7 +56,7 @@ DAMAGES = {
     "manifest torn": (lambda path: (path / MANIFEST).write_text('{"version": 1, "fi'), "manifest.json is not valid"),
     "manifest of elsewhere": (
         lambda path: write_json(path / MANIFEST, {"files": {"../x": {"bytes": 0, "sha256": ""}}}),
-        "names files elsewhere",
+        "names files outside the checkpoint",
     ),
 }
 
@@ -81,7 +81,7 @@ def test_without_a_sound_checkpoint_nothing_begins_again_by_itself(folder: RunFo
     for path in folder.checkpoints.iterdir():
         flip(path / "model" / "weights")
     before = Status.read(folder)
-    with pytest.raises(Corrupt, match="Move the folder away to begin again"):
+    with pytest.raises(Corrupt, match="Move the folder away to start again"):
         prepare_attempt(folder, before)
     assert Status.read(folder) == before
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000001", "step-000002", "step-000003"]

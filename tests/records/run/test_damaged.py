@@ -113,7 +113,7 @@ def test_a_status_of_other_types_is_told_in_words(tmp_path):
 
 def test_a_file_in_the_place_of_the_runs_is_no_run_of_that_id(tmp_path):
     (tmp_path / "runs").write_text("")
-    with pytest.raises(NotPossibleNow, match="cannot be made") as raised:
+    with pytest.raises(NotPossibleNow, match="cannot be created") as raised:
         RunFolder.create(tmp_path / "runs", "a-run")
     assert "TOPROPE_HOME" in raised.value.hint
 

@@ -1,10 +1,10 @@
-"""The machine's own memory between servers: drafts with their history, which draft started which run, status stamps.
+"""The index: a database that all servers of a home share, with drafts, their history, starts and status stamps.
 
-It is no truth about runs; that is in their folders. It is SQLite in WAL mode, because clients start several servers at
-once, on one machine, over one home. A connection is opened for each operation: nothing is held between calls, so that a
-thread, a fork or a second server cannot meet another's transaction.
+The truth about runs is in their folders, not here. It is SQLite in WAL mode, because clients start several servers at
+once over one home. Each operation opens its own connection, so a thread, a fork or a second server never meets another
+one's transaction.
 
-A file that is not ours or is damaged is left as it is: whoever owns it decides, never this code.
+A file that is damaged or not ours is left as it is; its owner decides about it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["DraftRow", "EditRow", "Index", "StartRow"]
 _BUSY_MS = 5000
 _LITTLE = 1 << 20
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
-"""Letters and digits of ids; those that look alike are left out."""
+"""Letters and digits of ids, without those that look alike."""
 
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A draft as it is kept: `environment`, `knobs` and `config` are JSON values."""
+    """A stored draft; `environment`, `knobs` and `config` are JSON values."""
 
     id: str
     created_at: float
@@ -49,7 +49,7 @@ class DraftRow:
 
 @dataclass(frozen=True)
 class EditRow:
-    """One edit: `changes` are {"field", "before", "after"}; `revision` is the one that it led to."""
+    """One edit: `changes` are {"field", "before", "after"}; `revision` is the revision after it."""
 
     revision: int
     at: float
@@ -68,20 +68,20 @@ class StartRow:
 
 
 class Index:
-    """The database at `path`. It is made at the first write; reading from none finds nothing.
+    """The database at `path`. The first write creates it; reading before that finds nothing.
 
-    Raises (every method): Corrupt where the file is not a sound database of ours, NotPossibleNow where it belongs to a
-    newer version or stays locked.
+    Raises (every method): Corrupt if the file is damaged or not ours, NotPossibleNow if a newer version wrote it or it
+    stays locked.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._looked = False
+        self._checked = False
 
     def create_draft(
         self, preset: str, environment: dict[str, Any], knobs: list[dict[str, Any]], config: dict[str, Any]
     ) -> DraftRow:
-        """Keeps a new draft at revision 1 and gives it an id such as `draft-7f3k`."""
+        """Store a new draft at revision 1 under an id such as `draft-7f3k`."""
         now = time.time()
         with self.writing() as db:
             for length in (4, 4, 4, 6, 8, 12):
@@ -92,19 +92,19 @@ class Index:
                 ).rowcount
                 if inserted:
                     return DraftRow(draft_id, now, now, preset, environment, knobs, config, 1)
-        raise NotPossibleNow("No free id for a draft was found.", hint="Call again.")
+        raise NotPossibleNow("Found no free id for a draft.", hint="Call again.")
 
     def draft(self, draft_id: str) -> DraftRow:
         """The draft of that id.
 
         Raises:
-            NotFound: There is none.
+            NotFound: No draft has it.
         """
         with self.reading() as db:
-            return _draft(_one(db, draft_id))
+            return _draft(_draft_row(db, draft_id))
 
     def drafts(self, limit: int = 50) -> list[DraftRow]:
-        """Drafts, the last edited first; those whose row cannot be read are left out."""
+        """Drafts, the last edited first, without those whose row cannot be read."""
         with self.reading() as db:
             rows = db.execute("SELECT * FROM drafts ORDER BY updated_at DESC, id LIMIT ?", (limit,)) if db else ()
             found = []
@@ -118,18 +118,18 @@ class Index:
     def edit_draft(
         self, draft_id: str, edit: Callable[[DraftRow], tuple[dict[str, Any], list[dict[str, Any]]]]
     ) -> DraftRow:
-        """Replaces a draft's configuration in one transaction, so that two servers' edits follow each other.
+        """Replace a draft's configuration in one transaction, so edits by two servers follow each other.
 
         Args:
-            draft_id: Which.
-            edit: From the draft as it is now to the new configuration and the changes; what it raises leaves the draft
-                as it was. No changes: nothing is written and the revision stays.
+            draft_id: The draft.
+            edit: Maps the present draft to the new configuration and the changes. If it raises, the draft stays as it
+                was. Without changes nothing is written and the revision stays.
 
         Raises:
             NotFound: There is no such draft.
         """
         with self.writing() as db:
-            row = _draft(_one(db, draft_id))
+            row = _draft(_draft_row(db, draft_id))
             config, changes = edit(row)
             if not changes:
                 return row
@@ -139,26 +139,27 @@ class Index:
                 (_dump(config), row.revision + 1, now, draft_id),
             )
             db.execute("INSERT INTO edits VALUES (?, ?, ?, ?)", (draft_id, row.revision + 1, now, _dump(changes)))
-            return _draft(_one(db, draft_id))
+            return _draft(_draft_row(db, draft_id))
 
     def edits(self, draft_id: str) -> list[EditRow]:
         """A draft's edits, oldest first."""
         with self.reading() as db:
-            _one(db, draft_id)
+            _draft_row(db, draft_id)
+            assert db is not None  # there is no draft without a database
             rows = db.execute(
                 "SELECT revision, at, changes FROM edits WHERE draft_id = ? ORDER BY revision", (draft_id,)
             )
             return [EditRow(row["revision"], row["at"], _of_draft(draft_id, row, "changes", list)) for row in rows]
 
     def record_start(self, start: StartRow, live: Callable[[StartRow], bool] | None) -> StartRow | None:
-        """Notes that a run starts from a draft's revision, unless one of the same kind is live.
+        """Record that a run starts from a draft's revision, unless one of the same kind is live.
 
         Args:
             start: The run that is about to start.
-            live: Whether a run that was noted before is live; None: do not ask, several may be.
+            live: Whether a run that was recorded earlier is live; None: several may be live at once.
 
         Returns:
-            None where it was noted; the live run's start where it was not.
+            None if the start was recorded; otherwise the start of the live run.
         """
         with self.writing() as db:
             if live is not None:
@@ -177,7 +178,7 @@ class Index:
         return None
 
     def forget_start(self, run_id: str) -> None:
-        """Takes back a note of a run that did not start."""
+        """Remove the record of a run that did not start."""
         with self.writing() as db:
             db.execute("DELETE FROM starts WHERE run_id = ?", (run_id,))
 
@@ -189,7 +190,7 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """A connection to read from, or None where there is no database yet."""
+        """A connection for reading; None if there is no database yet."""
         if not self.path.exists():
             yield None
             return
@@ -198,7 +199,7 @@ class Index:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A connection within a write transaction, committed at the end and rolled back on an exception."""
+        """A connection inside a write transaction; commit at the end, roll back on an exception."""
         if not self.path.exists():
             self._create()
         with self._connected() as db:
@@ -206,16 +207,16 @@ class Index:
             try:
                 yield db
             except BaseException:
-                if db.in_transaction:  # a full disk has rolled it back already
+                if db.in_transaction:  # on a full disk SQLite has rolled back already
                     db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
 
     @contextmanager
     def _connected(self, reading: bool = False) -> Iterator[sqlite3.Connection]:
-        # A log that is left says that somebody died with it open, or has it open now: then the file is looked through,
-        # once by each process.
-        unclean = not self._looked and Path(f"{self.path}-wal").exists()
+        # A log beside the file means that a process died with it open or has it open now. Each process then checks the
+        # file once.
+        unclean = not self._checked and Path(f"{self.path}-wal").exists()
         db = None
         try:
             db = self._opened(reading)
@@ -225,7 +226,7 @@ class Index:
             self._migrate(db)
             if unclean and (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise _Unreadable(problem)
-            self._looked = True
+            self._checked = True
             yield db
         except sqlite3.OperationalError as error:
             raise self._refusal(error) from None
@@ -236,8 +237,8 @@ class Index:
                 db.close()
 
     def _opened(self, reading: bool) -> sqlite3.Connection:
-        """A connection. To read on a disk without room, where SQLite cannot make what it keeps beside the file, it
-        is read as it lies; nobody can be writing to it then."""
+        """A connection. On a full disk SQLite cannot create its files beside the database; a reader then opens it as
+        immutable, which is safe because nobody can write to it."""
         db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
         if not reading:
             return db
@@ -252,11 +253,11 @@ class Index:
         return sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
     def _no_room(self, text: str) -> bool:
-        """Whether SQLite failed for lack of room, which it does not always say."""
+        """Whether SQLite failed for lack of room; it often reports something else."""
         if "disk is full" in text:
             return True
-        unsaid = "disk I/O error" in text or "unable to open" in text
-        return unsaid and shutil.disk_usage(self.path.parent).free < _LITTLE
+        unclear = "disk I/O error" in text or "unable to open" in text
+        return unclear and shutil.disk_usage(self.path.parent).free < _LITTLE
 
     def _refusal(self, error: sqlite3.OperationalError | OSError) -> Corrupt | NotPossibleNow:
         text = str(error)
@@ -267,7 +268,7 @@ class Index:
         if self._no_room(text):
             return DiskFull(
                 f"{self.path} cannot be used: {text}.",
-                hint="There is no room on its disk, it seems: `toprope prune` shows what old runs hold.",
+                hint="Its disk seems to be full: `toprope prune` shows how much old runs take.",
             )
         if "no such table" in text or "no such column" in text or "has no column" in text:
             return self._corrupt(error)
@@ -277,13 +278,13 @@ class Index:
 
     def _corrupt(self, error: Exception) -> Corrupt:
         return Corrupt(
-            f"{self.path} is damaged or no index of Toprope ({error}); it was left as it is.",
+            f"{self.path} is damaged or not an index of Toprope ({error}); it was left as it is.",
             hint="Runs are safe in their folders. The owner runs `toprope doctor --repair`, which keeps the file and "
-            "makes a new one of what can be read there and of the runs.",
+            "builds a new one from its readable parts and from the runs.",
         )
 
     def _create(self) -> None:
-        """Makes the database beside its place and links it there whole: of two servers that do so at once, one wins."""
+        """Create the database under a temporary name and link it to its place, so one of two servers wins."""
         try:
             # 0600, as -wal and -shm will be.
             descriptor, name = tempfile.mkstemp(prefix=".index.", dir=self.path.parent)
@@ -318,7 +319,7 @@ class Index:
             )
         tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if version == 0 and tables:
-            raise _Unreadable("it holds tables of something else")
+            raise _Unreadable("it holds tables of another program")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -335,30 +336,32 @@ class Index:
 
 
 class _Unreadable(Exception):
-    """A value in the database is not what we wrote."""
+    """The database is not one that we wrote."""
 
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _one(db: sqlite3.Connection | None, draft_id: str) -> sqlite3.Row:
-    row = db.execute("SELECT * FROM drafts WHERE id = ?", (draft_id,)).fetchone() if db else None
+def _draft_row(db: sqlite3.Connection | None, draft_id: str) -> sqlite3.Row:
+    row: sqlite3.Row | None = None
+    if db is not None:
+        row = db.execute("SELECT * FROM drafts WHERE id = ?", (draft_id,)).fetchone()
     if row is None:
         raise NotFound(f"There is no draft {shown(draft_id)}.", hint="select_environment makes one.")
     return row
 
 
 def _of_draft(draft_id: str, row: sqlite3.Row, column: str, kind: type) -> Any:
-    """A column of a draft as the value that it holds. What is wrong with it is wrong with this draft alone."""
+    """The JSON value in a column of a draft. Damage to it concerns this draft alone."""
     try:
         value = json.loads(row[column])
     except ValueError:
         value = None
     if not isinstance(value, kind):
         raise Corrupt(
-            f"The draft {draft_id} cannot be read: its {column} in the index is not what was written there. It was "
-            "left as it is; other drafts are not touched.",
+            f"The draft {draft_id} cannot be read: its {column} in the index is damaged. It was left as it is; other "
+            "drafts are not affected.",
             hint="select_environment makes a new one.",
         )
     return value

@@ -1,7 +1,7 @@
-"""Which call started which run, for clients that repeat a call of which they got no answer.
+"""Keys of start calls, for clients that repeat a call after they got no answer.
 
-A client gives each start that it means a key of its own. The first call with a key takes it, in one transaction: of two
-servers that are asked at once one starts, and the other answers with that run.
+A client gives each intended start a key of its own. The first call with a key takes it in one transaction: if two
+servers are asked at once, one starts the run and the other answers with that run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["StartKey", "forget", "take", "taken"]
 
 @dataclass(frozen=True)
 class StartKey:
-    """A key, the draft that it was given with, the run that it stands for, and when (seconds since the epoch)."""
+    """A key, its draft, the run that it started, and when (seconds since the epoch)."""
 
     key: str
     draft_id: str
@@ -26,20 +26,20 @@ class StartKey:
 
 
 def take(index: Index, key: str, draft_id: str, run_id: str, stands: Callable[[StartKey], bool]) -> StartKey | None:
-    """Takes a key for a run that is about to start.
+    """Take a key for a run that is about to start.
 
     Args:
-        index: The machine's.
-        key: The client's.
-        draft_id: The draft that the run is of.
+        index: The index of this machine.
+        key: The client's key.
+        draft_id: The draft of the run.
         run_id: The run.
-        stands: Whether the run of a key that was taken before was started, or may still be.
+        stands: Whether the run of a key that is already taken was started, or may still be.
 
     Returns:
-        None where the key is now this run's; else the one that has it.
+        None if the key now belongs to this run; otherwise the key as another run holds it.
 
     Raises:
-        Corrupt, NotPossibleNow: As every method of the index.
+        Corrupt, NotPossibleNow: As for every method of the index.
     """
     with index.writing() as db:
         row = db.execute("SELECT * FROM start_keys WHERE key = ?", (key,)).fetchone()
@@ -52,13 +52,13 @@ def take(index: Index, key: str, draft_id: str, run_id: str, stands: Callable[[S
 
 
 def taken(index: Index, key: str) -> StartKey | None:
-    """Who has a key; None where nobody does."""
+    """The holder of a key; None if nobody holds it."""
     with index.reading() as db:
         row = db.execute("SELECT * FROM start_keys WHERE key = ?", (key,)).fetchone() if db else None
         return StartKey(**dict(row)) if row else None
 
 
 def forget(index: Index, key: str, run_id: str) -> None:
-    """Gives a key back, of a run that did not start."""
+    """Release the key of a run that did not start."""
     with index.writing() as db:
         db.execute("DELETE FROM start_keys WHERE key = ? AND run_id = ?", (key, run_id))

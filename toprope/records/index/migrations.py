@@ -1,10 +1,10 @@
-"""How the index came to its present shape, one script a version, so that the file of any earlier version still opens.
+"""Migrations of the index, one script per version, so a file of any earlier version still opens.
 
-Entry n leads from `user_version` n to n + 1. Entries are never changed, only appended: databases have run them, and a
-test opens a file of each earlier version. To add a table: append a string of statements, each ended by a semicolon,
-with `IF NOT EXISTS` nowhere (a version is run once) and no semicolon within a statement; keep what reads and writes the
-table in a module of its own, over `Index.reading()` and `Index.writing()`. What cannot be made again of the run
-folders belongs into a file of its own as well: `toprope doctor --repair` begins a new index.
+Entry n leads from `user_version` n to n + 1. Never change an entry, only append: databases have run them, and a test
+opens a file of each earlier version. To add a table, append a string of statements, each ended by a semicolon, without
+`IF NOT EXISTS` (a version runs once) and without a semicolon inside a statement. Read and write the table in its own
+module, through `Index.reading()` and `Index.writing()`. Data that cannot be rebuilt from the run folders also needs a
+file of its own, because `toprope doctor --repair` begins a new index.
 """
 
 from __future__ import annotations

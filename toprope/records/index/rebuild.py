@@ -1,9 +1,8 @@
-"""Making the index anew when its file is damaged: from what can still be read of it, and from the folders of runs.
+"""Rebuild a damaged index from its readable parts and from the folders of runs.
 
-The damaged file is moved aside under a name of its own and never written to. A draft that cannot be read there is made
-again of the newest run that was started from it: its environment, its configuration, the same id and revision. Its
-history is lost, and so are drafts that no run was started from. The ledger of experiments is a file of its own, which
-a new index reads from its beginning.
+The damaged file is renamed and never written to. A draft that cannot be read there is restored from the newest run that
+was started from it: its environment, its configuration, the same id and revision. Its history is lost, and so are
+drafts from which no run was started. The experiments have a file of their own, which a new index reads from the start.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ _DRAFT_COLUMNS = "id, created_at, updated_at, preset, environment, knobs, config
 
 @dataclass
 class Rebuilt:
-    """What a new index was given."""
+    """The content of a rebuilt index."""
 
     starts: int = 0
     kept: list[str] = field(default_factory=list)
-    """Drafts that could be read from the damaged file, with their history."""
+    """Drafts that were read from the damaged file, with their history."""
     remade: dict[str, str] = field(default_factory=dict)
-    """Drafts that were made again, each with the run that it was made of."""
+    """Drafts that were restored, each with the run that it was restored from."""
     unreadable: list[str] = field(default_factory=list)
     """Runs whose specification cannot be read."""
 
 
 def move_aside(path: Path) -> Path:
-    """Renames a database with what SQLite keeps beside it; where it lies now. Raises: OSError."""
+    """Rename a database and the files that SQLite keeps beside it; return its new path. Raises: OSError."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1, 100):
         aside = path.with_name(f"{path.name}.damaged-{stamp}" + (f"-{number}" if number > 1 else ""))
         try:
-            os.link(path, aside)  # unlike a rename it never replaces what is there
+            os.link(path, aside)  # unlike a rename, it never replaces a file
         except FileExistsError:
             continue
         for side in _SIDES:
@@ -60,25 +59,25 @@ def move_aside(path: Path) -> Path:
 
 
 def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
-    """Fills an index with the starts of the runs there are, and the drafts that they came from.
+    """Fill an index with the starts of all runs and with the drafts that they came from.
 
     Args:
-        index: There is none at its path, or what is there is sound: what it holds stays.
+        index: A new or a sound index; its content stays.
         runs: The folder of runs.
         damaged: A former file of the index; it is only read.
 
     Raises:
         NotPossibleNow, Corrupt: The new index cannot be written.
     """
-    told = Rebuilt()
+    rebuilt = Rebuilt()
     old_drafts, old_edits = _rows(damaged, "drafts"), _rows(damaged, "edits")
-    specifications = sorted(_specifications(runs, told), key=lambda one: one.created_at)
+    specifications = sorted(_specifications(runs, rebuilt), key=lambda one: one.created_at)
     with index.writing() as db:
         for row in old_drafts:
             if _sound(row) and _insert(db, row):
-                told.kept.append(str(row["id"]))
+                rebuilt.kept.append(str(row["id"]))
         for row in old_edits:
-            if row.get("draft_id") in told.kept:
+            if row.get("draft_id") in rebuilt.kept:
                 with suppress(sqlite3.Error):
                     db.execute(
                         "INSERT OR IGNORE INTO edits VALUES (?, ?, ?, ?)",
@@ -88,7 +87,7 @@ def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
             draft_id = specification.draft_id
             if draft_id is None or specification.member is not None:
                 continue  # a member of a sweep has settings of its own
-            told.starts += db.execute(
+            rebuilt.starts += db.execute(
                 "INSERT OR IGNORE INTO starts (run_id, draft_id, revision, kind, at) VALUES (?, ?, ?, ?, ?)",
                 (
                     specification.run_id,
@@ -98,18 +97,19 @@ def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
                     specification.created_at,
                 ),
             ).rowcount
-            if draft_id not in told.kept and draft_id not in told.remade and _insert(db, _draft_of(specification)):
-                told.remade[draft_id] = specification.run_id
-    return told
+            known = draft_id in rebuilt.kept or draft_id in rebuilt.remade
+            if not known and _insert(db, _draft_of(specification)):
+                rebuilt.remade[draft_id] = specification.run_id
+    return rebuilt
 
 
-def _specifications(runs: Path, told: Rebuilt) -> Iterator[Specification]:
+def _specifications(runs: Path, rebuilt: Rebuilt) -> Iterator[Specification]:
     for path in sorted(runs.iterdir()) if runs.is_dir() else ():
         if path.is_dir() and RUN_ID.fullmatch(path.name):
             try:
                 yield Specification.read(RunFolder(path))
             except (NotFound, Corrupt):
-                told.unreadable.append(path.name)
+                rebuilt.unreadable.append(path.name)
 
 
 def _draft_of(specification: Specification) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> bool:
     try:
         statement = f"INSERT OR IGNORE INTO drafts ({_DRAFT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
         return bool(db.execute(statement, values).rowcount)
-    except sqlite3.Error:  # a value of another type than the column's
+    except sqlite3.Error:  # a value does not fit the type of its column
         return False
 
 
@@ -144,12 +144,12 @@ def _sound(row: dict[str, Any]) -> bool:
 
 
 def _rows(path: Path | None, table: str) -> list[dict[str, Any]]:
-    """What can be read of a table of a damaged database, row by row until it breaks; nothing where it is none."""
+    """The rows of a table in a damaged database, up to the first that cannot be read."""
     rows: list[dict[str, Any]] = []
     if path is None:
         return rows
     with suppress(sqlite3.Error):
-        # immutable: SQLite writes nothing beside it, and a damaged log is not replayed into it.
+        # immutable: SQLite writes no files beside it and does not replay a damaged log into it.
         uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(uri, uri=True)) as db:
             db.row_factory = sqlite3.Row

@@ -1,7 +1,6 @@
-"""Demonstrations: conversations in which a task was solved, one JSON line each, as a teacher made them and an `sft` run
-trains on them.
+"""Demonstrations: solved conversations from a teacher, one JSON line each, for `sft` runs to train on.
 
-The first line says what they are of. A file of a newer version is refused; a torn last line is passed over.
+The first line is the file's version. A file of a newer version is refused; a torn last line is skipped.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Trace(msgspec.Struct, omit_defaults=True):
     task_id: str
     """Hash of the task's content."""
     variant: int
-    """Which of its task's demonstrations."""
+    """Number of the demonstration among those of its task."""
     messages: list[dict[str, Any]]
-    """The whole conversation, the answers being the assistant's."""
+    """The whole conversation; the assistant's messages are the answers."""
     reward: float = 0.0
     parts: dict[str, float] = {}
     turns: int = 1
@@ -50,10 +49,10 @@ def append_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    """The traces in a file, none where there is no file; lines that are none are passed over.
+    """The traces in a file; none if the file is missing. Unreadable lines are skipped.
 
     Raises:
-        Corrupt: It is no file of traces, or one of a newer version.
+        Corrupt: It is not a file of traces, or a newer version wrote it.
     """
     try:
         file = path.open("rb")
@@ -63,7 +62,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
         try:
             head = msgspec.json.decode(file.readline() or b"null", type=_Head)
         except msgspec.DecodeError:
-            raise Corrupt(f"{path} is no file of traces.", hint=LEFT) from None
+            raise Corrupt(f"{path} is not a file of traces.", hint=LEFT) from None
         if head.version > _VERSION:
             raise Corrupt(f"{path} was written by a newer version of Toprope.", hint="Update Toprope.")
         for line in file:

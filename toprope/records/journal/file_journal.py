@@ -1,9 +1,9 @@
-"""The journal of a run: every accepted group once, byte for byte, and what became of it, in the order it happened.
+"""The journal of a run on disk: every accepted group once, byte for byte, and marks for its fate, in order.
 
-It exists so that the account of groups can be rebuilt from disk, and so that a queue of thousands of groups costs
-memory for their places only: whoever delivers a group reads its bytes back from here.
+From it the counts of groups are rebuilt after a crash. A queue of thousands of groups only holds their positions in
+memory: their bytes are read back from here for delivery.
 
-A journal is a folder of segment files (`00000001.journal`, ...) that are only ever appended to. A segment is a row of
+A journal is a folder of segment files (`00000001.journal`, ...) that are only appended to. A segment is a sequence of
 frames, integers little-endian:
 
     magic 4 | kind 1 | zeros 3 | sequence 8 | note length 4 | body length 4 | CRC-32 of body 4 | CRC-32 of the rest 4
@@ -11,9 +11,9 @@ frames, integers little-endian:
 
 Kind 1 is a group: the body is the JSON that was posted, the note a `GroupNote`. Kind 2 is a mark: the note is one of
 `Mark`, there is no body, and the sequence number is that of the last group before it. Groups are numbered from 1. The
-magic starts with a byte that no JSON contains, so that after damage the next whole frame can be found. A writer never
-changes an existing segment: it starts a new one, and what a crash left torn at the end of the old one is passed over.
-The oldest segments may be missing, or set aside (`passed.py`): a `Snapshot` behind them says what they added up to.
+magic starts with a byte that no JSON contains, so the next whole frame can be found after damage. A writer never
+changes an existing segment: it starts a new one, and readers skip a torn end of the old one. The oldest segments may be
+removed or no longer needed: a later `Snapshot` holds their sum.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Unsynced(NamedTuple):
-    """What has to reach the disk so that the first `upto` records are there. `flush` may run in any thread."""
+    """Files to sync so that the first `upto` records are on disk. `flush` may run in any thread."""
 
     upto: int
     files: tuple[int, ...]
     folder: Path | None
 
     def flush(self) -> None:
-        """Waits for the disk.
+        """Wait for the disk.
 
         Raises:
-            OSError: It failed; what was written may be lost.
+            OSError: It failed; records may be lost.
         """
         for descriptor in self.files:
             os.fdatasync(descriptor)
@@ -69,18 +69,17 @@ class Unsynced(NamedTuple):
 
 
 class FileJournal:
-    """A journal in a folder. One writer at a time; any number of readers, which see what was there at opening.
+    """A journal in a folder. One writer at a time; any number of readers, which see the records present at opening.
 
     Args:
-        folder: Where the segments lie; made when a writer first appends.
-        sync: `os` hands every record to the operating system: it outlives this process, not a power cut. `always`
-            also waits for the disk, at every record. `group` leaves that to the caller, who flushes what is `unsynced`
-            for many records at once.
-        segment_bytes: A segment that has grown to this is followed by a new one.
-        recent: Whether to pass over the segments that were set aside, so that opening does not cost more with every
-            checkpoint.
+        folder: The folder of the segments; the first append creates it.
+        sync: `os` hands every record to the operating system, so it survives this process but not a power cut. `always`
+            also waits for the disk at every record. `group` leaves that to the caller, who flushes `unsynced` for many
+            records at once.
+        segment_bytes: Size at which a new segment begins.
+        recent: Whether to skip segments that are no longer needed; opening then does not slow down with checkpoints.
 
-    Only numbers are kept in memory, 20 bytes a group. `damage` names what opening passed over. Not for several threads.
+    It keeps 20 bytes per group in memory. `damage` lists the parts that opening skipped. Not thread-safe.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class FileJournal:
         self._sync = sync
         self._segment_bytes = segment_bytes
         self._last_of: dict[int, int] = {}
-        """Of each segment the number of the last group at its end, oldest segment first."""
+        """The number of the last group at the end of each segment, oldest segment first."""
         self._segment = array("I")
         self._offset = array("Q")
         self._length = array("I")
@@ -103,7 +102,7 @@ class FileJournal:
         self._new_segment = False
         self._broken = ""
         self.appended = self.durable = 0
-        """Records that were written, and that are known to be on disk, by this process."""
+        """Records that this process has written, and those known to be on disk."""
         self.damage: list[str] = []
         self.has_snapshot = False
         self._open(_first_needed(folder) if recent else 0)
@@ -114,7 +113,7 @@ class FileJournal:
 
     @property
     def last(self) -> int:
-        """The number of the last group, 0 when there is none."""
+        """The number of the last group; 0 if there is none."""
         return self._base + len(self._offset)
 
     def append(self, body: bytes, note: GroupNote) -> int:
@@ -131,7 +130,7 @@ class FileJournal:
 
     def read(self, seq: int) -> bytes:
         if not self.first <= seq <= self.last:
-            removed = " Those before are removed or set aside: checkpoints have passed them." if self._base else ""
+            removed = " Earlier groups are before a checkpoint and no longer available." if self._base else ""
             raise NotFound(
                 f"The journal holds no group {seq}.",
                 hint=f"Groups are numbered {self.first} to {self.last}.{removed}",
@@ -141,7 +140,7 @@ class FileJournal:
         if not at:
             raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
         body = os.pread(self._reader(self._segment[index]), length, at)
-        # What this process wrote itself is still as it was; what an earlier one left is checked.
+        # Only bodies that an earlier process wrote are checked.
         if len(body) != length or (seq <= self._recovered and zlib.crc32(body) != self._crc[index]):
             raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
         return body
@@ -158,7 +157,7 @@ class FileJournal:
                     try:
                         yield Record(frame.seq, _marks.decode(frame.note), 0)
                     except msgspec.ValidationError:
-                        continue  # a newer version's mark
+                        continue  # a mark of a newer version
 
     def removable(self, before: int) -> bool:
         return bool(self._passed(before))
@@ -183,9 +182,9 @@ class FileJournal:
                 first_needed = next(ordinal for ordinal in self._last_of if ordinal > passed[-1])
                 write_text(self._folder / _START, str(first_needed), durable=True)
             except OSError:
-                return  # reading them all again costs time only
+                return  # reading all segments again only costs time
         gone = self._last_of[passed[-1]] - self._base
-        for ordinal in passed:  # oldest first: a crash in between leaves no gap
+        for ordinal in passed:  # oldest first, so a crash in between leaves no gap
             if (descriptor := self._readers.pop(ordinal, None)) is not None:
                 os.close(descriptor)
             if not keep:
@@ -196,13 +195,13 @@ class FileJournal:
         self._base += gone
 
     def unsynced(self) -> Unsynced | None:
-        """What the disk has not confirmed yet, or None when that is nothing or nobody is to wait for it."""
+        """The files to sync; None if there are none, or if nobody waits for the disk."""
         if self._sync != "group" or self.durable == self.appended or self._writer is None:
             return None
         return Unsynced(self.appended, (*self._retired, self._writer), self._folder if self._new_segment else None)
 
     def synced(self, done: Unsynced) -> None:
-        """Notes that `done` was flushed."""
+        """Record that `done` was flushed."""
         self.durable = max(self.durable, done.upto)
         for descriptor in done.files:
             if descriptor in self._retired:
@@ -212,12 +211,12 @@ class FileJournal:
             self._new_segment = False
 
     def fail(self, error: OSError) -> NotPossibleNow:
-        """Refuses every record from now on: the disk lost some that were written. Returns the error to raise."""
+        """Refuse all further records, because the disk lost some. Return the error to raise."""
         self._broken = error.strerror or str(error)
         return self._unwritable()
 
     def close(self) -> None:
-        """Gives the files back. The journal cannot be used after it."""
+        """Close the files. The journal cannot be used afterwards."""
         writers = [] if self._writer is None else [self._writer]
         for descriptor in [*self._readers.values(), *self._retired, *writers]:
             os.close(descriptor)
@@ -273,7 +272,7 @@ class FileJournal:
             self._last_of[ordinal] = self.last
 
     def _index(self, ordinal: int, frame: Frame) -> None:
-        while self.last < frame.seq - 1:  # a gap that damage left: offset 0 says so
+        while self.last < frame.seq - 1:  # offset 0 marks a gap that damage left
             self._extend(ordinal, 0, 0, 0)
         if self.last == frame.seq - 1:
             self._extend(ordinal, frame.body_at, frame.body_length, frame.body_crc)
@@ -285,7 +284,7 @@ class FileJournal:
         self._crc.append(crc)
 
     def _write(self, kind: int, seq: int, note: bytes, body: bytes, crc: int) -> int:
-        """Writes one frame and returns where in the segment it starts."""
+        """Write one frame; return its offset in the segment."""
         if self._broken:
             raise self._unwritable()
         head = pack(kind, seq, note, len(body), crc)
@@ -304,7 +303,7 @@ class FileJournal:
             if self._sync == "always":
                 os.fdatasync(descriptor)
         except OSError as error:
-            os.ftruncate(descriptor, start)  # half a record would hide those that follow
+            os.ftruncate(descriptor, start)  # half a record would hide later ones
             raise self._unwritable(error) from error
         self._written += size
         self.appended += 1
@@ -323,7 +322,7 @@ class FileJournal:
             self._writer = None
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ordinal = self._newest + 1
-        # O_EXCL: a second writer in the same folder fails here instead of mixing its frames with ours.
+        # O_EXCL: a second writer in the folder fails here instead of mixing its frames with ours.
         self._writer = os.open(self._path(ordinal), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         self._last_of[ordinal] = self.last
         self._written = 0
@@ -345,13 +344,13 @@ class FileJournal:
     def _unwritable(self, error: OSError | None = None) -> NotPossibleNow:
         if error is None:
             return NotPossibleNow(
-                f"The disk below the journal in {self._folder} failed ({self._broken}): nothing more is taken in.",
-                hint="Look after that disk, then resume the run; nothing that was acknowledged is lost.",
+                f"The disk of the journal in {self._folder} failed ({self._broken}): no more groups are accepted.",
+                hint="Check that disk, then resume the run; no acknowledged group is lost.",
             )
         kind = DiskFull if error.errno in NO_ROOM else NotPossibleNow
         return kind(
             f"The journal in {self._folder} cannot be written: {error.strerror or error}.",
-            hint="Free space on that disk; nothing that was acknowledged is lost.",
+            hint="Free space on that disk; no acknowledged group is lost.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The frames of a journal's segments: how a record lies in a file, and how whole ones are found again after a crash."""
+"""The frames of a journal's segments: pack records, and find whole ones again after a crash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from toprope.errors import TooNew
 __all__ = ["FRAME", "GROUP", "MARK", "Frame", "pack", "scan"]
 
 _MAGIC = b"\xffTJ1"
-"""Its last byte is the version of the frame."""
+"""The last byte is the version of the frame."""
 FRAME = struct.Struct("<4sB3xQIIII")
 _UNCHECKED = struct.Struct("<4sB3xQIII")
 GROUP, MARK = 1, 2
 
 
 class Frame(NamedTuple):
-    """One record's place in a segment, and its note."""
+    """The place of a record in a segment, and its note."""
 
     kind: int
     seq: int
@@ -40,7 +40,7 @@ def pack(kind: int, seq: int, note: bytes, body_length: int, body_crc: int) -> b
 
 
 def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterator[Frame]:
-    """The whole frames of a segment from byte `start` on, in order. What lies between them is named in `damage`.
+    """The whole frames of a segment from byte `start` on, in order. Bytes between them are listed in `damage`.
 
     Raises:
         TooNew: A newer version wrote the next one.
@@ -56,7 +56,7 @@ def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
                 if frame is None and view[at : at + 3] == _MAGIC[:3] and view[at + 3 : at + 4] > _MAGIC[3:]:
                     raise TooNew(
                         f"{path} was written by a newer version of Toprope; it was left as it is.",
-                        hint="Update Toprope to go on with this run.",
+                        hint="Update Toprope to continue this run.",
                     )
                 if frame is None:
                     gap = at
@@ -73,8 +73,10 @@ def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
 
 
 def _frame_at(view: mmap.mmap, at: int, size: int) -> Frame | None:
-    """The frame that starts at `at`, or None where there is no whole one. The body is checked at a segment's end only,
-    where a crash may have torn it; elsewhere reading it does."""
+    """The frame that starts at `at`; None if there is no whole one.
+
+    The body is checked only at the end of a segment, where a crash may have torn it; elsewhere its reader checks it.
+    """
     note_at = at + FRAME.size
     if note_at > size:
         return None

@@ -1,8 +1,8 @@
-"""The wire types of scored groups: what an environment posts, the API journals and the trainer consumes.
+"""Wire types of scored groups: an environment posts them, the API journals them, the trainer consumes them.
 
-The first block of fields is Atropos's ScoredData, name by name, so that its environments and trainers can talk to our
-API. The second block is ours and optional. One row is one token sequence; a rollout has one row, or several when its
-turns do not extend each other (segments), which then share the rollout's score.
+The first block of fields is Atropos's ScoredData, name by name, so its environments and trainers work with our API. The
+second block is ours and optional. A row is one token sequence; a rollout has one row, or several rows (segments) that
+share its score if its turns do not extend each other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 __all__ = ["MASKED", "PROMPT_LOGPROB", "Batch", "Counts", "Group", "Outcome"]
 
 MASKED = -100
-"""What `masks` holds at positions that are not trained on (the prompt, an environment's tokens)."""
+"""Value in `masks` at positions without loss (the prompt, tokens of the environment)."""
 
 PROMPT_LOGPROB = 1.0
-"""What `inference_logprobs` holds where nothing was sampled: no log-probability is positive."""
+"""Value in `inference_logprobs` at positions that were not sampled; no log-probability is positive."""
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
-    """How one rollout of a group ended."""
+    """The result of one rollout of a group."""
 
     reward: float
     parts: dict[str, float] = {}
@@ -55,37 +55,37 @@ class Group(msgspec.Struct, omit_defaults=True):
     distill_logprobs: Any | None = None
 
     group_id: str | None = None
-    """Idempotency key: a second post under the same key is answered and not stored."""
+    """Idempotency key: a second post with the same key is answered but not stored."""
     environment: str | None = None
     task_id: str | None = None
     rollouts: list[int] | None = None
-    """For each row the index of its rollout in `outcomes`; absent when every row is a rollout of its own."""
+    """For each row, the index of its rollout in `outcomes`; absent if every row is a rollout of its own."""
     outcomes: list[Outcome] | None = None
     versions: list[list[tuple[int, int]]] | None = None
     """For each row, runs of (policy version, count) over its sampled tokens, in order."""
     prompt: str | None = None
-    """What the task asked, as text for people: cut, and no part of what is trained on."""
+    """The task's question as text for people: cut, and not used for training."""
     answers: list[str] | None = None
-    """For each outcome what was answered, all turns of it, likewise."""
+    """For each outcome, the answer in all turns, likewise."""
     seconds: float | None = None
-    """Wall time from asking for the first token to the score."""
+    """Wall time from the request of the first token to the score."""
 
     def outcome_of(self, row: int) -> int:
         """Index of the rollout that row `row` belongs to."""
         return row if self.rollouts is None else self.rollouts[row]
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled a token of this group, None where unknown."""
+        """The oldest policy version that sampled a token of this group; None if unknown."""
         if self.versions is None:
             return None
         return min((version for row in self.versions for version, _ in row), default=None)
 
 
 class Batch(msgspec.Struct, omit_defaults=True):
-    """What GET /batch answers to a trainer that sent a cursor.
+    """The answer of GET /batch to a trainer that sent a cursor.
 
-    `batch` is None when nothing could be formed within the wait. `cursor` is the position after this batch, to be
-    sent with the next request and stored in a checkpoint; `sequence_numbers` name the groups for drop reports.
+    `batch` is None if none could be formed within the wait. `cursor` is the position after this batch; the trainer
+    sends it with the next request and stores it in a checkpoint. `sequence_numbers` name the groups for drop reports.
     """
 
     batch: list[Group] | None
@@ -93,13 +93,13 @@ class Batch(msgspec.Struct, omit_defaults=True):
     sequence_numbers: list[int] = []
     waiting: int = 0
     stale: int = 0
-    """Groups that the API dropped for this answer, because their policy version is too old."""
+    """Groups that the API dropped for this answer because their policy version is too old."""
 
 
 class Counts(msgspec.Struct):
-    """The account of groups: accepted = waiting + delivered + committed + sum(dropped), at every moment.
+    """Counts of groups; accepted = waiting + delivered + committed + sum(dropped) at every moment.
 
-    `delivered` counts groups that were handed out and neither committed nor dropped.
+    `delivered` counts groups that the trainer has and that are neither committed nor dropped.
     """
 
     accepted: int = 0
@@ -108,13 +108,13 @@ class Counts(msgspec.Struct):
     committed: int = 0
     dropped: dict[str, int] = {}
     refused: dict[str, int] = {}
-    """Posts turned away at the door, by reason; never part of `accepted`."""
+    """Refused posts, by reason; never part of `accepted`."""
     duplicates: int = 0
     equal_score: int = 0
-    """Accepted groups whose scores are all equal: they carry no signal for group-relative advantages."""
+    """Accepted groups whose scores are all equal; they carry no signal for group-relative advantages."""
     unmatched: int = 0
-    """Accepted groups of outside environments whose tokens the inference server did not recognise."""
+    """Accepted groups of external environments whose tokens the inference server did not recognise."""
 
     def balanced(self) -> bool:
-        """Whether the account adds up."""
+        """Whether the counts add up."""
         return self.accepted == self.waiting + self.delivered + self.committed + sum(self.dropped.values())

@@ -11,7 +11,7 @@ __all__ = ["Journal", "Record"]
 
 
 class Record(NamedTuple):
-    """One entry of a journal: a group's note or a mark. `seq` is the group's number, for a mark the last one's."""
+    """One entry of a journal: a group's note or a mark. `seq` is the number of the group, or of the last one."""
 
     seq: int
     note: GroupNote | Mark
@@ -20,26 +20,26 @@ class Record(NamedTuple):
 
 
 class Journal(Protocol):
-    """What the trajectory API needs of a journal; how it lasts is the implementation's business."""
+    """The part of a journal that the trajectory API needs; storage is up to the implementation."""
 
     has_snapshot: bool
     """Whether one of the marks is a snapshot."""
 
     @property
     def first(self) -> int:
-        """The number of the oldest group that may still be there; above 1 when segments were removed."""
+        """The number of the oldest group that may still exist; above 1 if segments were removed."""
         ...
 
     def append(self, body: bytes, note: GroupNote) -> int:
-        """Keeps a group and returns its sequence number.
+        """Store a group and return its sequence number.
 
         Raises:
-            NotPossibleNow: It could not be written (disk full, say); the journal is as it was.
+            NotPossibleNow: It could not be written (a full disk, for example); the journal is unchanged.
         """
         ...
 
     def mark(self, mark: Mark) -> None:
-        """Keeps what happened. Raises as `append` does."""
+        """Store a mark. Raises: as `append`."""
         ...
 
     def read(self, seq: int) -> bytes:
@@ -47,24 +47,27 @@ class Journal(Protocol):
 
         Raises:
             NotFound: No group has this number.
-            Corrupt: Its bytes are not those that were written.
+            Corrupt: Its bytes are damaged.
         """
         ...
 
     def iterate(self, after: int = 0) -> Iterator[Record]:
-        """Groups numbered above `after` and the marks behind group `after`, in the order written."""
+        """Groups numbered above `after`, and the marks after group `after`, in the order written."""
         ...
 
     def removable(self, before: int) -> bool:
-        """Whether there are segments that hold only groups numbered below `before`."""
+        """Whether some segments only hold groups numbered below `before`."""
         ...
 
     def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
-        """Sets them aside or removes them, once the snapshot is on disk. Raises as `append` does."""
+        """Skip the `removable` segments from now on (`keep`) or remove them, after the snapshot is on disk.
+
+        Raises: as `append`.
+        """
         ...
 
     def widen(self) -> bool:
-        """Has the groups that were set aside looked up too; whether there were any."""
+        """Read skipped segments too; return whether there were any."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What a run's journal says besides the groups' bytes: a note for each group, and marks for what became of them.
+"""Notes and marks in a run's journal: a note for each group, and marks for deliveries, drops and registrations.
 
-They are kept apart from the file format so that whoever reads a journal (the trajectory API, a browser, an export) can
-name them without it. A reader passes over marks that it does not know: a newer version wrote them.
+They are independent of the file format, so the readers of a journal (the trajectory API, a browser, an export) can use
+them without it. A reader skips marks that it does not know; a newer version wrote them.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ __all__ = [
 
 
 class GroupNote(msgspec.Struct, omit_defaults=True):
-    """What the queue must know of a group without decoding it."""
+    """The facts about a group that the queue needs without decoding it."""
 
     rows: int
     lane: str = ""
-    """Which environment it came from: `#<env_id>` for one that registered, else its `environment`."""
+    """Its environment: `#<env_id>` if that registered, else the group's `environment`."""
     group_id: str | None = None
     equal_score: bool = False
     tokens: int = 0
     oldest_version: int | None = None
     at: float = 0.0
-    """When it was accepted, seconds since the epoch."""
+    """Time of acceptance, seconds since the epoch."""
     unmatched: bool = False
-    """Whether its sampled tokens were looked for at the inference server and not found."""
+    """Whether the inference server was asked for its sampled tokens and did not know them."""
     posted: str | None = None
-    """Digest of the body as it was posted, where the one that is kept differs."""
+    """Digest of the posted body, if the stored one differs."""
     open: list[int] = []
-    """Earlier groups whose poster is not known to have had its answer: it may post them again."""
+    """Earlier groups whose poster may not have received the answer and may post them again."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", omit_defaults=True):
-    """A batch was handed out; `cursor` is the position before it, `sequences` the rows that were asked for."""
+    """A batch was delivered; `cursor` is the position before it, `sequences` the number of requested rows."""
 
     cursor: int
     groups: list[int]
     sequences: int
     passed: str | None = None
-    """The lane whose turn it was and that got nothing, for the sake of an exact batch."""
+    """The lane that was next but was skipped to make the batch exact."""
     by_cursor: bool = True
-    """Whether the trainer reads with a cursor, and so commits; an Atropos trainer does not."""
+    """Whether the trainer reads with a cursor and therefore commits; an Atropos trainer does not."""
 
 
 class Rewound(msgspec.Struct, tag="rewound"):
-    """Deliveries past `cursor` went back to waiting."""
+    """Deliveries after `cursor` are waiting again."""
 
     cursor: int
 
@@ -80,37 +80,37 @@ class Dropped(msgspec.Struct, tag="dropped"):
 
 
 class Lost(msgspec.Struct, tag="lost"):
-    """A waiting group will never be delivered: it cannot be read, is too old, or is not to be trained on."""
+    """A waiting group will never be delivered: it cannot be read, is too old, or must not be trained on."""
 
     group: int
     reason: str
 
 
 class Reset(msgspec.Struct, tag="reset"):
-    """Someone emptied the API by POST /reset_data."""
+    """POST /reset_data emptied the API."""
 
 
 class TrainerRegistered(msgspec.Struct, tag="trainer"):
-    """A trainer introduced itself; `values` is the body of its POST /register."""
+    """A trainer registered; `values` is the body of its POST /register."""
 
     values: dict[str, Any]
 
 
 class EnvironmentRegistered(msgspec.Struct, tag="environment"):
-    """An environment introduced itself; `values` is the body of its POST /register-env."""
+    """An environment registered; `values` is the body of its POST /register-env."""
 
     env_id: int
     values: dict[str, Any]
 
 
 class Disconnected(msgspec.Struct, tag="disconnected"):
-    """An environment took its leave."""
+    """An environment disconnected."""
 
     env_id: int
 
 
 class Tallied(msgspec.Struct, tag="tallied", omit_defaults=True):
-    """Counts of what was turned away, which leaves no other trace; at most once a second."""
+    """Counts of refused posts, which leave no other trace; at most once a second."""
 
     duplicates: int = 0
     refused: dict[str, int] = {}
@@ -129,8 +129,10 @@ class LaneState(msgspec.Struct, omit_defaults=True):
 
 
 class Snapshot(msgspec.Struct, tag="snapshot", omit_defaults=True):
-    """Everything that the records before it add up to, written before segments are removed: what is behind it needs
-    them no more, but for the notes and bodies of the groups that it names."""
+    """The sum of all records before it, written before segments are removed.
+
+    Later records need the earlier ones only for the notes and bodies of the groups that it names.
+    """
 
     accepted: int = 0
     committed_groups: int = 0
@@ -142,13 +144,13 @@ class Snapshot(msgspec.Struct, tag="snapshot", omit_defaults=True):
     committed: int = 0
     steps_committed: int = 0
     log: list[tuple[int, int]] = []
-    """Deliveries past the commit: (group, rows); those that were dropped are in `gone`."""
+    """Deliveries after the commit: (group, rows); the dropped ones are in `gone`."""
     gone: list[int] = []
     ends: list[tuple[int, int]] = []
     returned: list[tuple[int, int]] = []
-    """Groups to deliver again: (group, rows asked for if it closed its batch, else 0)."""
+    """Groups to deliver again: (group, rows requested if it closed its batch, else 0)."""
     waiting: list[int] = []
-    """The other groups that wait, in order of acceptance."""
+    """The other waiting groups, in order of acceptance."""
     keys: dict[str, int] = {}
     lanes: list[LaneState] = []
     lanes_now: float = 0.0
@@ -160,7 +162,7 @@ class Snapshot(msgspec.Struct, tag="snapshot", omit_defaults=True):
     last: int = 0
 
     def at_stake(self) -> set[int]:
-        """The groups whose notes it needs."""
+        """The groups whose notes are still needed."""
         logged = {seq for seq, _ in self.log} - set(self.gone)
         return logged | {seq for seq, _ in self.returned} | set(self.waiting)
 

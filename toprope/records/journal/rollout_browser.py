@@ -1,9 +1,9 @@
-"""Reads a run's rollouts from its journal: sorted, filtered, a page at a time, however many there are.
+"""Browse a run's rollouts in its journal: sorted, filtered, one page at a time.
 
-Bodies hold token ids, which are large and of no use to a reader. So each group is looked at once and what can be asked
-of it is kept as a line of an index beside the journal (`rollouts.idx`), which grows with the journal and can be thrown
-away. A page is found by reading the index from end to end, with a heap of a page's size; the bodies of the page alone
-are read again. Reading the journal stops after some seconds and goes on at the next call.
+Bodies hold token ids, which are large and useless to a reader. Each group is therefore read once, and the facts that a
+query may use become a line of an index beside the journal (`rollouts.idx`), which grows with the journal and can be
+deleted. A query reads the whole index with a heap of one page and then only the bodies of that page. Indexing stops
+after some seconds and continues at the next call.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["Browsed", "Entry", "Found", "Order", "Query", "browse"]
 Order = Literal["best", "worst", "most_changed", "newest"]
 
 PARSED = "parsed"
-"""The reward part by which an environment says whether it could read an answer at all: 1 or 0."""
+"""Reward part with which an environment reports whether it could read an answer: 1 or 0."""
 _VERSION = 1
 _INDEX_SECONDS = 4.0
 _MOST_TASKS = 200_000
-"""Tasks that are told apart when looking for change."""
+"""Most tasks that a search for change distinguishes."""
 _LONGEST_LINE = 1 << 20
 
 
@@ -48,7 +48,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
     length: int
     task: str
     version: int
-    """The oldest policy version that sampled a token of it, -1 where unknown."""
+    """The oldest policy version that sampled one of its tokens; -1 if unknown."""
     size: int
     mean: float
     low: float
@@ -69,14 +69,14 @@ class _Head(msgspec.Struct):
 
 
 class _Mark(msgspec.Struct, tag_field="of", tag="read"):
-    """How far a segment was read: a line after its groups."""
+    """The offset up to which a segment was read; a line after its groups."""
 
     segment: int
     end: int
 
 
 class _Body(msgspec.Struct):
-    """What the index needs of a group; the rest of a body is passed over."""
+    """The fields of a group that the index needs."""
 
     scores: list[float]
     outcomes: list[Outcome] | None = None
@@ -87,10 +87,10 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked of a run's rollouts.
+    """A query for a page of rollouts.
 
-    `part` orders by the mean of a reward part instead of the reward. `failed`: groups with an answer that raised an
-    error or could not be read. `after` is the position that a page ended at.
+    `part` orders by the mean of a reward part instead of the reward. `failed` selects groups with an answer that raised
+    an error or could not be read. `after` is the position at which the previous page ended.
     """
 
     order: Order = "newest"
@@ -103,12 +103,12 @@ class Query:
 
 @dataclass(frozen=True)
 class Found:
-    """A group of a page. `before` is the first group of the same task, `change` how much its reward rose since, where
-    change was asked for."""
+    """A group on a page. In a query for change, `before` is the first group of the same task and `change` the rise of
+    its reward since then."""
 
     entry: Entry
     group: Group | None
-    """None where its body cannot be read any more."""
+    """None if its body can no longer be read."""
     key: tuple[float, int]
     before: Group | None = None
     change: float | None = None
@@ -116,17 +116,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Browsed:
-    """A page, and what it was found in."""
+    """A page, with counts of the groups that match and that were searched."""
 
     groups: list[Found]
     matching: int
     scanned: int
     complete: bool
-    """Whether the whole journal was looked at; else the next call goes on."""
+    """Whether the whole journal is indexed; otherwise the next call continues."""
     more: bool
     parts: list[str]
     repeated: int = 0
-    """Tasks that were played more than once, where change was asked for."""
+    """Tasks that were sampled more than once, in a query for change."""
 
 
 _entries = msgspec.json.Decoder(Entry)
@@ -139,9 +139,9 @@ def browse(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SECONDS) 
     """A page of a run's rollouts.
 
     Args:
-        folder: The run's.
-        query: What is wanted.
-        seconds: How long the journal may be read for the index.
+        folder: The run's folder.
+        query: Order, filters and position.
+        seconds: Time limit for indexing the journal.
 
     Raises:
         InvalidValue: There is no such reward part.
@@ -189,7 +189,7 @@ def _matches(entry: Entry, query: Query) -> bool:
 
 
 def _key(entry: Entry, query: Query) -> tuple[float, int]:
-    """What a page is sorted by, the largest first; of equal ones the newest."""
+    """The sort key, largest first; among equal ones the newest first."""
     if query.order == "newest":
         return float(entry.seq), entry.seq
     if query.part is not None:
@@ -203,7 +203,7 @@ def _value(entry: Entry, query: Query) -> float:
 
 
 def _most_changed(index: _Index, query: Query, complete: bool) -> Browsed:
-    """Tasks by how far their reward moved from the first time they were played to the last."""
+    """Tasks by the change of their reward between the first and the last time they were sampled."""
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
     parts: set[str] = set()
@@ -236,7 +236,7 @@ def _most_changed(index: _Index, query: Query, complete: bool) -> Browsed:
 
 
 class _Index:
-    """The index of one journal. Where it cannot be written (a read-only folder), it is kept in memory for this call."""
+    """The index of one journal. If it cannot be written (a read-only folder), it is kept in memory for this call."""
 
     def __init__(self, journal: Path) -> None:
         self._journal = journal
@@ -251,14 +251,14 @@ class _Index:
         yield from self._extra
 
     def extend(self, deadline: float) -> bool:
-        """Reads on in the journal until the deadline; whether all of it was read."""
+        """Index more of the journal until the deadline; return whether all of it is indexed."""
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
             self._ends = self._read_so_far()
             return self._walk(deadline, lambda entries, _: self._extra.extend(entries))
         try:
-            if not _locked(descriptor, deadline):  # another server is at it
+            if not _locked(descriptor, deadline):  # another server is indexing
                 return False
             if not self._sound():
                 os.ftruncate(descriptor, 0)
@@ -270,13 +270,13 @@ class _Index:
                 os.write(descriptor, b"".join(_encode(one) + b"\n" for one in (*entries, mark)))
 
             return self._walk(deadline, keep)
-        except OSError:  # the disk is full: what was kept stands, the next call tries again
+        except OSError:  # the disk is full; the next call tries again
             return False
         finally:
             os.close(descriptor)
 
     def read(self, entry: Entry) -> Group | None:
-        """A group's body; None where its segment was removed or is damaged."""
+        """A group's body; None if its segment was removed or is damaged."""
         try:
             with self._segment(entry.segment).open("rb") as file:
                 file.seek(entry.at)
@@ -306,7 +306,7 @@ class _Index:
                                 return False
                 if end > done:
                     keep(entries, _Mark(segment, end))
-            except FileNotFoundError:  # its groups were passed by a checkpoint, and it was removed
+            except FileNotFoundError:  # removed after a checkpoint
                 continue
         return True
 
@@ -314,7 +314,7 @@ class _Index:
         return self._journal / f"{number:08d}.journal"
 
     def _lines(self) -> Iterator[bytes]:
-        """Lines up to the last mark: what comes after it was cut short, and is read anew."""
+        """Lines up to the last mark; lines after it are incomplete and are indexed again."""
         try:
             file = self._path.open("rb")
         except OSError:
@@ -362,7 +362,7 @@ def _locked(descriptor: int, deadline: float) -> bool:
 
 
 def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
-    """A group's line. One whose body is not what the API takes in has no rollouts."""
+    """A group's entry. A body that the API would not accept counts as a group without rollouts."""
     try:
         read = _bodies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,11 +1,10 @@
-"""Which checkpoints can be trusted: each carries a manifest of its files' sizes and digests, and is held against it
-before anybody uses it.
+"""Seal checkpoints and verify them: each has a manifest with the sizes and digests of its files.
 
     step-000120/manifest.json   {"version": 1, "files": {"state.json": {"bytes": 912, "sha256": "..."}, ...}}
 
-The manifest is written last, after every file was synced, so a checkpoint that lacks it was not finished. Those that
-older versions wrote have none (their state.json says version 1); of them only state.json can be looked at. Nothing
-that is damaged is deleted.
+The manifest is written last, after every file was synced, so a checkpoint without one is unfinished. Checkpoints of
+older versions have none (their state.json says version 1); only their state.json can be checked. Nothing damaged is
+deleted.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ __all__ = [
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 STATE_VERSION = 2
-"""Of state.json. Since version 2 there is a manifest beside it."""
+"""Version of state.json. Since version 2 there is a manifest beside it."""
 
 _HASHERS = 4
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found sound: where it lies, its step, and the cursor behind the last group in it."""
+    """A sound checkpoint: its folder, its step, and the cursor after the last group in it."""
 
     path: Path
     step: int
     cursor: int
 
     def told(self, folder: RunFolder) -> dict[str, Any]:
-        """As a status tells it."""
+        """The checkpoint as a status shows it."""
         at = self.path.stat().st_mtime
         return {"step": self.step, "path": str(self.path.relative_to(folder.path)), "cursor": self.cursor, "at": at}
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A checkpoint that cannot be used, and which of its files is wrong and how."""
+    """A checkpoint that cannot be used, with the file that is damaged and how."""
 
     path: Path
     what: str
@@ -68,9 +67,9 @@ class Damage:
 
 
 def seal(folder: Path) -> None:
-    """Syncs every file of a checkpoint, then writes its manifest and syncs that and the folders.
+    """Sync every file of a checkpoint, then write its manifest and sync it and the folders.
 
-    Digests are computed by threads while the disk works. Raises: OSError.
+    Threads compute the digests while the disk syncs. Raises: OSError.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     names = list(_files(folder))
@@ -88,12 +87,12 @@ def seal(folder: Path) -> None:
 
 
 def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None where it is sound.
+    """The first problem of a checkpoint, with the file's name; None if it is sound.
 
     Args:
         path: Its folder.
-        hash_bytes: Compare digests of at most so many bytes, the smallest files first, and of the others their sizes;
-            None: of all.
+        hash_bytes: Compare digests of at most so many bytes, smallest files first, and only sizes of the others; None:
+            digests of all files.
 
     Raises:
         TooNew: A newer version wrote it.
@@ -119,7 +118,7 @@ def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
             if hash_bytes is not None and (hash_bytes := hash_bytes - size) < 0:
                 continue
             if _digest(path / name)[1] != entry["sha256"]:
-                return f"{name} is not what was written: its SHA-256 differs"
+                return f"{name} is damaged: its SHA-256 differs"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
@@ -130,11 +129,11 @@ def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
 def newest_sound(
     folder: RunFolder, *, below: int | None = None, hash_bytes: int | None = None
 ) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest checkpoint that is sound, and those after it that are not, newest first. None: there is none.
+    """The newest sound checkpoint (None if there is none), and the damaged ones after it, newest first.
 
     Args:
-        folder: The run's.
-        below: Only checkpoints of steps up to this one.
+        folder: The run's folder.
+        below: Only consider checkpoints of steps up to this one.
         hash_bytes: See `problem_of`.
 
     Raises:
@@ -153,16 +152,16 @@ def newest_sound(
 
 
 def nothing_sound(folder: RunFolder, damaged: Sequence[Damage]) -> Corrupt:
-    """The error to raise where a run has checkpoints and none that can be used."""
-    said = " ".join(str(damage) for damage in damaged[:3])
+    """The error to raise if a run has checkpoints but none can be used."""
+    problems = " ".join(str(damage) for damage in damaged[:3])
     return Corrupt(
-        f"{folder.run_id} has no sound checkpoint to go on from. {said}",
-        hint="They were left as they are. Move the folder away to begin again at step 0, or put back what it held.",
+        f"{folder.run_id} has no sound checkpoint to resume from. {problems}",
+        hint="They were left as they are. Move the folder away to start again at step 0, or restore its files.",
     )
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that a new one can take its place and nobody counts it; where it lies now."""
+    """Rename a damaged checkpoint so that a new one can take its place; return its new path."""
     for number in range(1, 1000):
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
         if not aside.exists():
@@ -175,7 +174,7 @@ def _state(path: Path) -> tuple[int, int]:
     """Step and cursor.
 
     Raises:
-        NotFound, Corrupt: state.json is missing or not what was written.
+        NotFound, Corrupt: state.json is missing or damaged.
     """
     state = read_json(path / "state.json", STATE_VERSION)
     try:
@@ -197,7 +196,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]] | None:
     except (TypeError, KeyError, ValueError, AttributeError):
         raise Corrupt(f"{MANIFEST} is not a manifest") from None
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
-        raise Corrupt(f"{MANIFEST} names files elsewhere")
+        raise Corrupt(f"{MANIFEST} names files outside the checkpoint")
     return files
 
 

@@ -1,7 +1,7 @@
-"""Where the curricula of a run stand: curriculum.json of its folder, by environment.
+"""Progress of a run's curricula: curriculum.json in its folder, by environment.
 
-The rollout driver writes it when it has measured or moved; a driver that is started again, and an attempt that goes on
-from a checkpoint, take it up. A level that was reached after the checkpoint is not reached yet.
+The driver writes it after each measurement. A restarted driver, and an attempt that resumes from a checkpoint, continue
+from it; a level that was reached after the checkpoint does not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Record(BaseModel):
 
 
 class Measure(_Record):
-    """One measure on validation tasks: after `step` updates of the policy, at number `level`."""
+    """One measurement on validation tasks: after `step` updates of the policy, at level number `level`."""
 
     step: int
     level: int
@@ -37,7 +37,7 @@ class Measure(_Record):
 
 
 class Climbed(_Record):
-    """One environment's curriculum: its knob, the values of its levels, and what was measured, oldest first."""
+    """One environment's curriculum: its knob, the values of its levels, and the measurements, oldest first."""
 
     knob: str
     levels: list[Any]
@@ -48,11 +48,11 @@ class Climbed(_Record):
 
     @property
     def value(self) -> Any:
-        """What the knob is now."""
+        """The present value of the knob."""
         return self.levels[min(self.level, len(self.levels) - 1)]
 
     def at(self, step: int) -> Climbed:
-        """As it stood after `step` steps."""
+        """The progress after `step` steps."""
         measures = [one for one in self.measures if one.step <= step]
         moves = [one for one in measures if one.moved]
         level, since = (moves[-1].level + 1, moves[-1].step) if moves else (0, 0)
@@ -62,7 +62,7 @@ class Climbed(_Record):
 
 
 class Curricula(_Record):
-    """The file."""
+    """The content of curriculum.json."""
 
     version: int = CURRICULUM_VERSION
     environments: dict[str, Climbed] = {}
@@ -70,7 +70,7 @@ class Curricula(_Record):
 
     @classmethod
     def read(cls, folder: RunFolder) -> Curricula | None:
-        """A run's curricula; None where it has none, or has measured nothing yet.
+        """A run's curricula; None if it has none, or no measurement yet.
 
         Raises:
             Corrupt: The file cannot be read.
@@ -80,10 +80,10 @@ class Curricula(_Record):
         except NotFound:
             return None
         except ValidationError as error:
-            raise Corrupt(f"{folder.path / _NAME} is no curriculum: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(f"{folder.path / _NAME} is not a curriculum: {misfits(error)}.", hint=LEFT) from None
 
     def write(self, folder: RunFolder) -> None:
-        """Replaces the file. Raises: OSError."""
+        """Replace the file. Raises: OSError."""
         kept = {
             label: one.model_copy(update={"measures": _thinned(one.measures)})
             for label, one in self.environments.items()
@@ -92,6 +92,6 @@ class Curricula(_Record):
 
 
 def _thinned(measures: list[Measure]) -> list[Measure]:
-    """All that moved, and the newest others."""
+    """All measurements that opened a level, and the newest others."""
     newest = {id(one) for one in measures[-_MOST_MEASURES:]}
     return [one for one in measures if one.moved or id(one) in newest]

@@ -1,5 +1,6 @@
-"""What a figure was measured by, as hashes: two runs can be compared only where environment and evaluator are the same,
-and a run can be trusted only where they stayed the same while it went on.
+"""Hashes of the code behind a measurement: environment, reward functions and evaluator.
+
+Two runs can be compared only if these are the same, and a run can be trusted only if they stayed the same during it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ __all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "mea
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _SDK = ("sdk", "sdk/authoring", "sdk/worker")
 _EVALUATOR = ("training/evaluation/evaluator.py", "training/rollouts/group_sampler.py")
-"""What decides how an answer is asked for and counted; how it is scored stands in the sdk."""
+"""Code that samples and counts answers; the code that scores them is in the sdk."""
 _SHOWN = 16
 
 
 def environment_digest(source: EnvironmentSource) -> str:
-    """The hash of the code of an environment: its file, or every Python file of the package that it is the head of, or
-    the adapter's module and what it is asked for. `missing` where a file is gone.
+    """The hash of an environment's code; `missing` if a file is missing.
 
-    Packages that an environment imports are told by their versions, and data by the hashes of the tasks.
+    The code is its file, or every Python file of its package, or the adapter's module and its target. Imported packages
+    are compared by version elsewhere, and data by the hashes of the tasks.
     """
     if source.file is None:
         adapter = _PACKAGE / "sdk" / "adapters" / f"{(source.adapter or '').rsplit('.', 1)[-1]}.py"
@@ -35,25 +36,25 @@ def environment_digest(source: EnvironmentSource) -> str:
 
 
 def rewards_digest(source: EnvironmentSource) -> str:
-    """The hash of the reward functions that a configuration adds to an environment; `missing` where a file is gone."""
+    """The hash of the reward functions that a configuration adds to an environment; `missing` if a file is missing."""
     said = ";".join(f"{one.name} {one.weight} {one.low} {one.high} {one.attribute}" for one in source.rewards)
     return digest_of([Path(one.file) for one in source.rewards], said)
 
 
 def evaluator_digest() -> str:
-    """The hash of our own code that asks, scores and counts."""
+    """The hash of our own code that samples, scores and counts."""
     sdk = [file for folder in _SDK for file in sorted((_PACKAGE / folder).glob("*.py"))]
     return digest_of([*sdk, *(_PACKAGE / name for name in _EVALUATOR)])
 
 
 def measuring(source: EnvironmentSource) -> dict[str, str]:
-    """What measures, as it lies on the disk now: `environment`, `toprope`, and `rewards` where functions are added."""
+    """Digests of the code on disk now: `environment`, `toprope`, and `rewards` if functions are added."""
     found = {"environment": environment_digest(source), "toprope": evaluator_digest()}
     return found | ({"rewards": rewards_digest(source)} if source.rewards else {})
 
 
 def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What `measuring` gave of several environments as one."""
+    """The digests of several environments as one."""
     if len(measured) == 1:
         return dict(measured[0])
     found = dict(measured[0])
@@ -65,7 +66,7 @@ def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def digest_of(files: Iterable[Path], more: str = "") -> str:
-    """SHA-256 over names and contents, 16 hexadecimal digits; `missing` where a file cannot be read."""
+    """SHA-256 over names and contents, 16 hexadecimal digits; `missing` if a file cannot be read."""
     found = hashlib.sha256(more.encode())
     try:
         for file in files:

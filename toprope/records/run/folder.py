@@ -1,12 +1,12 @@
-"""The run folder, the truth about a run: where everything lies, and how it is written so that a reader never sees half.
+"""The run folder, which holds the truth about a run: its files, who writes them, and how to read them.
 
     <run_id>/
       spec.json          the frozen specification            (written once, before the keeper starts)
       manifest.json      what its numbers depend on          (keeper only; toprope.diff beside it)
       status.json        state with its data                 (keeper only, replaced atomically)
       events.jsonl       what happened, numbered             (keeper only, appended)
-      orders/            what front ends ask of the keeper   (renamed into place, removed when carried out)
-      keeper.lock        held by the keeper for life         (flock; whoever can take it knows the keeper is gone)
+      orders/            requests to the keeper              (renamed into place, removed when carried out)
+      keeper.lock        held by the keeper while it lives   (flock; if it can be taken, the keeper is gone)
       metrics.jsonl      one row a step                      (trainer only, appended)
       evaluations/       <label>.json                        (environment's driver)
       journal/           accepted groups                     (API only)
@@ -18,7 +18,7 @@
       plot.png           reward and accuracy over steps      (keeper's plot program, at the end)
       crew/              weights in flight, temporary files of the members; gone at the end
 
-Folders are 0700 and files 0600: a run holds prompts, answers and sometimes paths that are nobody else's business.
+Folders are 0700 and files 0600, because a run holds private prompts, answers and paths.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ __all__ = [
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
 _LONGEST_TMPDIR = 75
-"""Programs make sockets below TMPDIR, and the path of a socket may have 107 characters."""
+"""Programs create sockets below TMPDIR, and the path of a socket has at most 107 characters."""
 
 
-LEFT = "It was left as it is. The owner mends it, or removes the run's folder; list_runs names the other runs."
-"""What to do about a file of a run that is not what we wrote."""
+LEFT = "It was left as it is. The owner repairs it, or removes the run's folder; list_runs names the other runs."
+"""The hint for a damaged file of a run."""
 
 
 def misfits(error: ValidationError) -> str:
-    """What does not fit, in words without the library's noise: `reason (a string), step (an integer)`."""
+    """The first fields that do not fit and why, such as `step (Input should be a valid integer)`."""
     entries = error.errors(include_url=False, include_input=False, include_context=False)
     places = [f"{'.'.join(map(str, entry['loc'])) or 'the whole'} ({entry['msg']})" for entry in entries[:4]]
     return ", ".join(places)
 
 
 EVALUATION_VERSION = WANDB_VERSION = 1
-"""Newest versions known here of files whose writers stand in other rooms than their readers."""
+"""Newest known versions of files that several packages read or write."""
 
 
 def check_version(path: Path, value: Any, newest: int) -> None:
-    """Refuses what a newer version wrote. A value that names no version is of the first.
+    """Refuse a value that a newer version wrote. A value without a version is of the first.
 
     Args:
-        path: Named in the refusal.
-        value: A file's JSON, or a line's.
-        newest: The newest version of such a file that is known here.
+        path: The file, for the message.
+        value: The JSON value of the file or of a line.
+        newest: The newest version that is known here.
 
     Raises:
-        TooNew: Its `version` is above.
+        TooNew: Its `version` is newer.
     """
     version = value.get("version") if isinstance(value, dict) else None
     if isinstance(version, int) and version > newest:
@@ -92,12 +92,12 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     """The value in a JSON file.
 
     Args:
-        path: Which.
-        newest: The newest version of such a file that the caller understands; None: it looks itself.
+        path: The file.
+        newest: The newest version that the caller understands; None: the caller checks it.
 
     Raises:
         NotFound: There is no such file.
-        Corrupt: It is no JSON; TooNew where a newer version wrote it.
+        Corrupt: It is not JSON; TooNew if a newer version wrote it.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -113,14 +113,14 @@ def read_json(path: Path, newest: int | None = None) -> Any:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints by step, the oldest first. What is still being written has another name."""
+    """Complete checkpoints by step, the oldest first. Unfinished ones have other names."""
     found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run's folder. Nothing is created or read until asked."""
+    """Paths in one run's folder. Nothing is created or read until it is asked for."""
 
     path: Path
 
@@ -181,23 +181,22 @@ class RunFolder:
         return self.path / "crew"
 
     def evaluation(self, label: str) -> Path:
-        """Where the evaluation `label` (before, after, test, step-N) lies."""
+        """Path of the evaluation `label` (before, after, test, step-N)."""
         return self.evaluations / f"{label}.json"
 
     def log(self, component: str) -> Path:
-        """Where the newest log of a component lies; older parts end in .1, .2, ..."""
+        """Path of the newest log of a component; older parts end in .1, .2, ..."""
         return self.logs / f"{component}.log"
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, None where there is none. Whether it is sound says `records.checkpoints`."""
+        """The newest complete checkpoint, or None; `records.run.checkpoints` tells whether it is sound."""
         found = checkpoints_in(self.checkpoints)
         return found[-1] if found else None
 
     @property
     def temporary(self) -> Path | None:
-        """Where the members' temporary files go, so that they go with the run: in `crew`, by a name that leaves room
-        for the path of a socket. Where the folder lies too deep for that, by a link beside it; None where even that is
-        too long."""
+        """Folder for the members' temporary files: in `crew`, or a link beside the run if that path is too long for
+        sockets. None if the link's path is too long as well."""
         own = self.crew / "tmp"
         return next((path for path in (own, self._short) if len(str(path)) <= _LONGEST_TMPDIR), None)
 
@@ -206,7 +205,7 @@ class RunFolder:
         return self.path.parent / f".t-{hashlib.sha256(self.run_id.encode()).hexdigest()[:10]}"
 
     def make_temporary(self) -> None:
-        """Makes what `temporary` names."""
+        """Create the folder `temporary`."""
         own = self.crew / "tmp"
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.temporary == self._short and not (self._short.is_symlink() and self._short.resolve() == own.resolve()):
@@ -214,8 +213,8 @@ class RunFolder:
             self._short.symlink_to(own)
 
     def tidy(self) -> None:
-        """Removes what is of no use once the crew is gone: weights in flight, and what somebody who was killed left
-        half written. Orders are their writers' own affair."""
+        """Remove the crew's files and unfinished files of killed writers, after the crew is gone. Orders stay; their
+        writers remove them."""
         shutil.rmtree(self.crew, ignore_errors=True)
         self._short.unlink(missing_ok=True)
         for place in (self.path, self.evaluations, self.checkpoints):
@@ -227,12 +226,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs: Path, run_id: str) -> RunFolder:
-        """Makes the folder and those within it, readable by its owner only.
+        """Create the folder and its subfolders, readable by their owner only.
 
         Raises:
             FileExistsError: A run of that id exists.
-            NotPossibleNow: The folder of runs cannot be made.
-            ValueError: The id is not one.
+            NotPossibleNow: The folder of runs cannot be created.
+            ValueError: Not a valid run id.
         """
         if not RUN_ID.fullmatch(run_id):
             raise ValueError(f"{run_id!r} is not a run id")
@@ -240,8 +239,8 @@ class RunFolder:
             runs.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise NotPossibleNow(
-                f"The folder of runs {runs} cannot be made: {error.strerror or error}.",
-                hint="Move away what lies in its place, make room, or set TOPROPE_HOME to another folder.",
+                f"The folder of runs {runs} cannot be created: {error.strerror or error}.",
+                hint="Move away the file in its place, make room, or set TOPROPE_HOME to another folder.",
             ) from None
         folder = cls(runs / run_id)
         folder.path.mkdir(mode=0o700)
@@ -254,7 +253,7 @@ class RunFolder:
         """The folder of an existing run.
 
         Raises:
-            NotFound: There is none, or the id is not one (a path, say, or a seed group's).
+            NotFound: There is none, or it is not the id of a run (but a path, or the id of a seed group).
         """
         folder = cls(runs / run_id)
         if not RUN_ID.fullmatch(run_id) or not folder.path.is_dir():

@@ -1,7 +1,7 @@
-"""Appending lines to a file that must survive a full disk: what finds no room waits in memory, in its order.
+"""Write on a full disk: lines that wait in memory for room, and room that is held in reserve.
 
-A line is written whole or not at all, as readers see it: a disk that fills in the middle of one leaves a piece that the
-next write ends with a newline, and the line is written again.
+For readers a line is written whole or not at all: if the disk fills in the middle of one, the next write ends the piece
+with a newline and writes the line again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 __all__ = ["NO_ROOM", "Ballast", "PatientLines"]
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What writing fails with where there is no room: disk, quota, or limit of a file's size."""
+"""Errors of a write without room: the disk, a quota, or the limit on a file's size."""
 
 
 class PatientLines:
-    """Lines at the end of the file at `path`; one writer at a time.
+    """Appends lines to the file at `path`, in order; lines without room wait in memory. One writer at a time.
 
     Args:
-        path: Made at the first line, readable by its owner only.
-        most: Lines kept while there is no room; of more the oldest are dropped.
+        path: Created at the first line, readable by its owner only.
+        most: Lines that may wait; beyond that the oldest are dropped.
     """
 
     def __init__(self, path: Path, most: int = 1000) -> None:
@@ -32,14 +32,14 @@ class PatientLines:
 
     @property
     def behind(self) -> int:
-        """How many lines are not in the file yet."""
+        """Number of waiting lines."""
         return len(self._waiting)
 
     def append(self, line: bytes) -> bool:
-        """Writes a line, which ends in a newline, after those that wait; False where it has to wait itself.
+        """Write a line (with its newline) after the waiting ones; return False if it has to wait too.
 
         Raises:
-            OSError: The file cannot be written, and not for lack of room.
+            OSError: The file cannot be written, for another reason than lack of room.
         """
         self._waiting.append(line)
         if len(self._waiting) > self._most:
@@ -47,7 +47,7 @@ class PatientLines:
         return self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes what waits; whether nothing waits any more. Raises: see `append`."""
+        """Write the waiting lines; return whether none is left. Raises: see `append`."""
         if self._waiting:
             try:
                 self._write()
@@ -65,7 +65,7 @@ class PatientLines:
                 if written < len(line):
                     self._torn = self._torn or written > 0
                     if written == len(line) - 1:
-                        self._waiting[0] = b""  # all but its end: that comes next
+                        self._waiting[0] = b""  # only its newline is missing, which `_torn` adds
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._torn = False
                 self._waiting.popleft()
@@ -74,10 +74,10 @@ class PatientLines:
 
 
 class Ballast:
-    """Room that is set aside, to be given up when a disk is full: for saying that it is.
+    """Reserved room on a disk, released when the disk is full so that this can be reported.
 
     Args:
-        path: A file that holds the room, made at once where that is possible.
+        path: The file that holds the room; created at once if possible.
         size: Bytes.
     """
 
@@ -86,7 +86,7 @@ class Ballast:
         self.take()
 
     def take(self) -> None:
-        """Sets the room aside, unless it is, or there is none."""
+        """Reserve the room, unless it is reserved already or the disk is full."""
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -98,7 +98,7 @@ class Ballast:
             self.drop()
 
     def drop(self) -> bool:
-        """Gives the room up; whether there was any."""
+        """Release the room; return whether any was reserved."""
         try:
             os.unlink(self._path)
         except OSError:

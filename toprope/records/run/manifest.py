@@ -1,7 +1,7 @@
-"""manifest.json of a run: everything that its numbers depend on, so that a second run can be held against it.
+"""manifest.json of a run: everything that its numbers depend on, for comparison with another run.
 
-The keeper writes it when the run starts and completes it when policy and environment have loaded. It is for people,
-too: indented, plain names. What a run depends on is in `inputs`; two manifests with equal inputs describe the same run.
+The keeper writes it when the run starts and completes it when policy and environment have loaded. It is indented for
+people. Two manifests with equal `inputs` describe the same run.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ class Code(_Section):
 
     version: str
     commit: str | None = None
-    """Of the checkout that it runs from; None where it was installed."""
+    """Commit of the checkout; None for an installed package."""
     changes_sha256: str | None = None
-    """Hash of what differs from the commit, None where nothing does. The difference lies in `changes_file`."""
+    """Hash of the uncommitted changes, which are in `changes_file`; None if there are none."""
     changes_file: str | None = None
 
 
 class Configuration(_Section):
-    """What was frozen; spec.json has the whole of it."""
+    """The frozen configuration, in short; spec.json has all of it."""
 
     sha256: str
     preset: str | None = None
     beside_preset: dict[str, list[Any]] = {}
-    """Fields that differ from the preset: its value, the run's."""
+    """Fields that differ from the preset: the preset's value and the run's."""
     locks_sha256: str
     deterministic: bool = False
     seed: int
 
 
 class EnvironmentInputs(_Section):
-    """What is trained on."""
+    """An environment of the run."""
 
     name: str
     source: str = ""
     sha256: str | None = None
-    """Of the file that holds it, or of the adapter's."""
+    """Hash of its file, or of its adapter's."""
     files: dict[str, str] = {}
     """Hashes of files that its knobs name."""
     python: str = ""
-    """The interpreter that it runs in; empty: ours."""
+    """Its interpreter; empty: ours."""
     versions: dict[str, str] = {}
-    """Packages that it says it depends on, from its own interpreter."""
+    """Versions, in its interpreter, of the packages that it declares."""
     packages: dict[str, str] = {}
-    """Everything that is installed in an interpreter of its own; empty where it runs in ours."""
+    """All packages installed in its own interpreter; empty if it runs in ours."""
 
 
 class DatasetInputs(_Section):
-    """What a run of kind `sft` learns from, where it is a data set."""
+    """The data set that a run of kind `sft` learns from."""
 
     name: str
     """`best@v2`"""
@@ -81,7 +81,7 @@ class Policy(_Section):
     model: str
     sha256: str | None = None
     hashed: str = ""
-    """`contents`, or `names and sizes` where the contents are too large to read."""
+    """`contents`, or `names and sizes` if the contents are too large to read."""
     bytes: int = 0
 
 
@@ -92,14 +92,14 @@ class Hardware(_Section):
     architecture: str = ""
     system: str = ""
     threads: int = 0
-    """Of each torch process."""
+    """Threads of each torch process."""
     cores: int = 0
     memory_gb: float = 0.0
     gpus: list[str] = []
 
 
 class Manifest(BaseModel):
-    """See the module."""
+    """The content of manifest.json."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -113,7 +113,7 @@ class Manifest(BaseModel):
     configuration: Configuration
     environment: EnvironmentInputs
     mixture: dict[str, EnvironmentInputs] = {}
-    """The environments beside it, by label."""
+    """The other environments of the run, by label."""
     policy: Policy
     dataset: DatasetInputs | None = None
     hardware: Hardware
@@ -122,11 +122,11 @@ class Manifest(BaseModel):
     complete: bool = False
     """Whether policy and environment had loaded."""
     later_attempts: dict[str, dict[str, list[Any]]] = {}
-    """For attempts after the first: inputs that were different then."""
+    """Inputs that differ in attempts after the first."""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the run's numbers depend on."""
+        """The parts that the run's numbers depend on."""
         chosen = {
             "code",
             "configuration",
@@ -146,12 +146,12 @@ class Manifest(BaseModel):
 
     @classmethod
     def path(cls, folder: RunFolder) -> Path:
-        """Where a run's manifest lies."""
+        """Path of a run's manifest."""
         return folder.path / _NAME
 
     @classmethod
     def read(cls, folder: RunFolder) -> Manifest | None:
-        """A run's manifest; None where it has none (an earlier version started it, or it has only begun).
+        """A run's manifest; None if it has none (an earlier version started it, or it has only begun).
 
         Raises:
             Corrupt: It cannot be read.
@@ -164,13 +164,13 @@ class Manifest(BaseModel):
             raise Corrupt(f"{cls.path(folder)} is not a manifest: {misfits(error)}.", hint=LEFT) from None
 
     def write(self, folder: RunFolder) -> None:
-        """Replaces the manifest on disk, in lines for people."""
+        """Replace the manifest on disk, indented for people."""
         write_json(self.path(folder), self.model_dump(mode="json"), indent=1)
 
 
 def site_packages_of(python: str | Path) -> Path | None:
-    """Where the packages of a virtual environment's Python lie; None where `python` is of none."""
-    # Not resolved: the link leads out of the environment, to the Python that it was made with.
+    """The folder of packages of a virtual environment; None if `python` is not in one."""
+    # Not resolved: the link leads out of the environment, to the Python that it was created with.
     prefix = Path(python).absolute().parent.parent
     if not (prefix / "pyvenv.cfg").is_file():
         return None
@@ -178,7 +178,7 @@ def site_packages_of(python: str | Path) -> Path | None:
 
 
 def packages_in(site_packages: Path) -> dict[str, str]:
-    """Distributions and their versions, by name."""
+    """Versions of the installed distributions, by name, read without starting the interpreter."""
     found = {}
     for one in metadata.distributions(path=[str(site_packages)]):
         name = one.metadata["Name"] if one.metadata is not None else None

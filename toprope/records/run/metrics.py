@@ -1,11 +1,10 @@
-"""Reading metrics.jsonl: all of it, its last row, or as much as a picture or a report needs of a file of any size.
+"""Read metrics.jsonl: all of it, its last row, or a sample that is large enough for a plot or a report.
 
-A run of a million steps leaves hundreds of megabytes. Nobody who looks at it needs every row, so `read_history` reads a
-small file whole and of a large one only rows at even distances of bytes, which costs the same whatever its size.
+A run of a million steps leaves hundreds of megabytes. `read_history` reads a small file whole, and from a large one
+only rows at even distances of bytes, which costs the same for any size.
 
-The trainer writes a first line for each attempt that says which version of the file follows; it is no row. An attempt
-that goes on from a checkpoint writes steps again that came after it: a row counts unless a later line has its step or a
-lower one.
+The trainer begins each attempt with a header line that names the file's version. An attempt that resumes from a
+checkpoint writes the steps after it again: a row counts unless a later line has the same or a lower step.
 """
 
 from __future__ import annotations
@@ -29,36 +28,37 @@ _WHOLE_BYTES = 1 << 20
 """A file up to this size is read whole."""
 _ROWS = 512
 _PIECE = 2048
-"""Bytes read at a place; a row of ours has some 600."""
+"""Bytes read at each place; a row has about 600."""
 _LONGEST_ROW = 1 << 17
 _decoder = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True)
 class History:
-    """Rows of a run, ascending by step, the newest among them. `whole`: every row that counts is there; else they lie
-    at about even distances."""
+    """Rows of a run, ascending by step, including the newest. `whole`: every row that counts; otherwise rows at about
+    even distances."""
 
     rows: list[dict[str, Any]]
     whole: bool
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest row; empty where there is none."""
+        """The newest row; empty if there is none."""
         return self.rows[-1] if self.rows else {}
 
 
 def header(attempt: int) -> bytes:
-    """The line that an attempt of the trainer writes before its first row."""
+    """The header line of an attempt, which the trainer writes before its first row."""
     line = {"version": METRICS_VERSION, "attempt": attempt}
     return json.dumps(line).encode() + b"\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every row that counts, ascending by step; none where there is no file. Lines that are torn are passed over.
+    """Every row that counts, ascending by step; none if the file is missing. Torn lines are skipped.
 
     Raises:
         TooNew: A newer version wrote the file.
+        Corrupt: The file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -70,10 +70,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_history(path: Path, rows: int = _ROWS) -> History:
-    """About `rows` rows over the whole of a run, in milliseconds; all of them where the file is small.
+    """About `rows` rows over a whole run, in milliseconds; all rows of a small file.
 
     Raises:
         TooNew: A newer version wrote the file.
+        Corrupt: The file cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -92,7 +93,7 @@ def read_history(path: Path, rows: int = _ROWS) -> History:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The newest row; empty where there is none. Reads the end of the file only.
+    """The newest row; empty if there is none. Reads only the end of the file.
 
     Raises:
         TooNew: A newer version wrote it.
@@ -112,10 +113,10 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _row(path: Path, line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it is torn, or a header.
+    """The row in a line; None if it is torn or a header.
 
     Raises:
-        TooNew: It says that a newer version wrote what follows.
+        TooNew: It is the header of a newer version.
     """
     try:
         row = _decoder.decode(line)
@@ -131,7 +132,7 @@ def _row(path: Path, line: bytes) -> dict[str, Any] | None:
 
 
 def _counting(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those that a later row's step takes back."""
+    """The rows without those that a later attempt repeated."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         while kept and kept[-1]["step"] >= row["step"]:
@@ -154,7 +155,7 @@ def _sampled(path: Path, descriptor: int, size: int, count: int) -> Iterator[dic
 
 
 def _row_after(path: Path, descriptor: int, at: int, size: int) -> tuple[dict[str, Any] | None, int]:
-    """The first row that begins at or after byte `at`, and where it does."""
+    """The first row that begins at or after byte `at`, and its offset."""
     start, length = max(at - 1, 0), _PIECE
     while True:
         piece = os.pread(descriptor, length, start)

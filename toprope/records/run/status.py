@@ -1,10 +1,10 @@
-"""A run's life as its folder tells it: the states, the status that carries its own data, and events.
+"""The status of a run as its folder records it: states, the status with its data, findings and events.
 
     queued -> validating -> starting -> training -> evaluating -> completed
     any of these -> stopping -> stopped          any of these -> failed | lost
     starting | training | evaluating <-> paused
     stopped | failed | lost -> (resume: same run, next attempt) -> queued
-    lost -> stopped (somebody stops it before it goes on by itself)
+    lost -> stopped (stopped before it resumes by itself)
 
 A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 """
@@ -49,7 +49,7 @@ EVENT_VERSION = 1
 
 _TAIL_BYTES = 1 << 15
 _NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
-"""How a line of ours begins: those that are known already are passed over without reading them."""
+"""Beginning of an event's line; lines of known numbers are skipped without decoding them."""
 
 FindingLevel = Literal["note", "warning", "critical", "over"]
 """`over`: the rule no longer holds."""
@@ -93,7 +93,7 @@ class _Record(BaseModel):
 
 
 class Failure(_Record):
-    """Why a run failed: which component, how it ended, what it said last, what may help."""
+    """The failure of a run: its component, how that ended, its last output, and a hint."""
 
     component: str
     reason: str
@@ -102,26 +102,26 @@ class Failure(_Record):
     excerpt: list[str] = []
     hint: str = ""
     kind: str = ""
-    """What it is called (`toprope.analysis.failures.Kind`); empty where nobody classified it."""
+    """Kind of failure (`toprope.analysis.failures.Kind`); empty if it was not classified."""
     evidence: str = ""
-    """The line that says so."""
+    """The line that shows it."""
 
 
 class CrewMember(_Record):
-    """One component as the keeper sees it now."""
+    """The present state of one component."""
 
     state: Literal["starting", "ready", "finished", "exited", "stopped"]
     pid: int | None = None
     exit_code: int | None = None
     since: float
     restarts: int = 0
-    """How often it was started again in this attempt."""
+    """Its restarts in this attempt."""
     worker_restarts: int = 0
-    """How often the environment started its worker again."""
+    """Restarts of the environment's worker."""
 
 
 class Finding(BaseModel):
-    """One diagnosis. Its event's data is its `model_dump(mode="json")`."""
+    """One diagnosis: a rule, the values that it saw, and the next step. Stored as the data of an event."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -129,16 +129,16 @@ class Finding(BaseModel):
     """The rule's id, such as `collapse`; stable, so that agents and tests can name it."""
     level: FindingLevel
     what: str
-    """One sentence: what is the case."""
+    """One sentence that states the problem."""
     observed: dict[str, Any] = {}
-    """The values that it rests on, by name."""
+    """The values behind it, by name."""
     threshold: str = ""
-    """What they were held against, in words."""
+    """The limit that they were compared with, in words."""
     source: str = ""
-    """Where the threshold comes from."""
+    """The source of the threshold."""
     confidence: Literal["low", "medium", "high"] = "medium"
     next: str = ""
-    """What to do about it: a call, or a change with its field."""
+    """The recommended call, or the change of a field."""
     step: int | None = None
 
 
@@ -163,20 +163,20 @@ class Status(_Record):
     crew: dict[str, CrewMember] = {}
     counts: dict[str, Any] = {}
     making: dict[str, Any] = {}
-    """What the environment says of the groups that it made, over all its lives: `begun`, `posted`, `unanswered` (it
-    ended before the API had answered the post; the API's account says whether it has them), and `given_up` by reason.
-    Once the run has ended, begun = posted + unanswered + the sum of given_up."""
+    """The environment's counts of groups over all its lives: `begun`, `posted`, `unanswered` (it ended before the API
+    answered the post; the API's counts tell whether it has them), and `given_up` by reason. At the end of the run,
+    begun = posted + unanswered + the sum of given_up."""
     evaluations: dict[str, dict[str, Any]] = {}
     curricula: dict[str, dict[str, Any]] = {}
-    """By environment where a curriculum stands since it moved: `knob`, `value`, `level` (from 0) of `levels`."""
+    """Curricula that have moved, by environment: `knob`, `value`, `level` (from 0) of `levels`."""
     checkpoint: dict[str, Any] | None = None
     failure: Failure | None = None
     findings: list[Finding] = []
-    """What diagnosis holds against the run now, the most severe first."""
+    """Present findings, the most severe first."""
     resume_at: float | None = None
-    """Of a lost run that goes on by itself: from when."""
+    """Time at which a lost run may resume by itself."""
     resumed_lost: int = 0
-    """How often in a row it went on by itself, without a checkpoint in between."""
+    """Automatic resumptions in a row, without a checkpoint in between."""
 
     @property
     def ended(self) -> bool:
@@ -193,7 +193,7 @@ class Status(_Record):
 
         Raises:
             NotFound: The run has none yet.
-            Corrupt: It cannot be read; TooNew where a newer version wrote it.
+            Corrupt: It cannot be read; TooNew if a newer version wrote it.
         """
         try:
             return cls.model_validate(read_json(folder.status, STATUS_VERSION))
@@ -201,12 +201,12 @@ class Status(_Record):
             raise Corrupt(f"{folder.status} is not a status: {misfits(error)}.", hint=LEFT) from None
 
     def write(self, folder: RunFolder) -> None:
-        """Replaces the status on disk. The keeper's right alone while a run lives."""
+        """Replace the status on disk. While a run lives, only its keeper may."""
         write_json(folder.status, self.model_dump(mode="json"))
 
 
 class Event(_Record):
-    """Something that happened to a run. Kinds: state, evaluation, checkpoint, first_step, finding, warning,
+    """An event of a run; kinds: state, evaluation, checkpoint, first_step, finding, warning,
     restart, curriculum, end."""
 
     seq: int
@@ -217,9 +217,9 @@ class Event(_Record):
 
 
 class EventLog:
-    """Appends numbered events to a run's events.jsonl; goes on after the last number found there.
+    """Appends numbered events to a run's events.jsonl, continuing after the last number in it.
 
-    What a full disk does not take is kept, and written before the next event or by `catch_up`.
+    Events without room on the disk wait, and are written before the next event or by `catch_up`.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -228,14 +228,14 @@ class EventLog:
 
     @property
     def behind(self) -> int:
-        """How many events are not on disk yet."""
+        """Number of waiting events."""
         return self._lines.behind
 
     def append(self, kind: str, **data: Any) -> Event:
-        """Writes one event as one line; one that finds no room, later.
+        """Write one event as one line, later if the disk is full.
 
         Raises:
-            OSError: It cannot be written, and not for lack of room.
+            OSError: It cannot be written, for another reason than lack of room.
         """
         event = Event(seq=self._next, at=time.time(), kind=kind, data=data)
         self._next += 1
@@ -243,16 +243,16 @@ class EventLog:
         return event
 
     def catch_up(self) -> bool:
-        """Writes what is left; whether nothing is left. Raises: see `append`."""
+        """Write the waiting events; return whether none is left. Raises: see `append`."""
         return self._lines.catch_up()
 
 
 def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Event]:
-    """Events with a number above `after`, oldest first; a torn last line is passed over.
+    """Events with a number above `after`, oldest first; a torn last line is skipped.
 
     Args:
-        path: events.jsonl. Only its end is read where `after` is near the last number.
-        after: The last number that is known.
+        path: events.jsonl. Only its end is read if `after` is near the last number.
+        after: The last known number.
         kinds: Only events of these kinds; None: all.
 
     Raises:
@@ -275,7 +275,7 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
 
 
 def _lines_after(path: Path, after: int) -> list[bytes]:
-    """Whole lines of the file: at least those of events above `after`."""
+    """Whole lines of the file, at least those of events above `after`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

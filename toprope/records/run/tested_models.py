@@ -1,8 +1,8 @@
-"""What a test of several models and a question to a policy leave in a run's folder: models.json and answers.json."""
+"""Results of a test of several models (models.json) and of questions to a policy (answers.json) in a run's folder."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -13,14 +13,14 @@ from toprope.records.run.folder import RunFolder, read_json
 __all__ = ["ENDPOINT_KEY", "AnswersTo", "TestedModel", "read_answers", "read_models", "write_answers", "write_models"]
 
 TESTED_VERSION = 1
-"""Of both files."""
+"""Version of both files."""
 
 ENDPOINT_KEY = "TOPROPE_ENDPOINT_"
-"""Begins the variable by which a key of a model at an endpoint reaches the rollout driver, and nobody else."""
+"""Prefix of the variables that carry keys of models at endpoints to the driver, and to no other component."""
 
 
 class TestedModel(BaseModel):
-    """How one model did. What was not measured is None, never 0."""
+    """The result of one model. Values that were not measured are None, never 0."""
 
     __test__ = False
     model_config = ConfigDict(extra="ignore")
@@ -28,24 +28,24 @@ class TestedModel(BaseModel):
     name: str
     model: str
     error: str | None = None
-    """Why it could not be measured; None where it was."""
+    """The reason why it could not be measured; None if it was."""
     sampled: dict[str, Any] | None = None
-    """As the evaluation of a test has it: counts, means and shares over all answers."""
+    """Counts, means and shares over all answers, as in an evaluation."""
     examples: list[dict[str, Any]] = []
     seconds: float
     answered: int = 0
-    """Tasks to which every answer came."""
+    """Tasks with all their answers."""
     unanswered: int = 0
-    """Tasks that the endpoint did not answer after all tries; they are in no mean."""
+    """Tasks that the endpoint did not answer after all attempts; no mean includes them."""
     retries: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cost_usd: float | None = None
-    """What the endpoint said it cost, else tokens times the owner's prices; None where neither is known."""
+    """The cost that the endpoint reported, else tokens times the owner's prices; None if neither is known."""
 
 
 class AnswersTo(BaseModel):
-    """A conversation that was put to a policy, and its answers."""
+    """A conversation with a policy, and its answers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -53,37 +53,39 @@ class AnswersTo(BaseModel):
     answers: list[str] = []
     truncated: list[bool] = []
     error: str | None = None
-    """Why there is no answer."""
+    """The reason why there is no answer."""
 
+
+_Entry = TypeVar("_Entry")
 
 _models = TypeAdapter(list[TestedModel])
 _answers = TypeAdapter(list[AnswersTo])
 
 
 def write_models(folder: RunFolder, models: list[TestedModel]) -> None:
-    """Replaces models.json."""
+    """Replace models.json."""
     _write(folder, "models", _models.dump_python(models, mode="json"))
 
 
 def read_models(folder: RunFolder) -> list[TestedModel]:
-    """The models of models.json; none where there is no such file.
+    """The models in models.json; none if the file is missing.
 
     Raises:
-        Corrupt: It is not what `write_models` wrote.
+        Corrupt: It cannot be read.
     """
     return _read(folder, "models.json", _models)
 
 
 def write_answers(folder: RunFolder, answers: list[AnswersTo]) -> None:
-    """Replaces answers.json."""
+    """Replace answers.json."""
     _write(folder, "answers", _answers.dump_python(answers, mode="json"))
 
 
 def read_answers(folder: RunFolder) -> list[AnswersTo]:
-    """The answers of answers.json; none where there is no such file.
+    """The answers in answers.json; none if the file is missing.
 
     Raises:
-        Corrupt: It is not what `write_answers` wrote.
+        Corrupt: It cannot be read.
     """
     return _read(folder, "answers.json", _answers)
 
@@ -92,11 +94,11 @@ def _write(folder: RunFolder, what: str, entries: list[Any]) -> None:
     write_json(folder.path / f"{what}.json", {"version": TESTED_VERSION, what: entries})
 
 
-def _read(folder: RunFolder, name: str, adapter: TypeAdapter[Any]) -> list[Any]:
+def _read(folder: RunFolder, name: str, adapter: TypeAdapter[list[_Entry]]) -> list[_Entry]:
     path = folder.path / name
     try:
         value = read_json(path, TESTED_VERSION)
-        # Before there was a version the file was the list itself.
+        # Before there were versions, the file was the list itself.
         return adapter.validate_python(value.get(path.stem) if isinstance(value, dict) else value)
     except NotFound:
         return []

@@ -1,6 +1,6 @@
-"""usage.json of a run: what it has taken so far, by its keeper's own measuring, over all attempts.
+"""usage.json of a run: the resources that it has used over all attempts, as its keeper measured them.
 
-Whoever adds up a day reads these files; nobody keeps other books. A keeper that is killed leaves what it wrote last.
+The totals of a day are the sum of these files; there is no other record. A killed keeper leaves its last values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def day_of(at: float) -> str:
 
 
 class Spent(BaseModel):
-    """What was taken within one day. `usd` is None where the price was not known."""
+    """Resources used within one day. `usd` is None if the price was not known."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -36,22 +36,22 @@ class Spent(BaseModel):
 
 
 class Usage(Spent):
-    """What was taken in all."""
+    """Resources used in total."""
 
     version: int = USAGE_VERSION
     at: float = 0.0
-    """When it was measured, seconds since the epoch."""
+    """Time of the measurement, seconds since the epoch."""
     disk_bytes: int = 0
-    """Of the run's folder, now."""
+    """Present size of the run's folder."""
     peak_memory_bytes: int = 0
-    """The most that all processes of the run had in memory together (resident; what they share counts for each)."""
+    """Largest resident memory of all processes of the run together; shared memory counts for each."""
     steps: int = 0
     days: dict[str, Spent] = {}
-    """What of it fell on which day."""
+    """The part of each day."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> Usage | None:
-        """The run's usage; None where nothing was written yet.
+        """The run's usage; None if none was written yet.
 
         Raises:
             Corrupt: It cannot be read.
@@ -61,9 +61,9 @@ class Usage(Spent):
         except NotFound:
             return None
         except ValidationError as error:
-            raise Corrupt(f"{folder.path / 'usage.json'} is not a usage: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(f"{folder.path / 'usage.json'} cannot be read: {misfits(error)}.", hint=LEFT) from None
 
     def write(self, folder: RunFolder) -> None:
-        """Replaces it. The keeper's right alone."""
+        """Replace the file. Only the keeper may."""
         data: dict[str, Any] = self.model_dump(mode="json")
         write_json(folder.path / "usage.json", data)

@@ -369,6 +369,6 @@ def test_journal_names_reason_after_disk_failure(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path, sync="group")
     journal.append(b"x", GroupNote(rows=1))
     assert "gone" in str(journal.fail(OSError(5, "gone")))
-    with pytest.raises(NotPossibleNow, match="nothing more is taken in"):
+    with pytest.raises(NotPossibleNow, match="no more groups are accepted"):
         journal.append(b"y", GroupNote(rows=1))
     journal.close()
