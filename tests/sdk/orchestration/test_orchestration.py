@@ -30,10 +30,10 @@ from toprope.sdk.orchestration import (
     render_state,
 )
 from toprope.sdk.orchestration.calculator import calculate, said
+from toprope.sdk.orchestration.episode import Action
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.search import Corpus
 from toprope.sdk.orchestration.tools import calculator, web_search
-from toprope.sdk.orchestration.types import Action
 from toprope.sdk.rollouts import Rollout, configure
 
 
@@ -190,7 +190,7 @@ def test_what_goes_wrong_in_a_tool_is_an_observation():
     assert "within 0.2 s" in box.call("slow", "long").content
     unknown = box.call("nope", "1")
     assert unknown.failed and "slow, calculator" in unknown.content
-    with pytest.raises(InvalidRequest, match="two tools"):
+    with pytest.raises(InvalidRequest, match="Two tools"):
         Toolbox([calculator(), calculator()])
 
 

@@ -15,7 +15,7 @@ import pytest
 from toprope.sdk.adapters.orchestrator import make
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.energy import Meter
-from toprope.sdk.orchestration.providers import provider
+from toprope.sdk.orchestration.search import provider
 from toprope.sdk.orchestration.tools import Toolbox, calculator, web_search
 from toprope.sdk.rollouts import Rollout, configure
 

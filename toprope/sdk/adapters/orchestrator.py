@@ -19,12 +19,11 @@ from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.grading import is_correct
-from toprope.sdk.orchestration import providers
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation
 from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
-from toprope.sdk.orchestration.search import Corpus
+from toprope.sdk.orchestration.search import Corpus, provider
 from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, priced, web_search
 
 __all__ = ["DESCRIPTION", "Orchestrator", "make"]
@@ -226,7 +225,7 @@ def _tool(name: str, told: Mapping[str, Any]) -> Tool:
     if told.get("corpus"):
         tool = web_search(Corpus.of(Path(told["corpus"])))
     elif told.get("provider"):
-        tool = web_search(providers.provider(told["provider"], told.get("url") or ""))
+        tool = web_search(provider(told["provider"], told.get("url") or ""))
     elif told.get("python"):
         tool = function(_function(told["python"]), name, timeout_s=limit)
     else:

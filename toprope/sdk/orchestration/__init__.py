@@ -1,14 +1,14 @@
-"""Tasks that are solved with tools: the pieces of an orchestrator, for environments, traces and programs of one's own.
+"""Parts of an orchestrator, a policy that solves tasks with tools: for environments, traces and programs of your own.
 
-`environments/orchestrator.py` puts them together. Everything here needs the standard library only.
+`toprope.sdk.adapters.orchestrator` assembles them into an environment. The standard library is enough for all of it.
 """
 
 from toprope.sdk.grading import extract_answer, is_correct, normalize_number
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation, render_state
+from toprope.sdk.orchestration.episode import Action, Episode, Observation, State, Step
 from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import AdaptiveWeights, Scales, Weights, compute, compute_with_breakdown
 from toprope.sdk.orchestration.tools import Price, Tool, Toolbox, function
-from toprope.sdk.orchestration.types import Action, Episode, Observation, State, Step
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""Arithmetic from text, safely: the text is parsed, and only numbers, operators and named functions are evaluated."""
+"""Evaluate arithmetic in text safely: only numbers, operators and a list of functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calculate(text: str) -> int | float:
     """The value of an arithmetic expression: + - * / // % ** ^, parentheses, `sqrt(2)`, `pi`, `1,000`, `50%`.
 
     Raises:
-        InvalidRequest: It is none, divides by zero, or grows beyond reason.
+        InvalidRequest: Not an arithmetic expression, a division by zero, or too large a number.
     """
     if len(text) > _LONGEST:
         raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
@@ -54,16 +54,17 @@ def calculate(text: str) -> int | float:
         raise InvalidRequest("It divides by zero.") from None
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         why = str(error).split("(")[0].strip() or type(error).__name__
-        raise InvalidRequest(f"{text[:80]!r} is no arithmetic expression: {why}.") from None
+        raise InvalidRequest(f"{text[:80]!r} is not an arithmetic expression: {why}.") from None
     if isinstance(value, complex) or not math.isfinite(value):
-        raise InvalidRequest("The value is no real number.")
+        raise InvalidRequest("The value is not a real number.")
+    assert isinstance(value, int | float)
     return value
 
 
 def _value(node: ast.AST) -> Any:
     match node:
         case ast.Constant(value=bool()):
-            raise InvalidRequest("True and False are no numbers.")
+            raise InvalidRequest("True and False are not numbers.")
         case ast.Constant(value=int() | float() as number):
             return number
         case ast.Name(id=name) if name in _NAMES:
@@ -78,7 +79,7 @@ def _value(node: ast.AST) -> Any:
             return _bounded(_FUNCTIONS[name](*(_value(one) for one in arguments)))
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             known = ", ".join(sorted({*_FUNCTIONS, *_NAMES}))
-            raise InvalidRequest(f"There is no {name[:40]!r} here; there are: {known}.")
+            raise InvalidRequest(f"Unknown name {name[:40]!r}; known: {known}.")
     raise InvalidRequest(f"{type(node).__name__} is not arithmetic.")
 
 
@@ -97,7 +98,7 @@ def _bounded(value: Any) -> Any:
 
 
 def said(value: int | float) -> str:
-    """A value as people write it: whole numbers without a point, others with twelve digits at most."""
+    """Format a value: whole numbers without a decimal point, others with at most twelve digits."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value) if isinstance(value, int) else f"{value:.12g}"

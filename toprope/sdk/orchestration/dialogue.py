@@ -1,4 +1,4 @@
-"""What a policy is told, and how its answer is read: structured text, or the tool calls of chat templates.
+"""System prompts for a policy with tools, and parsing of its answers: structured text, or native tool calls.
 
 Structured:
 
@@ -6,8 +6,8 @@ Structured:
     TOOL: calculator
     INPUT: 12 * 34
 
-Native: `<tool_call>{"name": "calculator", "arguments": {"input": "12 * 34"}}</tool_call>`, the form that the chat
-templates of Qwen and Hermes models teach; whatever holds no call is the final answer.
+Native: `<tool_call>{"name": "calculator", "arguments": {"input": "12 * 34"}}</tool_call>`, the form of the chat
+templates of Qwen and Hermes models; a text without a call is the final answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from toprope.sdk.orchestration.types import Action, State
+from toprope.sdk.orchestration.episode import Action, State
 
 __all__ = ["Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
 
@@ -59,13 +59,12 @@ When you know it, answer with the final answer alone."""
 def build_system_prompt(
     tools: Sequence[Any] | Sequence[str], *, mode: Mode = "structured", descriptions: bool = True
 ) -> str:
-    """What a policy is told of its tools and of how to answer.
+    """The system prompt: the tools and the form of an answer.
 
     Args:
-        tools: Tools (`toprope.sdk.orchestration.tools.Tool`), described by their own specification; or
-            names, which are listed as they stand.
-        mode: How the policy is to answer.
-        descriptions: False: names only.
+        tools: Tools (`toprope.sdk.orchestration.tools.Tool`) with their descriptions, or plain names.
+        mode: The form of answers.
+        descriptions: False to list names only.
     """
     if mode == "native":
         lines = [json.dumps({"type": "function", "function": _signature(tool)}, ensure_ascii=False) for tool in tools]
@@ -91,7 +90,7 @@ _ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "re
 
 
 def parse_action(text: str, mode: Mode = "structured") -> Action:
-    """The action in a policy's answer. One that holds none has a `problem` that says what is missing."""
+    """Parse a policy's answer. If it holds no action, `problem` says what is missing."""
     return _parse_native(text) if mode == "native" else _parse_structured(text)
 
 
@@ -103,7 +102,7 @@ def _parse_structured(text: str) -> Action:
         name = place[1].upper().replace(" ", "_")
         end = following.start() if following else len(plain)
         if name in found:
-            break  # a second turn that the policy imagined
+            break  # the policy went on to invent a second turn
         found[name] = plain[place.end() : end].strip()
         if name == "FINAL_ANSWER":
             break
@@ -141,15 +140,14 @@ def _parse_native(text: str) -> Action:
 
 
 def render_observation(content: str, mode: Mode = "structured") -> dict[str, str]:
-    """The message that tells a policy what a tool answered."""
+    """The message with a tool's answer for the policy."""
     if mode == "native":
         return {"role": "tool", "content": content}
     return {"role": "user", "content": f"OBSERVATION: {content}"}
 
 
 def render_state(state: State, tools: Sequence[Any] | Sequence[str]) -> str:
-    """A state as one text, for policies that are asked turn by turn without a conversation: the task, the tools, what
-    was done turn by turn, and what is asked for next."""
+    """A state as one text, for policies that are prompted turn by turn without a conversation."""
     lines = [build_system_prompt(tools), "", f"TASK: {state.initial_prompt}"]
     for step in state.history:
         lines += [

@@ -1,7 +1,7 @@
-"""What a tool call drew from the socket: measured where this machine can, else estimated, and always labelled.
+"""Energy of tool calls: measured if this machine can, else estimated, and always labelled.
 
-Measuring is left to the `zeus` library (NVML for NVIDIA GPUs, RAPL for the processor), if the environment's interpreter
-has it. The estimate is seconds times a number of watts; it says `estimate`, never more.
+The `zeus` library measures (NVML for NVIDIA GPUs, RAPL for the processor), if the environment's interpreter has it. The
+estimate is seconds times a fixed number of watts, labelled `estimate`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 __all__ = ["Meter", "Used"]
 
 CPU_WATTS = 15.0
-"""One busy core of a laptop or server with its share of memory, an order of magnitude and no more."""
+"""One busy core with its share of memory: an order of magnitude."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """What passed between `Meter.start` and `Meter.stop`."""
+    """Time and energy between `Meter.start` and `Meter.stop`."""
 
     seconds: float
     joules: float
@@ -31,8 +31,8 @@ class Meter:
     """Measures one call at a time.
 
     Args:
-        watts: For the estimate.
-        measure: Whether to look for a counter of this machine at all.
+        watts: Power assumed by the estimate.
+        measure: Whether to look for an energy counter at all.
     """
 
     def __init__(self, watts: float = CPU_WATTS, measure: bool = True) -> None:
@@ -42,10 +42,11 @@ class Meter:
 
     @property
     def measures(self) -> bool:
-        """Whether this machine has a counter that can be read."""
+        """Whether this machine has a readable energy counter."""
         return self._monitor is not None
 
     def start(self) -> None:
+        """Begin a measurement."""
         self._began = time.perf_counter()
         if self._monitor is not None:
             self._monitor.begin_window("call")
@@ -61,7 +62,7 @@ class Meter:
 
 
 def _monitor() -> Any:
-    """Zeus' monitor, or None: no library, or no counter that may be read (RAPL is root's on most systems)."""
+    """A Zeus monitor; None without the library or a readable counter (on most systems only root reads RAPL)."""
     try:
         from zeus.monitor import ZeusMonitor
 
@@ -70,7 +71,7 @@ def _monitor() -> Any:
         monitor.end_window("trial")
         has = bool(getattr(monitor, "gpu_indices", ())) or bool(getattr(monitor, "cpu_indices", ()))
         return monitor if has else None
-    except Exception:  # a library of drivers: whatever it raises means that it cannot measure here
+    except Exception:  # drivers raise anything; it cannot measure here
         return None
 
 

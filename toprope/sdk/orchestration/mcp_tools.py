@@ -1,11 +1,12 @@
-"""Tools of any MCP server, over stdio or HTTP, as tools of a policy. Needs the `mcp` package in the worker.
+"""Tools of an MCP server, over stdio or HTTP, for a policy. Needs the `mcp` package in the worker's interpreter.
 
-The server's session lives in one thread of its own for as long as the environment does.
+The session has a thread of its own and lasts as long as the environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import threading
@@ -21,13 +22,13 @@ _START_S = 30.0
 
 
 class McpServer:
-    """One server, connected.
+    """A connected MCP server.
 
     Args:
-        command: What starts it over stdio, with its arguments; or
-        url: where it is, over HTTP.
-        variables: Environment variables for one that is started, beside the few that every such server gets.
-        timeout_s: Seconds a call may take.
+        command: Command line that starts it over stdio; or
+        url: its address over HTTP.
+        variables: Environment variables for `command`, in addition to the few that every server gets.
+        timeout_s: Seconds per call.
 
     Raises:
         InvalidRequest: The package is missing, or the server does not come up within 30 s.
@@ -41,7 +42,7 @@ class McpServer:
         timeout_s: float = 30.0,
     ) -> None:
         if bool(command) == bool(url):
-            raise InvalidRequest("An MCP server is given by a command or by a URL.")
+            raise InvalidRequest("An MCP server needs either a command or a URL.")
         self._timeout = timeout_s
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -56,19 +57,19 @@ class McpServer:
 
     @property
     def alive(self) -> bool:
-        """Whether its session goes on; False once a server has gone or was closed."""
+        """Whether the session is open; False after the server ended or was closed."""
         return self._thread.is_alive()
 
     def tools(self, only: Sequence[str] = (), prefix: str = "", price: Price | None = None) -> list[Tool]:
-        """Its tools.
+        """The tools of the server.
 
         Args:
-            only: Names of those that are wanted; all where it is empty.
-            prefix: Put before each name, to keep those of two servers apart.
-            price: Declared for each call.
+            only: Names of the tools to take; empty for all.
+            prefix: Put before each name, to tell apart the tools of two servers.
+            price: Price of each call.
 
         Raises:
-            InvalidRequest: One of `only` is not there.
+            InvalidRequest: The server lacks a tool of `only`.
         """
         listed = self._ask(self._client.list_tools()).tools
         names = [tool.name for tool in listed]
@@ -78,7 +79,7 @@ class McpServer:
             Tool(
                 prefix + tool.name,
                 " ".join((tool.description or tool.title or "No description.").split()),
-                lambda given, name=tool.name: self._call(name, given),
+                functools.partial(self._call, tool.name),
                 parameters=getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None),
                 price=price or Price(),
                 timeout_s=self._timeout + 5,
@@ -89,7 +90,7 @@ class McpServer:
         ]
 
     def close(self) -> None:
-        """Ends the session, and a server that was started for it. Called again it does nothing."""
+        """End the session, and the server if it was started for it. Can be called again."""
         if self._thread.is_alive():
             try:
                 self._loop.call_soon_threadsafe(self._over.set)
@@ -123,7 +124,7 @@ class McpServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._session(command, url, variables))
-        except BaseException as error:  # a group of them, usually
+        except BaseException as error:  # usually an exception group
             inner = error
             while getattr(inner, "exceptions", None):
                 inner = inner.exceptions[0]  # type: ignore[attr-defined]

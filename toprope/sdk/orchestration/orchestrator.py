@@ -1,13 +1,13 @@
-"""The loop of a task that is solved with tools: reset, step, and the tools there are.
+"""The loop of a task that is solved with tools.
 
-Where the policy does something impossible, an observation says so and the episode is scored as it stands: nothing
-raises, because a policy that is learning does impossible things most of the time.
+An impossible action gives an observation that says so, and never raises: a policy that is learning does impossible
+things most of the time.
 """
 
 from __future__ import annotations
 
+from toprope.sdk.orchestration.episode import Action, Observation, State
 from toprope.sdk.orchestration.tools import Toolbox
-from toprope.sdk.orchestration.types import Action, Observation, State
 
 __all__ = ["OrchestratorEnvironment"]
 
@@ -16,15 +16,15 @@ class OrchestratorEnvironment:
     """A conversation between a policy and tools.
 
     Args:
-        tools: What the policy may call.
-        max_turns: Answers it may give, the final one included.
+        tools: The tools that the policy can call.
+        max_turns: Number of answers, the final one included.
     """
 
     def __init__(self, tools: Toolbox, max_turns: int = 10) -> None:
         self.tools, self.max_turns = tools, max_turns
 
     def reset(self, task: str) -> State:
-        """The state in which a task begins."""
+        """The initial state of a task."""
         return State(task)
 
     def get_available_tools(self) -> list[str]:
@@ -32,10 +32,10 @@ class OrchestratorEnvironment:
         return self.tools.names
 
     def step(self, state: State, action: Action) -> tuple[State, Observation]:
-        """Takes one action into `state`, which is changed and returned.
+        """Carry out one action and record it in `state`.
 
         Returns:
-            The state and what the policy sees. A final answer is observed as an empty text.
+            The same state, and the observation; an empty text after the final answer.
         """
         if action.problem:
             observation = Observation(f"Your answer could not be read: {action.problem}.", failed=True)
@@ -53,6 +53,6 @@ class OrchestratorEnvironment:
         return state, observation
 
     def done(self, state: State) -> bool:
-        """Whether the episode is over: answered, or out of turns."""
+        """Whether the policy has answered or run out of turns."""
         answered = bool(state.history) and state.history[-1].action.is_final_answer
         return answered or state.num_turns >= self.max_turns

@@ -1,10 +1,10 @@
-"""A reward that balances being right against what it took: money, energy, time, power.
+"""A reward that balances accuracy against money, energy, time and power.
 
     alpha * accuracy - beta_cost * cost / 0.1 USD - beta_energy * energy / 100 J
                      - gamma_latency * latency / 30 s - gamma_power * power / 200 W
 
-The parts have names of their own in every metric and rollout (`toprope.sdk.Part`), so the weights are the same ones
-that any environment's parts have, and a schedule can move them over a run.
+Each part is a `toprope.sdk.Part` with a name in every metric and rollout, so a schedule can move its weight over a run
+as in any environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from toprope.sdk.authoring.environment import Part
-from toprope.sdk.orchestration.types import Episode
+from toprope.sdk.orchestration.episode import Episode
 
 __all__ = [
     "ADAPTIVE_END",
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 _MOST = 100.0
-"""Costs beyond so many times their scale count as that: one runaway call must not drown all other rewards."""
+"""Cap of a cost, in units of its scale, so that one runaway call cannot drown all other rewards."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each part counts."""
+    """Weight of each part."""
 
     alpha: float = 0.4
     beta_cost: float = 0.15
@@ -41,7 +41,7 @@ class Weights:
     gamma_power: float = 0.15
 
     def by_part(self) -> dict[str, float]:
-        """Weights by the names of the reward's parts: what is spent counts against."""
+        """Weights by name of the reward part; costs are negative."""
         return {
             "accuracy": self.alpha,
             "cost": -self.beta_cost,
@@ -53,7 +53,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Scales:
-    """What counts as one unit of each."""
+    """Size of one unit of each cost."""
 
     energy_joules: float = 100.0
     cost_usd: float = 0.1
@@ -67,14 +67,14 @@ ADAPTIVE_END = Weights(0.3, 0.15, 0.2, 0.15, 0.2)
 
 @dataclass(frozen=True)
 class AdaptiveWeights:
-    """Weights that move along a line from accuracy to economy."""
+    """Weights that move linearly from accuracy to economy."""
 
     start: Weights = ADAPTIVE_START
     end: Weights = ADAPTIVE_END
     total_steps: int = 10_000
 
     def at(self, step: int) -> Weights:
-        """The weights at a step, those of the end from `total_steps` on."""
+        """The weights at a step; `end` from `total_steps` on."""
         share = min(max(step / self.total_steps, 0.0), 1.0) if self.total_steps > 0 else 1.0
         return Weights(
             **{
@@ -86,7 +86,7 @@ class AdaptiveWeights:
 
 
 def parts_of(episode: Episode, scales: Scales = Scales()) -> dict[str, float]:  # noqa: B008 - frozen
-    """An episode as parts, before weights: accuracy 0 or 1, the others in units of their scale."""
+    """Unweighted parts of an episode: accuracy 0 or 1, costs in units of their scale."""
     spent = {
         "cost": episode.total_cost_usd / scales.cost_usd,
         "energy": episode.total_energy_joules / scales.energy_joules,
@@ -97,7 +97,7 @@ def parts_of(episode: Episode, scales: Scales = Scales()) -> dict[str, float]:  
 
 
 def declared(weights: Weights) -> dict[str, Part]:
-    """The parts as an environment declares them."""
+    """The parts in the form that an environment declares."""
     said = {
         "accuracy": (1.0, "1 for a right final answer"),
         "cost": (_MOST, "money spent on tools, in units of 0.1 USD"),
@@ -121,7 +121,7 @@ def compute_with_breakdown(
     weights: Weights = Weights(),  # noqa: B008
     scales: Scales = Scales(),  # noqa: B008
 ) -> dict[str, float]:
-    """The reward, and what each part adds to it: `reward`, `accuracy`, `cost`, `energy`, `latency`, `power`."""
+    """The reward and the contribution of each part: `reward`, `accuracy`, `cost`, `energy`, `latency`, `power`."""
     by_part, parts = weights.by_part(), parts_of(episode, scales)
     added = {name: by_part[name] * value for name, value in parts.items()}
     return {"reward": sum(added.values()), **added}

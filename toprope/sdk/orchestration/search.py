@@ -1,23 +1,30 @@
-"""Search over a corpus of one's own, offline: SQLite's full-text index over text files or JSON lines.
+"""Search: offline over your own corpus, or on the web through a provider.
 
     Corpus.of(Path("notes")).search("height of the Eiffel tower", 3)
 
-Ranking is BM25 (Robertson and Zaragoza, 2009) as SQLite computes it.
+A corpus is text files or JSON lines in SQLite's full-text index, ranked by its BM25 (Robertson and Zaragoza, 2009). A
+provider is a function from query and number to pairs of title and text; its key comes from a variable of the owner's
+settings, never from a configuration.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toprope.sdk.errors import InvalidRequest
 
-__all__ = ["Corpus", "Hit"]
+__all__ = ["KEYS", "Corpus", "Hit", "provider"]
 
 _TEXTS = {".txt", ".md", ".rst"}
 _LONGEST = 2000
@@ -27,7 +34,7 @@ _MOST_BYTES = 200 << 20
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage that was found, the best first."""
+    """A passage that matches a query."""
 
     title: str
     text: str
@@ -35,7 +42,7 @@ class Hit:
 
 
 class Corpus:
-    """Passages in memory. Safe to search from several threads.
+    """Passages in memory, searchable from several threads.
 
     Args:
         passages: Pairs of title and text.
@@ -50,10 +57,10 @@ class Corpus:
 
     @classmethod
     def of(cls, path: Path) -> Corpus:
-        """The corpus in a folder of text files, or in a file: text, or JSON lines with `text` and perhaps `title`.
+        """Read a folder of text files or one file: text, or JSON lines with `text` and an optional `title`.
 
         Raises:
-            InvalidRequest: There is none, or it is larger than 200 MiB.
+            InvalidRequest: It holds no corpus, or more than 200 MiB.
         """
         path = path.expanduser()
         files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
@@ -65,7 +72,7 @@ class Corpus:
         return cls(passage for one in files for passage in _passages(one))
 
     def search(self, query: str, most: int = 5) -> list[Hit]:
-        """Passages that hold words of the query, the best first; an empty list where none does."""
+        """Passages that hold any word of the query, the best first."""
         words = re.findall(r"\w+", query)[:32]
         if not words:
             return []
@@ -103,3 +110,63 @@ def _cut(title: str, text: str) -> Iterator[tuple[str, str]]:
         passage = f"{passage}\n\n{paragraph.strip()}" if passage else paragraph.strip()
     if passage:
         yield title, passage
+
+
+KEYS = {"brave": "BRAVE_API_KEY", "tavily": "TAVILY_API_KEY"}
+"""Environment variable with the key of each provider."""
+
+_URLS = {"brave": "https://api.search.brave.com/res/v1/web/search", "tavily": "https://api.tavily.com/search"}
+_TIMEOUT_S = 15.0
+_LONGEST_ANSWER = 4 << 20
+
+
+def provider(name: str, url: str = "") -> Callable[[str, int], list[tuple[str, str]]]:
+    """The search function of a provider.
+
+    Args:
+        name: `brave` (api.search.brave.com) or `tavily` (api.tavily.com).
+        url: Address of a proxy with the same API.
+
+    Raises:
+        InvalidRequest: Unknown provider, or its key is not set.
+    """
+    if name not in KEYS:
+        raise InvalidRequest(f"Unknown search provider {name!r}; known: {', '.join(KEYS)}.")
+    key = os.environ.get(KEYS[name], "")
+    if not key:
+        raise InvalidRequest(f"{name} needs {KEYS[name]} in the owner's settings, variables of environment.")
+    address = url or _URLS[name]
+
+    def search(query: str, most: int) -> list[tuple[str, str]]:
+        if name == "brave":
+            asked = urllib.parse.urlencode({"q": query[:400], "count": most})
+            answer = _fetch(urllib.request.Request(f"{address}?{asked}", headers={"X-Subscription-Token": key}))
+            rows = (answer.get("web") or {}).get("results") or []
+            return [(str(row.get("title", "")), str(row.get("description", ""))) for row in rows[:most]]
+        body = json.dumps({"query": query[:400], "max_results": most}).encode()
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        answer = _fetch(urllib.request.Request(address, data=body, headers=headers))
+        return [
+            (str(row.get("title", "")), str(row.get("content", ""))) for row in (answer.get("results") or [])[:most]
+        ]
+
+    return search
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuse redirects, which could carry the key elsewhere."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def _fetch(request: urllib.request.Request) -> dict[str, Any]:
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S) as response:
+            answer = json.loads(response.read(_LONGEST_ANSWER))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise InvalidRequest(f"The search provider answered {error.code}.") from None
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"The search provider could not be asked: {getattr(error, 'reason', error)}.") from None
+    return answer if isinstance(answer, dict) else {}

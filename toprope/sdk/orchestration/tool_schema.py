@@ -1,7 +1,7 @@
-"""What a policy is told of a Python function that it may call: name, description and a JSON schema of its parameters.
+"""Name, description and JSON schema of a Python function that a policy can call.
 
-Read from type hints and a Google-style docstring, as `get_json_schema` of transformers does, so that a function means
-the same here and there; but nothing is required: a parameter without a hint takes any value.
+They come from type hints and a Google-style docstring, as in `get_json_schema` of transformers, so that a function has
+the same schema there. Nothing is required: a parameter without a hint takes any value.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _ARGUMENT = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class Signature(typing.NamedTuple):
-    """A function as a policy sees it."""
+    """A function in the form that a policy sees."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema of an object."""
     takes_any: bool
-    """Whether it takes arguments that it does not name."""
+    """Whether it accepts further named arguments (`**kwargs`)."""
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """The arguments of a call, as the function takes them.
+        """Validate the arguments of a call and convert them where that is safe.
 
         Raises:
-            InvalidRequest: A name is unknown or missing, or a value is plainly of another type.
+            InvalidRequest: A name is unknown or missing, or a value has another type.
         """
         known: dict[str, Any] = self.parameters["properties"]
         if not isinstance(arguments, Mapping):
@@ -53,7 +53,7 @@ class Signature(typing.NamedTuple):
 
 
 def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
-    """Reads a function or a bound method."""
+    """The signature of a function or a bound method."""
     text = inspect.getdoc(function) or ""
     described = _arguments(text)
     hints = _hints(function)
@@ -79,7 +79,7 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
-    except Exception:  # a hint may name what exists for type checkers only
+    except Exception:  # a hint may name something that exists for type checkers only
         return {}
 
 
@@ -105,7 +105,7 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """JSON schema of a type; an empty one for what JSON has no word for."""
+    """JSON schema of a type; an empty schema for types without a counterpart in JSON."""
     if hint in _BASIC:
         return {"type": _BASIC[hint]}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -137,7 +137,7 @@ def _same_type(values: typing.Iterable[Any]) -> dict[str, Any]:
 
 
 def _fitting(function: str, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
-    """The value, where it is of the schema's type or is easily made so: small models write numbers as texts."""
+    """The value in the schema's type; converts numbers written as strings, which small models often do."""
     kind = schema.get("type")
     if (value is None and schema.get("nullable")) or not isinstance(kind, str):
         pass

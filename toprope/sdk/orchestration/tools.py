@@ -1,7 +1,7 @@
-"""Tools that a policy can call: what they are, what they cost, and how a call becomes an observation.
+"""Tools that a policy can call, their prices, and the conversion of a call into an observation.
 
-A tool is a name, a description for the policy, and a function from text to text. Whatever goes wrong in one is an
-observation that says so, never an exception: a policy must be able to learn from its mistakes.
+A tool is a name, a description for the policy, and a function from text to text. A failure becomes an observation that
+describes it, never an exception: the policy must be able to learn from its mistakes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.calculator import calculate, said
 from toprope.sdk.orchestration.energy import Meter
+from toprope.sdk.orchestration.episode import Observation
 from toprope.sdk.orchestration.search import Corpus
-from toprope.sdk.orchestration.types import Observation
 from toprope.sdk.sandbox import run_python
 
 __all__ = [
@@ -36,12 +36,12 @@ __all__ = [
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
 _LONGEST = 4000
-"""Characters of an observation that a policy sees."""
+"""Longest observation in characters; the rest is cut."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a call costs. None: as measured, or estimated where nothing measures."""
+    """Cost of a call. None: measured, or estimated if this machine cannot measure."""
 
     usd: float = 0.0
     seconds: float | None = None
@@ -51,37 +51,37 @@ class Price:
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool."""
+    """A tool that a policy can call."""
 
     name: str
     description: str
-    """For the policy: what it does, and what its input is."""
+    """Its effect and its input, for the policy."""
     call: Callable[[str], str]
-    """From the input to what the policy sees. What it raises is shown as the reason of a failure."""
+    """Maps the input to the text that the policy sees. The message of an exception is shown as a failure."""
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of the input, where it is a JSON object and not a text."""
+    """JSON schema of the input if it is a JSON object, None if it is plain text."""
     price: Price = field(default_factory=Price)
     timeout_s: float = 30.0
     close: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
-            raise InvalidRequest(f"{self.name!r} is no name of a tool: letters, digits, _ . and -, 64 at most.")
+            raise InvalidRequest(f"{self.name!r} is not a valid tool name: use letters, digits, _ . and -, at most 64.")
 
 
 class Toolbox:
     """The tools of one environment.
 
     Args:
-        tools: Their names must differ.
-        meter: Measures energy; None: declared prices only, and what is not declared is estimated.
+        tools: Tools with different names.
+        meter: Measures energy; None: energy that no price declares is estimated.
     """
 
     def __init__(self, tools: Iterable[Tool], meter: Meter | None = None) -> None:
         self.tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self.tools:
-                raise InvalidRequest(f"There are two tools named {tool.name!r}.")
+                raise InvalidRequest(f"Two tools are named {tool.name!r}.")
             self.tools[tool.name] = tool
         self._meter = meter or Meter(measure=False)
 
@@ -90,7 +90,7 @@ class Toolbox:
         return list(self.tools)
 
     def call(self, name: str, given: str) -> Observation:
-        """Calls a tool. An unknown one, one that fails and one that takes too long are observations too."""
+        """Call a tool. An unknown tool, a failure and a timeout are observations too."""
         tool = self.tools.get(name)
         if tool is None:
             return Observation(f"There is no tool {name[:64]!r}. Tools: {', '.join(self.tools)}.", failed=True)
@@ -134,7 +134,7 @@ class Toolbox:
             except BaseException as error:  # a tool may call sys.exit as well
                 done.append(error)
 
-        # A thread a call: one that hangs is left behind, and takes no place from the others.
+        # One thread per call: a call that hangs is abandoned and blocks no other.
         thread = threading.Thread(target=work, daemon=True, name=f"tool {tool.name}")
         thread.start()
         thread.join(tool.timeout_s)
@@ -145,14 +145,14 @@ class Toolbox:
         return done[0]
 
     def close(self) -> None:
-        """Ends what the tools started."""
+        """Close every tool that has something to close."""
         for tool in self.tools.values():
             if tool.close is not None:
                 tool.close()
 
 
 def calculator() -> Tool:
-    """Arithmetic: see `toprope.sdk.orchestration.calculator`."""
+    """A tool for arithmetic: see `toprope.sdk.orchestration.calculator`."""
     return Tool(
         "calculator",
         "Computes an arithmetic expression, such as 12 * (3 + 4) or sqrt(2). Input: the expression.",
@@ -162,14 +162,14 @@ def calculator() -> Tool:
 
 
 def think() -> Tool:
-    """A place for a thought: says nothing new."""
+    """A tool that only lets the policy write a thought."""
     return Tool(
         "think", "Notes a thought and does nothing else. Input: the thought.", lambda text: "Noted.", timeout_s=0
     )
 
 
 def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
-    """Python in a process that can only compute: see `toprope.sdk.sandbox`."""
+    """A tool that runs Python in a confined process: see `toprope.sdk.sandbox`."""
 
     def run(text: str) -> str:
         program = re.sub(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL)
@@ -191,11 +191,11 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
 
 
 def web_search(source: Corpus | Callable[[str, int], list[tuple[str, str]]], most: int = 3) -> Tool:
-    """Search: over a corpus of one's own, or by a provider.
+    """A tool that searches a corpus or asks a provider.
 
     Args:
         source: A corpus, or a function from query and number to pairs of title and text.
-        most: Passages of an answer.
+        most: Passages per answer.
     """
 
     def search(query: str) -> str:
@@ -213,13 +213,13 @@ BUILT_IN: Mapping[str, Callable[[], Tool]] = {
     "think": think,
     "code_interpreter": code_interpreter,
 }
-"""Tools that need nothing but a name. `web_search` needs a corpus or a provider."""
+"""Tools that need no arguments. `web_search` needs a corpus or a provider."""
 
 
 def function(call: Callable[..., Any], name: str = "", price: Price | None = None, timeout_s: float = 30.0) -> Tool:
-    """Any Python function as a tool: its name, the first paragraph of its docstring, its parameters.
+    """Turn a Python function into a tool, described by its name, its parameters and its docstring's first paragraph.
 
-    A function of one text takes the input as it stands; others take a JSON object of their parameters.
+    A function with one string parameter gets the input unchanged; others get a JSON object of their parameters.
     """
     text = inspect.getdoc(call) or "No description."
     parameters = inspect.signature(call).parameters
@@ -256,5 +256,5 @@ def _told(value: Any) -> str:
 
 
 def priced(tool: Tool, price: Price) -> Tool:
-    """The same tool at another price."""
+    """A copy of the tool with another price."""
     return replace(tool, price=price)

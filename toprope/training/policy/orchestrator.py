@@ -23,7 +23,7 @@ from toprope.records.run.checkpoints import newest_sound, nothing_sound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.sdk.orchestration.dialogue import Mode, build_system_prompt, parse_action, render_observation
-from toprope.sdk.orchestration.types import Action, State, Step
+from toprope.sdk.orchestration.episode import Action, State, Step
 from toprope.settings.schema import EMBEDDED, PolicySection
 from toprope.training.policy.loading import load_tokenizer, place
 from toprope.training.policy.quantization import quantized

@@ -1,7 +1,7 @@
-"""What happens when a policy uses tools, as values: actions, observations, steps, episodes, states.
+"""Actions, observations, steps, episodes and states of a policy that uses tools.
 
-Every one turns into plain JSON (`to_dict`) and back (`from_dict`), so that traces can be kept, filtered and trained on.
-Times are seconds, money is USD, energy joules, power watts.
+An episode converts to plain JSON (`to_dict`) and back (`from_dict`), so that traces can be stored, filtered and trained
+on. Units: seconds, USD, joules, watts.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ __all__ = ["Action", "Episode", "Observation", "State", "Step"]
 
 @dataclass(frozen=True)
 class Action:
-    """What a policy chose: a tool and its input, or the final answer (in `tool_input`)."""
+    """The policy's choice: a tool with its input, or the final answer (in `tool_input`)."""
 
     thought: str = ""
     tool_name: str = ""
     tool_input: str = ""
     is_final_answer: bool = False
     raw_text: str = ""
-    """The answer as the policy gave it."""
+    """The policy's whole text."""
     confidence: float = 1.0
     problem: str = ""
-    """Why the text was no action; empty where it was one."""
+    """Why the text is not an action; empty if it is one."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What came of a tool call, and what it cost."""
+    """The result of a tool call and its cost."""
 
     content: str
     latency_seconds: float = 0.0
@@ -40,7 +40,7 @@ class Observation:
     energy_source: str = "none"
     """`measured`, `declared`, `estimate` or `none`."""
     failed: bool = False
-    """Whether the call did not do what it should: an unknown tool, a malformed answer, a tool that failed."""
+    """Whether the call failed: unknown tool, malformed answer, or an error in the tool."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass
 class Episode:
-    """A whole task, with its totals."""
+    """A whole task with its totals."""
 
     task_id: str
     initial_prompt: str
@@ -96,7 +96,7 @@ class Episode:
 
     @property
     def intelligence_per_joule(self) -> float:
-        """1 / total energy for a right answer; 0 for a wrong one, and where no energy was used."""
+        """1 / total joules for a right answer; 0 for a wrong one, or if no energy was used."""
         energy = self.total_energy_joules
         return 1.0 / energy if self.correct and energy > 0 else 0.0
 
@@ -113,28 +113,28 @@ class Episode:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON of it, totals included."""
+        """The episode as JSON values, totals included."""
         return asdict(self) | {"totals": self.totals()}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Episode:
-        """The episode that `to_dict` wrote; names of a newer version are passed over.
+        """The episode that `to_dict` wrote; fields of a newer version are ignored.
 
         Raises:
-            KeyError, TypeError: It is none.
+            KeyError, TypeError: `value` is not an episode.
         """
         steps = [
             Step(one["turn"], _known(Action, one["action"]), _known(Observation, one["observation"]))
             for one in value["steps"]
         ]
-        episode = _known(cls, value)
+        episode: Episode = _known(cls, value)
         episode.steps = steps
         return episode
 
 
 @dataclass
 class State:
-    """What a policy sees when it chooses: the task, and what it did so far."""
+    """The policy's view when it chooses: the task and the turns so far."""
 
     initial_prompt: str
     history: list[Step] = field(default_factory=list)
@@ -149,7 +149,7 @@ class State:
         return len(self.history)
 
     def to_episode(self, task_id: str, ground_truth: str, correct: bool, **metadata: Any) -> Episode:
-        """The episode that this state has become."""
+        """The finished episode."""
         return Episode(
             task_id, self.initial_prompt, list(self.history), self.final_answer, ground_truth, correct, metadata
         )
