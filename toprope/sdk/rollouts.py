@@ -14,7 +14,7 @@ from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
 from toprope.sdk.authoring.knobs import make_knobs
-from toprope.sdk.authoring.rewards import Rewarding, seen_of
+from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
@@ -83,7 +83,7 @@ class Rollout:
         self._grouped = grouped(environment)
         self._ending: Outcome | None = None
         self.done = False
-        self.rewarding: Rewarding | None = None
+        self.functions: RewardFunctions | None = None
         """Reward functions that the outcome does not have in it yet."""
 
     def seen(self) -> dict[str, Any]:

@@ -151,10 +151,10 @@ def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_mean
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (("wants",), "takes 'wisdom', which there is not"),
-        (("LIMIT",), "is int, and no function"),
+        (("wants",), "has an unknown parameter 'wisdom'"),
+        (("LIMIT",), "is of type int, not a function"),
         (("absent",), "has no 'absent'"),
-        (("short", 1.0, "exact"), "has a reward part 'exact' of its own"),
+        (("short", 1.0, "exact"), "already has a reward part 'exact'"),
     ],
 )
 def test_functions_that_cannot_be_used_are_told_when_the_environment_opens(

@@ -239,7 +239,7 @@ def _function(target: str) -> Callable[..., Any]:
     file, _, attribute = target.rpartition(":")
     specification = importlib.util.spec_from_file_location(f"owners_tool_{Path(file).stem}", file)
     if specification is None or specification.loader is None:
-        raise InvalidRequest(f"{file} is no Python file.")
+        raise InvalidRequest(f"{file} is not a Python file.")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     found = getattr(module, attribute, None)

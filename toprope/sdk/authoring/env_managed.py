@@ -1,9 +1,8 @@
-"""Environments that play their rollouts themselves: their code talks to the policy, as an OpenAI client would.
+"""Environments that sample their rollouts themselves: their code calls the policy like an OpenAI client.
 
-Most environments of other ecosystems own the loop between policy and environment. They get a `Session` a rollout: an
-address, and a key by which the policy's server knows whose tokens it samples, so that nothing of theirs needs to know
-of tokens. Judges and simulated users among their models get the session's `judge_key`, under which nothing is recorded
-for training.
+Most environments of other ecosystems own the loop between policy and environment. They get one `Session` per rollout:
+an address, and a key under which the policy's server records the sampled tokens, so that the environment never handles
+tokens. Judges and simulated users call it with the session's `judge_key`, under which nothing is recorded for training.
 
     class Debate(OwnLoop):
         async def rollout(self, session):
@@ -30,67 +29,67 @@ _LONGEST_TALK = 200_000
 
 @dataclass(frozen=True)
 class Session:
-    """How one rollout reaches the policy."""
+    """Access of one rollout to the policy."""
 
     base_url: str
-    """Of an OpenAI-compatible server, with its `/v1`."""
+    """Address of an OpenAI-compatible server, including `/v1`."""
     api_key: str
-    """The rollout's own: it names what is recorded."""
+    """Key of this rollout; the server records under it."""
     model: str
     judge_key: str = ""
-    """For requests that are not the policy's part in the rollout."""
+    """Key for requests that are not part of the rollout, such as those of a judge."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 256
-    """Most tokens of one answer."""
+    """Most tokens per answer."""
     stop: tuple[str, ...] = ()
     seed: int | None = None
     timeout_s: float = 600.0
-    """Seconds that the whole rollout may take; it is cancelled then."""
+    """Seconds for the whole rollout, after which it is cancelled."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Session:
-        """A session as JSON says it.
+        """Create a session from JSON values.
 
         Raises:
-            InvalidRequest: It is none.
+            InvalidRequest: A field is missing or unknown.
         """
         try:
             return cls(**{**value, "stop": tuple(value.get("stop", ()))})
         except TypeError as error:
-            raise InvalidRequest(f"A session has other fields: {error}") from None
+            raise InvalidRequest(f"Not a valid session: {error}") from None
 
 
 @dataclass
 class Played:
-    """What became of a rollout."""
+    """The result of a rollout."""
 
     parts: dict[str, float]
-    """The value of each of the environment's reward parts."""
+    """Value of each reward part of the environment."""
     messages: Messages = field(default_factory=list)
-    """The conversation that the outcome rests on, prompt included. Answers of the policy that are not in it (retries,
-    abandoned branches) are not trained; without messages all are."""
+    """The conversation that the outcome rests on, prompt included. Answers that are not in it (retries, abandoned
+    branches) are not trained on. Without messages, all answers are."""
     turns: int = 1
     truncated: bool = False
     success: bool | None = None
-    """None: as the environment's `success` says."""
+    """None to ask the environment's `success`."""
     error: str | None = None
-    """Why the rollout does not count as it stands; its reward is 0 then."""
+    """Why the rollout failed; its reward is then 0."""
 
 
 class OwnLoop(Environment):
-    """An environment that plays. Write `tasks` and `rollout`; where rollouts of a group are scored by each other,
-    `group`."""
+    """Base class of environments that own the loop. Define `tasks` and `rollout`, or `group` instead of `rollout` if
+    the rollouts of a group depend on each other."""
 
     async def rollout(self, session: Session) -> Played:
-        """Plays `self.task` once. It runs beside other rollouts on one event loop: nothing in it should block.
+        """Sample `self.task` once. Rollouts share one event loop, so nothing in here may block.
 
-        Whatever it raises ends this rollout with an error.
+        An exception ends this rollout with an error.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not play: write rollout(self, session).")
+        raise NotImplementedError(f"{type(self).__name__} cannot sample: define rollout(self, session).")
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
-        """Plays a task once a session, each on a copy of its own; what went wrong with one stands in its place."""
+        """Sample a task once per session, each on its own copy; an exception stands in place of a failed result."""
         copies = [copy_for(self, task) for _ in sessions]
         for number, copied in enumerate(copies):
             copied.random.seed(f"{self.seed}:{task.id}:{number}")
@@ -102,7 +101,7 @@ class OwnLoop(Environment):
         )
 
     def score(self) -> dict[str, float]:
-        raise EnvironmentMistake(f"{type(self).__name__} plays its rollouts itself and has no score().")
+        raise EnvironmentMistake(f"{type(self).__name__} samples its rollouts itself and has no score().")
 
 
 async def _timed(playing: Any, session: Session) -> Any:
@@ -114,23 +113,23 @@ async def _timed(playing: Any, session: Session) -> Any:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A group's outcomes and conversations, in the order of its sessions."""
+    """Outcomes and conversations of a group, in the order of its sessions."""
 
     outcomes: list[Outcome]
     messages: list[Messages]
 
 
 async def sample_group(environment: OwnLoop, task: Task, sessions: Sequence[Session], near: str = "") -> GroupResult:
-    """Plays a task and checks what came of it: a bad rollout is data.
+    """Have an environment sample a task and validate its results; a failed rollout is an outcome with an error.
 
     Args:
         environment: A configured environment.
         task: The task.
-        sessions: One a rollout.
+        sessions: One session per rollout.
         near: Folder of the environment's code, for error messages.
 
     Raises:
-        EnvironmentMistake: `group` did not return one result a session.
+        EnvironmentMistake: `group` did not return one result per session.
     """
     found = await environment.group(task, sessions)
     if not isinstance(found, list | tuple) or len(found) != len(sessions):
@@ -165,13 +164,14 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
         return Outcome(reward, parts, bool(success), turns, truncated)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # what an author returned may be anything
+    except BaseException as error:  # an author may return anything
         return Outcome(0.0, error=Failure.of(error, near).line()[:_LONGEST_ERROR])
 
 
 def _sayable(messages: Any) -> Messages:
-    """The conversation as JSON can say it: role, text, and tool calls; bounded."""
-    kept, size = [], 0
+    """The conversation as bounded JSON: role, text and tool calls."""
+    kept: Messages = []
+    size = 0
     for message in messages if isinstance(messages, list | tuple) else ():
         if not isinstance(message, Mapping):
             continue
@@ -191,7 +191,7 @@ def _sayable(messages: Any) -> Messages:
 
 
 def _called(call: Mapping[str, Any]) -> str:
-    """A tool call for people to read, and as most open models write it."""
+    """A tool call as text, in the form that most open models write."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return ""

@@ -1,4 +1,4 @@
-"""What authors write against: a `Task`, the `Part`s of a reward, and an `Environment` that hands out and scores tasks.
+"""The classes that authors use: `Task`, `Part` of a reward, and `Environment`, which gives and scores tasks.
 
 The smallest environment has two methods:
 
@@ -13,8 +13,8 @@ The smallest environment has two methods:
         def score(self):
             return self.answer.strip() == self.task.reference
 
-Every rollout plays on its own shallow copy of the environment: what `reset` and `step` set on `self` belongs to that
-rollout, what `setup` has set is shared by all of them and should not be changed in place.
+Each rollout runs on its own shallow copy of the environment. Attributes that `reset` and `step` set on `self` belong to
+that rollout; attributes that `setup` has set are shared by all rollouts and should not be changed in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, sayable
@@ -36,21 +36,23 @@ __all__ = ["Environment", "Messages", "Outcome", "Part", "Scoring", "Task", "as_
 Messages = list[dict[str, Any]]
 """Chat messages: `{"role": "system" | "user" | "assistant" | "tool", "content": str}`."""
 
+AnyEnvironment = TypeVar("AnyEnvironment", bound="Environment")
+
 _ROLES = ("system", "user", "assistant", "tool")
 _TOLERANCE = 1e-9
 _LONGEST_NAME = 100
-"""Of a reward part: its name stands in tables, metrics and errors."""
+"""Longest name of a reward part in characters; it appears in tables, metrics and errors."""
 
 
 def as_messages(value: Any, what: str) -> Messages:
-    """Messages from what an author gave: a text (one message of the user), messages, or None (no message).
+    """Convert an author's value to messages: a text (one user message), messages, or None (no message).
 
     Args:
-        value: What was given.
-        what: Who gave it, for the error: `reset()`, `the prompt`.
+        value: The value.
+        what: Its origin, for the error: `the prompt`, `what reset() returned`.
 
     Raises:
-        EnvironmentMistake: It is none of these.
+        EnvironmentMistake: The value is none of the three.
     """
     if value is None:
         return []
@@ -72,14 +74,14 @@ def as_messages(value: Any, what: str) -> Messages:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What the policy is asked once, and what scoring needs.
+    """One question to the policy, with everything that scoring needs.
 
     Args:
-        prompt: A text, or chat messages.
-        reference: The right answer, if there is one that can be given as a text. Shown to people, tried by checks.
+        prompt: A text or chat messages.
+        reference: The right answer, if it can be written as text. It is shown to people and tried by checks.
         data: Anything else that `reset`, `step` and `score` need.
-        key: What makes this task's content, where its prompt does not tell tasks apart. Tasks with equal content
-            count as one; splits share none. By default all the user's text of the prompt.
+        key: The content of this task, if its prompt does not tell tasks apart. Tasks with equal content count as one,
+            and no content is in two splits. Default: the text of the prompt's user messages.
     """
 
     prompt: str | Messages
@@ -101,7 +103,7 @@ class Task:
 
     @property
     def content(self) -> str:
-        """The content in a form that ignores case and white space; equal for tasks that count as one."""
+        """The content without differences in case and white space; equal for tasks that count as one."""
         if self.key is not None:
             return " ".join(self.key.casefold().split())
         messages = self.messages
@@ -110,7 +112,7 @@ class Task:
 
     @property
     def id(self) -> str:
-        """Hash of the content, 16 hexadecimal digits, the same in every process."""
+        """Hash of the content: 16 hexadecimal digits, the same in every process."""
         return hashlib.sha256(self.content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -119,10 +121,10 @@ class Part:
     """One named part of a reward.
 
     Args:
-        weight: Its factor in the reward; 0 for what is only shown.
-        low: Smallest value that `score` gives it.
-        high: Largest value that `score` gives it.
-        description: One line for whoever weighs it.
+        weight: Its factor in the reward; 0 for a part that is only reported.
+        low: Smallest value that `score` can give it.
+        high: Largest value that `score` can give it.
+        description: One line for the person or agent who sets the weight.
     """
 
     weight: float = 1.0
@@ -133,7 +135,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """How a rollout ended. Its fields are those of toprope.records.journal.groups.Outcome."""
+    """The result of a rollout."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -144,106 +146,107 @@ class Outcome:
 
 
 class Environment:
-    """Base class. The first line of a subclass's docstring is its description.
+    """Base class of environments. The first line of a subclass's docstring is its description.
 
-    `tasks` and `score` must be written; `setup`, `reset`, `step` and `success` where the defaults do not do.
+    Define `tasks` and `score`. Override `setup`, `reset`, `step` and `success` if the defaults do not fit.
     """
 
     name: ClassVar[str] = ""
-    """How the environment is listed; by default the name of its file."""
+    """Name in listings; the name of its file by default."""
     max_turns: int = 1
-    """Answers that the policy may give. `setup` may set it from the knobs."""
+    """Most answers of the policy in one rollout. `setup` can set it from the knobs."""
     parts: dict[str, Part] = {"score": Part()}  # noqa: RUF012 - authors override it as a plain attribute
-    """The named parts of the reward, which is the sum of weight times value."""
+    """Named parts of the reward. The reward is the sum of weight times value."""
     tags: tuple[str, ...] = ()
+    """Words for listings and searches."""
     guessed_reference: bool = False
-    """Whether the tasks' references are somebody else's guess of which column holds the right answer, in which form."""
+    """Whether the references are a guess, such as the column of a data set that looks like the right answer."""
     packages: tuple[str, ...] = ()
-    """Distributions whose versions matter to the tasks; they are recorded with every run."""
+    """Names of distributions that the tasks depend on; every run records their versions."""
     files: tuple[str, ...] = ()
-    """Paths of files of the author's beside its own; what they hold is recorded with every run, as a hash."""
+    """Paths of further files that the environment depends on; every run records their hashes."""
     wants_tokens: bool = False
-    """Whether `tokens` is filled in. It costs a little at every answer."""
+    """Whether to fill in `tokens`, at a small cost per answer."""
 
     @dataclass
     class Knobs:
         """Settings, as annotated fields: `length: int = knob(5, ge=1, help="letters in a word")`."""
 
     knobs: Any
-    """The instance of `Knobs` in force."""
+    """Values of `Knobs` in force."""
     seed: int = 0
-    """The run's seed. What happens within rollouts may depend on it; the tasks do not."""
+    """Seed of the run. Rollouts may depend on it; tasks must not."""
     random: random.Random
-    """In `tasks` a generator that is the same in every run; in a rollout one that its task and the seed determine."""
+    """In `tasks`: a generator with the same seed in every run. In a rollout: seeded by its task and `seed`."""
     task: Task
-    """In a rollout: what is asked."""
+    """In a rollout: its task."""
     messages: Messages
-    """In a rollout: everything said so far, the newest answer last."""
+    """In a rollout: the conversation so far, including the newest answer."""
     answer: str = ""
     """In a rollout: the newest answer."""
     turns: int = 0
-    """In a rollout: answers so far."""
+    """In a rollout: number of answers so far."""
     truncated: bool = False
-    """In a rollout: whether the newest answer was cut off at its longest."""
+    """In a rollout: whether the newest answer was cut off by the token limit."""
     tokens: Sequence[int] = ()
-    """In a rollout, with `wants_tokens`: ids of all tokens that the policy sampled in it. Empty where nobody sampled,
-    as when a fixed answer is tried."""
+    """In a rollout, with `wants_tokens`: ids of all tokens that the policy sampled in it. Empty if nothing was sampled,
+    for example when a check tries a fixed answer."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         knobs = cls.__dict__.get("Knobs")
         if isinstance(knobs, type) and "__dataclass_fields__" not in knobs.__dict__:
-            cls.Knobs = dataclasses.dataclass(knobs)  # the decorator may be left out
+            dataclasses.dataclass(knobs)  # in place, so that authors can leave out the decorator
 
     def setup(self) -> None:
-        """Called once, when the knobs are set: load data, choose `max_turns` or `parts`."""
+        """Prepare the environment, once the knobs are set: load data, choose `max_turns` or `parts`."""
 
     def tasks(self) -> Iterable[Task]:
-        """All tasks, finite or endless, in the same order in every process.
+        """Yield all tasks, finite or endless, in the same order in every process.
 
-        Write `tasks(self, split)` instead to give `train`, `validation` and `heldout` yourself.
+        Define `tasks(self, split)` instead to bring your own `train`, `validation` and `heldout` splits.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what its tasks are: write tasks(self).")
+        raise NotImplementedError(f"{type(self).__name__} has no tasks: define tasks(self).")
 
     def reset(self, task: Task) -> str | Messages:
-        """Begins a rollout; what it returns is what the policy sees first."""
+        """Begin a rollout; return the first messages for the policy."""
         return task.prompt
 
     def step(self, text: str) -> tuple[str | Messages | None, bool]:
-        """Takes one answer; returns what the policy sees next, and whether the rollout is done."""
+        """Process one answer; return the next messages for the policy, and whether the rollout is done."""
         return None, True
 
     def score(self) -> dict[str, float]:
-        """The value of each of `parts`, once the rollout is done. A plain number will do where there is one part."""
-        raise NotImplementedError(f"{type(self).__name__} does not score: write score(self).")
+        """Return the value of each of `parts` when the rollout is done; a plain number if there is only one part."""
+        raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
 
     def score_group(self, rollouts: Sequence[Environment]) -> Sequence[Any]:
-        """What `score` would return for each of several rollouts of one task, in their order. Overridden where they are
-        scored by each other or in one batch: it is then called once for all of a group, when the last of them is done.
+        """Return for each of several rollouts of one task what `score` would return, in their order.
 
-        An exception in a rollout's place is the error of that one; one that is raised is the error of all.
+        Override it if rollouts are compared with each other or scored in one batch. It is then called once per group,
+        when the last rollout is done. An exception in place of a result fails that rollout; raise one to fail all.
         """
         return [rollout.score() for rollout in rollouts]
 
     def measured(self) -> dict[str, float]:
-        """Values of parts that need no judgement, such as what was spent; `score` then leaves these out."""
+        """Values of parts that are measured and not judged, such as costs; `score` can leave these parts out."""
         return {}
 
     def solve(self, variant: int = 0) -> str | None:
-        """The next answer of someone who can do the task, for demonstrations; None where nobody is there to give it.
+        """The next answer of a competent solver, for demonstrations; None if there is none.
 
-        Called in a rollout, after `reset` and after each `step`. Demonstrations of one task differ by their variant.
-        By default: the reference, if there is one.
+        Called in a rollout, after `reset` and after each `step`. Different `variant` numbers can give different
+        demonstrations of one task. Default: the reference, if there is one.
         """
         return None if self.task.reference is None else str(self.task.reference)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        """Whether the rollout counts as solved. By default: whether it has the highest reward there is."""
+        """Whether the rollout counts as solved. Default: whether it has the highest possible reward."""
         return reward >= Scoring.of(self).max_reward - _TOLERANCE
 
 
 class Scoring:
-    """The arithmetic of a reward: named parts, their weights, and what may go wrong with what `score` returns.
+    """Computes rewards from named parts with weights, and validates the values that `score` returns.
 
     Args:
         parts: The parts with the weights in force.
@@ -256,23 +259,23 @@ class Scoring:
 
     @classmethod
     def of(cls, environment: Environment) -> Scoring:
-        """The scoring of an environment with its own weights, or those that were set on this copy of it."""
+        """The scoring of an environment, with the weights of its `parts`."""
         return cls(environment.parts)
 
     @classmethod
     def weighted(cls, parts: Any, weights: Mapping[str, float]) -> Scoring:
-        """Scoring with weights of the caller's; parts that they do not name keep their own.
+        """Scoring in which `weights` replaces the weights of the parts that it names.
 
         Raises:
-            EnvironmentMistake: The environment's parts are not a dict of `Part`.
-            InvalidRequest: A weight names no part, is no finite number, or all weights are zero.
+            EnvironmentMistake: The environment's `parts` are not a valid dict of `Part`.
+            InvalidRequest: A weight names no part or is not a finite number, or all weights are zero.
         """
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(p, Part) for p in parts.values()):
-            raise EnvironmentMistake("`parts` must be a dict of names and Part(...), with one part at least.")
+            raise EnvironmentMistake("`parts` must be a dict from names to Part(...) with at least one part.")
         for name, part in parts.items():
             if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
                 raise EnvironmentMistake(
-                    f"The name of a reward part is a printable text of at most {_LONGEST_NAME} characters, not "
+                    f"The name of a reward part must be printable text of at most {_LONGEST_NAME} characters, not "
                     f"{name!r:.120}."
                 )
             if not all(map(_finite, (part.weight, part.low, part.high))) or part.low > part.high:
@@ -280,7 +283,7 @@ class Scoring:
         own = dict(parts)
         for name, weight in weights.items():
             if name not in own:
-                raise InvalidRequest(f"There is no reward part {name!r}. {nearest(name, own, 'Parts')}")
+                raise InvalidRequest(f"Unknown reward part {name!r}. {nearest(name, own, 'Parts')}")
             if not _finite(weight):
                 raise InvalidRequest(f"The weight of reward part {name!r} must be a finite number, not {weight!r}.")
             own[name] = dataclasses.replace(own[name], weight=float(weight))
@@ -292,14 +295,14 @@ class Scoring:
         return scoring
 
     def read(self, returned: Any, measured: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Checks what `score` returned.
+        """Validate the result of `score`.
 
         Args:
-            returned: A number for each part, or one where there is one part.
-            measured: What `measured` returned: parts that `score` may leave out.
+            returned: A number per part, or a plain number if there is only one part.
+            measured: The result of `measured`: parts that `score` can leave out.
 
         Raises:
-            EnvironmentMistake: Parts are missing or unknown, or a value is no finite number within its range.
+            EnvironmentMistake: Parts are missing or unknown, or a value is not a finite number within its range.
         """
         judged = [name for name in self.parts if name not in (measured or ())]
         if not isinstance(returned, Mapping):
@@ -336,7 +339,7 @@ class Scoring:
 
 
 def _is_number(value: Any) -> bool:
-    """True for numbers, and for what stands for one number elsewhere (NumPy's and torch's scalars)."""
+    """Whether it is a number or a scalar of NumPy or torch."""
     return not isinstance(value, str | bytes | complex) and hasattr(type(value), "__float__")
 
 
@@ -344,8 +347,8 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def copy_for(environment: Environment, task: Task) -> Environment:
-    """The shallow copy that one rollout of a task plays on."""
+def copy_for(environment: AnyEnvironment, task: Task) -> AnyEnvironment:
+    """A shallow copy for one rollout of a task."""
     rollout = copy.copy(environment)
     rollout.task = task
     rollout.messages = []

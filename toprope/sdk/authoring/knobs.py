@@ -1,7 +1,7 @@
-"""An environment's settings: declared as dataclass fields, shown to an agent, checked before they are used.
+"""Knobs, the settings of an environment: declared as dataclass fields, shown to an agent, validated before use.
 
-What an agent sets comes as JSON and is held against the field's annotation and bounds, so that a wrong value is an
-answer that names the right ones and not an exception in the middle of a run.
+Values come as JSON and are checked against the annotation and bounds of their field, so that a wrong value gives an
+error that names the valid ones before a run starts, and not an exception in the middle of it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def knob(
     choices: Sequence[Any] | None = None,
     help: str = "",
 ) -> Any:
-    """A field of an environment's `Knobs`.
+    """Declare a field of an environment's `Knobs`.
 
     Args:
-        default: Its value when nobody sets it. Lists and dicts are copied for each environment.
+        default: The default value. Lists, dicts and sets are copied for each environment.
         ge: Smallest value, inclusive.
         le: Largest value, inclusive.
-        choices: The only values that are allowed.
-        help: One line for whoever sets it.
+        choices: All allowed values.
+        help: One line for the person or agent who sets it.
     """
     metadata = {"ge": ge, "le": le, "choices": None if choices is None else list(choices), "help": help}
     if isinstance(default, list | dict | set):
@@ -48,11 +48,11 @@ def knob(
 
 
 def describe_knobs(cls: type, instance: Any = None) -> list[dict[str, Any]]:
-    """The knobs of a `Knobs` dataclass, JSON only: name, type, default, description, ge, le, choices, value.
+    """Describe the fields of a `Knobs` dataclass as JSON: name, type, default, description, ge, le, choices, value.
 
     Args:
         cls: The dataclass.
-        instance: Where the values come from; the defaults without it.
+        instance: Source of the values; None for the defaults.
     """
     hints = _hints(cls)
     found = []
@@ -76,10 +76,10 @@ def describe_knobs(cls: type, instance: Any = None) -> list[dict[str, Any]]:
 
 
 def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of a `Knobs` dataclass with these values and defaults for the rest.
+    """An instance of a `Knobs` dataclass with these values and the defaults for the rest.
 
     Raises:
-        InvalidRequest: A name does not exist, or a value has the wrong type, is out of bounds, or is refused by the
+        InvalidRequest: A name is unknown, or a value has the wrong type, is out of bounds, or is refused by the
             dataclass's own `__post_init__`.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -96,7 +96,7 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def nearest(name: str, valid: Mapping[str, Any] | Sequence[str], what: str) -> str:
-    """A sentence that names the nearest valid name and all of them."""
+    """A sentence with the nearest valid name and all valid names."""
     names = list(valid)
     if not names:
         return f"{what}: none."
@@ -106,7 +106,7 @@ def nearest(name: str, valid: Mapping[str, Any] | Sequence[str], what: str) -> s
 
 
 def settable(hint: Any) -> bool:
-    """Whether JSON can say a value of this type."""
+    """Whether values of this type can be written as JSON."""
     if hint in _SCALARS or hint in _DATES or hint in (list, tuple, dict, type(None)):
         return True
     origin = typing.get_origin(hint)
@@ -122,7 +122,7 @@ def settable(hint: Any) -> bool:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
-    except Exception:  # an annotation may name what exists for type checkers only
+    except Exception:  # an annotation may name something that exists for type checkers only
         return {field.name: field.type for field in dataclasses.fields(cls) if not isinstance(field.type, str)}
 
 
@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    if isinstance(value, _DATES):
+    if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     try:
         json.dumps(value, allow_nan=False)
@@ -203,7 +203,7 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
 
 
 def _cast(hint: Any, value: Any) -> Any:
-    """The value as its annotation wants it; ValueError or TypeError where it does not fit."""
+    """Convert a value to its annotated type; ValueError or TypeError if it does not fit."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in arguments:

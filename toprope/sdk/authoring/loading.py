@@ -1,7 +1,7 @@
-"""Makes the instance of an environment that a source names, with errors that say where and what to do.
+"""Create the environment that a source names, with errors that give the place and the remedy.
 
-A source is either a user's file and what to take from it, or one of our adapters and its target. Only workers call
-this: it runs the user's code.
+A source is a user's file with an attribute of it, or one of our adapters with its target. Only workers call this,
+because it runs the user's code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ADAPTERS = Path(__file__).parent.parent / "adapters"
 
 @dataclass(frozen=True)
 class Loaded:
-    """An environment, not configured yet."""
+    """An environment before it is configured."""
 
     environment: Environment
     name: str
-    """Its own name, or its file's."""
+    """Its own name, or the name of its file."""
     near: str
     """Folder of its code, for error messages."""
     versions: dict[str, str]
@@ -43,7 +43,7 @@ class Loaded:
 
 
 def load(source: Mapping[str, Any]) -> Loaded:
-    """Loads an environment.
+    """Load an environment.
 
     Args:
         source: `{"file": path, "attribute": name or None}` or `{"adapter": name, "target": name}`.
@@ -61,7 +61,7 @@ def load(source: Mapping[str, Any]) -> Loaded:
 def _from_adapter(adapter: str, target: str) -> Loaded:
     known = sorted(path.stem for path in _ADAPTERS.glob("[a-z]*.py"))
     if adapter not in known:
-        raise LoadError(f"There is no adapter {adapter!r}. {nearest(adapter, known, 'Adapters')}")
+        raise LoadError(f"Unknown adapter {adapter!r}. {nearest(adapter, known, 'Adapters')}")
     module = importlib.import_module(f"toprope.sdk.adapters.{adapter}")
     try:
         environment = module.make(target)
@@ -77,10 +77,10 @@ def _from_adapter(adapter: str, target: str) -> Loaded:
 
 
 def attribute_of(file: Path, name: str) -> Any:
-    """Something that a user's file defines, whatever it is.
+    """An attribute of a user's file.
 
     Raises:
-        LoadError: The file does not load or does not define it.
+        LoadError: The file does not load, or has no such attribute.
     """
     module = module_of(file)
     if not hasattr(module, name):
@@ -90,7 +90,7 @@ def attribute_of(file: Path, name: str) -> Any:
 
 
 def module_of(file: Path) -> ModuleType:
-    """A user's file, run anew.
+    """Run a user's file as a new module.
 
     Raises:
         LoadError: It does not load.
@@ -113,12 +113,12 @@ def _from_file(file: Path, attribute: str | None) -> Loaded:
 
 
 def _import(file: Path, folder: str) -> ModuleType:
-    # The plain name lets the author's own processes find the module again; a name that is taken is left alone.
+    # Under its plain name, processes that the author starts can import the module; never replace another module.
     taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
     name = f"environment_{file.stem}" if taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise LoadError(f"{file} is no Python file.")
+        raise LoadError(f"{file} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -130,7 +130,7 @@ def _import(file: Path, folder: str) -> ModuleType:
         failure = Failure.of(error, folder)
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name:
-            hint = f" Install what provides {error.name!r} for {sys.executable}, which runs this environment."
+            hint = f" Install the package of {error.name!r} for {sys.executable}, which runs this environment."
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = " An environment's file stands alone: import its neighbours by their plain names."
         raise LoadError(
@@ -156,28 +156,28 @@ def _attribute(module: ModuleType, file: Path, attribute: str | None) -> Any:
 
 
 def _instance(found: Any, file: Path, folder: str) -> Environment:
-    environment = found
-    if not isinstance(found, Environment):
-        if not callable(found):
-            raise LoadError(f"{file.name} gives {type(found).__name__}, which is no environment and makes none.")
-        label = getattr(found, "__name__", type(found).__name__)
-        try:
-            environment = found()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # an author's constructor may raise anything
-            failure = Failure.of(error, folder)
-            message = f"{label}() raised {failure.type}: {failure.message}"
-            raise LoadError(f"{message}. It is called without arguments.", failure.where) from error
-        if not isinstance(environment, Environment):
-            raise LoadError(f"{label}() made {type(environment).__name__}, which is no toprope.sdk.Environment.")
+    if isinstance(found, Environment):
+        return found
+    if not callable(found):
+        raise LoadError(f"{file.name} gives {type(found).__name__}, which neither is nor creates an environment.")
+    label = getattr(found, "__name__", type(found).__name__)
+    try:
+        environment = found()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an author's constructor may raise anything
+        failure = Failure.of(error, folder)
+        message = f"{label}() raised {failure.type}: {failure.message}"
+        raise LoadError(f"{message}. It is called without arguments.", failure.where) from error
+    if not isinstance(environment, Environment):
+        raise LoadError(f"{label}() returned {type(environment).__name__}, not a toprope.sdk.Environment.")
     return environment
 
 
 def _versions(environment: Environment) -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in environment.packages:
-        import importlib.metadata  # 20 ms that most environments do not need
+        import importlib.metadata  # takes 20 ms, and most environments do not need it
 
         try:
             versions[package] = importlib.metadata.version(package)

@@ -1,9 +1,9 @@
-"""Asks the policy from within a rollout: for environments that play by themselves and bring no client of their own.
+"""Ask the policy from within a rollout, for environments that own the loop and bring no client of their own.
 
     said = await ask(session, messages)          # {"role": "assistant", "content": "...", maybe "tool_calls": [...]}
 
-A few lines of HTTP over asyncio, because this package has the standard library only, and a client in threads would
-play as many rollouts at a time as there are threads.
+It speaks HTTP over asyncio directly, because this package uses the standard library only, and a client in threads would
+limit the number of concurrent rollouts to the number of threads.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _LONGEST_ANSWER = 64 << 20
 
 
 class PolicyRefused(Exception):
-    """The policy's server did not answer; the text says why."""
+    """The policy's server gave no answer; the text says why."""
 
 
 async def ask(session: Session, messages: Messages, *, judge: bool = False, **more: Any) -> dict[str, Any]:
     """The policy's next message.
 
     Args:
-        session: The rollout's.
+        session: The session of the rollout.
         messages: The conversation so far.
-        judge: Whether it is asked as a judge or a simulated user: nothing of it is trained then.
-        **more: Further fields of the request, or others in place of the session's.
+        judge: Whether to ask it as a judge or a simulated user; such answers are not trained on.
+        **more: Fields of the request that add to or replace those of the session.
 
     Returns:
         The message, with `finish_reason` beside its own fields.
 
     Raises:
-        PolicyRefused: The server refused, or went away.
+        PolicyRefused: The server refused, or closed the connection.
     """
     body: dict[str, Any] = {
         "model": session.model,

@@ -1,4 +1,4 @@
-"""Reward functions that are added to an environment by configuration: named, weighted, in a file of the owner's.
+"""Reward functions that a configuration adds to an environment: named, weighted, from a file of the owner.
 
     def brevity(*, answer, reference, **_):
         return 1.0 if len(answer) <= len(str(reference)) else 0.0
@@ -6,13 +6,13 @@
     async def judged(*, prompt, answer):
         return await ask_a_judge(prompt, answer)
 
-A function is called once for each rollout, when the environment has scored it, with those of these that it takes by
-name: `prompt` (the task's messages), `messages` (the whole conversation), `answer` (the newest answer), `reference`,
-`data` (of the task), `parts` (what the environment's own scoring gave), `turns`, `truncated`. It returns a number
-between its `low` and `high`. What it raises is the rollout's error, as what `score` raises is. Async functions of many
-rollouts wait beside each other.
+A function is called once per rollout, after the environment has scored it. It takes any of these arguments by name:
+`prompt` (the task's messages), `messages` (the whole conversation), `answer` (the newest answer), `reference` and
+`data` (of the task), `parts` (values from the environment's own scoring), `turns`, `truncated`. It returns a number
+between its `low` and `high`. If it raises, the rollout ends with that error, as if `score` had raised it. Async
+functions of many rollouts run concurrently.
 
-Whether a rollout counts as solved stays the environment's own affair: functions shape the reward, not the accuracy.
+The environment alone decides whether a rollout counts as solved: functions change the reward, not the accuracy.
 """
 
 from __future__ import annotations
@@ -22,28 +22,38 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Part, Scoring, Task
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import attribute_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, LoadError
 
-__all__ = ["FIELDS", "RewardFunction", "Rewarding", "Scored", "load_rewards", "rewarded", "rewarding_of", "seen_of"]
+__all__ = [
+    "FIELDS",
+    "RewardFunction",
+    "RewardFunctions",
+    "Scored",
+    "load_rewards",
+    "rewarded",
+    "functions_of",
+    "seen_of",
+]
 
 FIELDS = ("prompt", "messages", "answer", "reference", "data", "parts", "turns", "truncated")
-"""What a function may take, by name."""
+"""Names of the arguments that a function can take."""
 
+_T = TypeVar("_T")
 _LONGEST_ERROR = 500
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function, and the part of the reward that it gives."""
+    """A function with its part of the reward."""
 
     name: str
     part: Part
@@ -53,10 +63,10 @@ class RewardFunction:
     """Folder of its file, for error messages."""
 
     def read(self, value: Any) -> float:
-        """What it returned, as a number of its range.
+        """Validate a returned value.
 
         Raises:
-            EnvironmentMistake: It is none.
+            EnvironmentMistake: Not a number, or outside the declared range.
         """
         if isinstance(value, str | bytes | complex) or not hasattr(type(value), "__float__"):
             raise EnvironmentMistake(f"it returned {value!r:.40}, which is not a number.")
@@ -69,13 +79,13 @@ class RewardFunction:
 
 
 def load_rewards(specifications: Sequence[Mapping[str, Any]]) -> tuple[RewardFunction, ...]:
-    """Loads functions.
+    """Load reward functions.
 
     Args:
         specifications: Each with `name`, `weight`, `low`, `high`, `file` and `attribute`.
 
     Raises:
-        LoadError: A file does not load, has no such function, or the function takes what there is not.
+        LoadError: A file does not load or has no such function, or the function has an unknown parameter.
     """
     return tuple(_load(one) for one in specifications)
 
@@ -85,11 +95,11 @@ def _load(one: Mapping[str, Any]) -> RewardFunction:
     found = attribute_of(file, str(one["attribute"]))
     where = f"{one['attribute']} of {file.name}"
     if not callable(found):
-        raise LoadError(f"{where} is {type(found).__name__}, and no function.", f"{file}:1")
+        raise LoadError(f"{where} is of type {type(found).__name__}, not a function.", f"{file}:1")
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError) as error:
-        raise LoadError(f"{where} does not say what it takes: {error}", f"{file}:1") from None
+        raise LoadError(f"The parameters of {where} cannot be read: {error}", f"{file}:1") from None
     takes: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -98,22 +108,22 @@ def _load(one: Mapping[str, Any]) -> RewardFunction:
         if parameter.name in FIELDS and parameter.kind is not parameter.POSITIONAL_ONLY:
             takes.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            known = nearest(parameter.name, FIELDS, "A reward function may take, by name")
-            raise LoadError(f"{where} takes {parameter.name!r}, which there is not. {known}", f"{file}:1")
+            known = nearest(parameter.name, FIELDS, "A reward function can take")
+            raise LoadError(f"{where} has an unknown parameter {parameter.name!r}. {known}", f"{file}:1")
     part = Part(float(one["weight"]), float(one["low"]), float(one["high"]), f"{one['attribute']} of {file.name}")
     return RewardFunction(str(one["name"]), part, found, tuple(takes), str(file.parent))
 
 
-class Rewarding:
-    """The functions of one environment, and what all parts of its reward weigh.
+class RewardFunctions:
+    """The reward functions of an environment, with the weights of all parts.
 
     Args:
-        own: The environment's own parts, with the weights in force.
-        functions: In the order in which they are called.
-        weights: Weights by part, of the environment's own and of functions; the others keep theirs.
+        own: The environment's own parts with the weights in force.
+        functions: The functions, in the order of their calls.
+        weights: Weights by name of an own part or a function; the others keep theirs.
 
     Raises:
-        InvalidRequest: A function has the name of an own part, or the weights do not fit.
+        InvalidRequest: A function has the name of an own part, or a weight is invalid.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class Rewarding:
         self._functions = tuple(functions)
         for one in functions:
             if one.name in own:
-                raise InvalidRequest(f"The environment has a reward part {one.name!r} of its own: choose another name.")
+                raise InvalidRequest(f"The environment already has a reward part {one.name!r}: choose another name.")
         self._scoring = Scoring.weighted({**own, **{one.name: one.part for one in functions}}, weights)
 
     @property
@@ -130,19 +140,19 @@ class Rewarding:
         """The environment's own parts and those of the functions."""
         return self._scoring.parts
 
-    def weighed(self, weights: Mapping[str, float]) -> Rewarding:
-        """The same with other weights where they are named."""
+    def with_weights(self, weights: Mapping[str, float]) -> RewardFunctions:
+        """A copy in which `weights` replaces the weights of the parts that it names."""
         other = copy.copy(self)
         other._scoring = Scoring.weighted(self.parts, weights)
         return other
 
-    def rewarded(self, outcome: Outcome, seen: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
-        """The outcome with the functions' parts: at once, or to be awaited where a function is async.
+    def apply(self, outcome: Outcome, seen: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
+        """Add the functions' parts to an outcome; an awaitable if a function is async.
 
-        What a function raises, or returns that is no value of its part, is the rollout's error.
+        If a function raises or returns an invalid value, the rollout ends with that error.
 
         Args:
-            outcome: What the environment's own scoring gave. One with an error stays as it is.
+            outcome: The result of the environment's own scoring. If it has an error, it is returned unchanged.
             seen: `prompt`, `messages`, `answer`, `reference`, `data`.
         """
         if outcome.error is not None:
@@ -156,8 +166,8 @@ class Rewarding:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # an author's code may raise anything
-                for left in filter(inspect.iscoroutine, values.values()):
-                    left.close()
+                for pending in filter(inspect.iscoroutine, values.values()):
+                    pending.close()
                 return _failed(one, error, outcome)
         if any(map(inspect.isawaitable, values.values())):
             return self._awaited(outcome, values)
@@ -167,7 +177,7 @@ class Rewarding:
         import asyncio
 
         waiting = [one for one in self._functions if inspect.isawaitable(values[one.name])]
-        found = await asyncio.gather(*(_own(values[one.name]) for one in waiting), return_exceptions=True)
+        found = await asyncio.gather(*(_settled(values[one.name]) for one in waiting), return_exceptions=True)
         for one, value in zip(waiting, found, strict=True):
             try:
                 if isinstance(value, BaseException):
@@ -184,33 +194,37 @@ class Rewarding:
         return dataclasses.replace(outcome, parts=parts, reward=self._scoring.reward(parts))
 
 
-Scored = tuple["Outcome | None", "Rewarding | None", Callable[[], Mapping[str, Any]]]
-"""An outcome of the environment's own scoring, what is added to it, and what functions see of the rollout."""
+Scored = tuple["Outcome | None", "RewardFunctions | None", Callable[[], Mapping[str, Any]]]
+"""An outcome of the environment's own scoring, the functions to add, and a callable for their arguments."""
 
 
-def rewarded(scored: Sequence[Scored], said: Callable[[list[Any]], Any]) -> Any:
-    """Outcomes with what reward functions add, as `said` says them; a coroutine of it where functions are async: those
-    of all these rollouts go on beside each other."""
+def rewarded(scored: Sequence[Scored], convert: Callable[[list[Outcome | None]], _T]) -> _T | Coroutine[Any, Any, _T]:
+    """Add reward functions to outcomes.
+
+    Args:
+        scored: The outcomes.
+        convert: Converts the finished outcomes to the result.
+
+    Returns:
+        The result, or a coroutine for it if functions are async; those of all rollouts run concurrently.
+    """
     found = [
-        outcome if outcome is None or rewarding is None else rewarding.rewarded(outcome, seen())
-        for outcome, rewarding, seen in scored
+        outcome if outcome is None or functions is None else functions.apply(outcome, seen())
+        for outcome, functions, seen in scored
     ]
-    if not any(map(inspect.isawaitable, found)):
-        return said(found)
 
-    async def later() -> Any:
+    async def finish() -> _T:
         import asyncio
 
-        waiting = [place for place, one in enumerate(found) if inspect.isawaitable(one)]
-        for place, one in zip(waiting, await asyncio.gather(*(found[place] for place in waiting)), strict=True):
-            found[place] = one
-        return said(found)
+        return convert(list(await asyncio.gather(*map(_settled, found))))
 
-    return later()
+    if any(map(inspect.isawaitable, found)):
+        return finish()
+    return convert([one for one in found if one is None or isinstance(one, Outcome)])
 
 
 def seen_of(task: Task, messages: Messages) -> dict[str, Any]:
-    """What functions see of a rollout with this conversation."""
+    """Arguments of reward functions for a rollout with this conversation."""
     place = next((number for number, one in enumerate(messages) if one.get("role") == "assistant"), len(messages))
     said = [str(one.get("content", "")) for one in messages if one.get("role") == "assistant"]
     return {
@@ -222,30 +236,30 @@ def seen_of(task: Task, messages: Messages) -> dict[str, Any]:
     }
 
 
-async def _own(value: Awaitable[Any]) -> Any:
-    return await value
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _failed(function: RewardFunction, error: BaseException, outcome: Outcome) -> Outcome:
     said = Failure.of(error, function.near).line()
-    # The kind comes first, as in every error of a rollout: held-out texts are sealed by it.
+    # The kind comes first, as in every error of a rollout; the seal of held-out tasks relies on it.
     kind, _, rest = said.partition(":")
     told = f"{kind}: reward function {function.name!r}:{rest}"[:_LONGEST_ERROR]
     return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=told)
 
 
-def rewarding_of(
+def functions_of(
     environment: Environment, functions: Sequence[RewardFunction], weights: Mapping[str, float]
-) -> Rewarding | None:
-    """What functions add to an environment that was configured without weights; None where there are none.
+) -> RewardFunctions | None:
+    """Reward functions for an environment that was configured without weights; None if there are no functions.
 
-    The environment's own parts get those of the weights that are theirs, but where that leaves them worth nothing: by
-    its own reward it says what is solved.
+    Weights of the environment's own parts are set on the environment too, unless that would make its own reward
+    constant: its `success` depends on that reward.
     """
     if not functions:
         return None
     own = Scoring.weighted(environment.parts, {}).parts
-    rewarding = Rewarding(own, functions, weights)
+    added = RewardFunctions(own, functions, weights)
     with contextlib.suppress(InvalidRequest):
         environment.parts = Scoring.weighted(own, {name: weights[name] for name in weights if name in own}).parts
-    return rewarding
+    return added

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Session, sample_group
 from toprope.sdk.authoring.environment import Environment, Outcome, Scoring, Task
 from toprope.sdk.authoring.knobs import describe_knobs, nearest
 from toprope.sdk.authoring.loading import Loaded, load
-from toprope.sdk.authoring.rewards import Rewarding, Scored, load_rewards, rewarded, rewarding_of, seen_of
+from toprope.sdk.authoring.rewards import RewardFunctions, Scored, functions_of, load_rewards, rewarded, seen_of
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure, grouped
@@ -61,14 +60,14 @@ class _Variant:
 
     environment: Environment
     splits: TaskSplits
-    rewarding: Rewarding | None
+    functions: RewardFunctions | None
 
     def with_weights(self, weights: dict[str, float] | None) -> _Variant:
         """A copy in which `weights` replaces the weights of the reward parts that it names."""
         if not weights:
             return self
-        if self.rewarding is not None:
-            return dataclasses.replace(self, rewarding=self.rewarding.weighed(weights))
+        if self.functions is not None:
+            return dataclasses.replace(self, functions=self.functions.with_weights(weights))
         environment = copy.copy(self.environment)
         environment.parts = Scoring.weighted(environment.parts, weights).parts
         return dataclasses.replace(self, environment=environment)
@@ -186,10 +185,10 @@ class Service:
             max_turns=asked["max_turns"],
             seed=asked["seed"],
         )
-        rewarding = rewarding_of(environment, functions, weights)
+        functions = functions_of(environment, functions, weights)
         family = [other.splits for name, other in self._variants.items() if name != variant]
-        self._variants[variant] = _Variant(environment, TaskSplits(environment, asked["seed"], family), rewarding)
-        return _card(loaded, environment.knobs, rewarding)
+        self._variants[variant] = _Variant(environment, TaskSplits(environment, asked["seed"], family), functions)
+        return _card(loaded, environment.knobs, functions)
 
     def _card(self, source: dict[str, Any]) -> dict[str, Any]:
         loaded = self._load(source)
@@ -249,15 +248,15 @@ class Service:
         assert isinstance(opened.environment, OwnLoop)
         played = await sample_group(opened.environment, task, sessions, self.near)
         ended = [
-            (outcome, opened.rewarding, functools.partial(seen_of, task, messages))
+            (outcome, opened.functions, functools.partial(seen_of, task, messages))
             for outcome, messages in zip(played.outcomes, played.messages, strict=True)
         ]
-        outcomes = rewarded(ended, list)
+        outcomes = rewarded(ended, lambda found: [_outcome(one) for one in found])
         return {
             "task_id": task.id,
             "messages": task.messages,
             "epoch": epoch,
-            "outcomes": [_outcome(one) for one in (await outcomes if inspect.iscoroutine(outcomes) else outcomes)],
+            "outcomes": await outcomes if isinstance(outcomes, Coroutine) else outcomes,
             "talks": played.messages,
         }
 
@@ -274,7 +273,7 @@ class Service:
         task, epoch = opened.splits.get(split, index)
         rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
         for rollout in rollouts:
-            rollout.rewarding = opened.rewarding
+            rollout.functions = opened.functions
         first = [rollout.begin() for rollout in rollouts]
         handles = [self._keep(rollout) for rollout in rollouts]
         if grouped(environment):
@@ -356,15 +355,15 @@ class Service:
         if isinstance(environment, OwnLoop):
             return self._scripted(opened, task, answer)
         rollout = Rollout(environment, task, self.near)
-        rollout.rewarding = opened.rewarding
+        rollout.functions = opened.functions
         rollout.begin()
         outcome = rollout.advance(answer, only=True).outcome
         return rewarded([_scored(outcome, rollout)], lambda found: _outcome(found[0]))
 
     async def _scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
         with scripted_session(answer) as session:
-            answered = await self._sampled(opened, task, [session], 0)
-        return answered["outcomes"][0]
+            [outcome] = (await self._sampled(opened, task, [session], 0))["outcomes"]
+        return outcome if outcome is None else dict(outcome)
 
     def _variant(self, variant: str = "") -> _Variant:
         if not self._variants:
@@ -378,12 +377,12 @@ def _scored(outcome: Outcome | None, rollout: Rollout | None) -> Scored:
     """A rollout's outcome with the input of reward functions."""
     if outcome is None or rollout is None:
         return outcome, None, dict
-    return outcome, rollout.rewarding, rollout.seen
+    return outcome, rollout.functions, rollout.seen
 
 
-def _card(loaded: Loaded, knobs: Any, rewarding: Rewarding | None = None) -> dict[str, Any]:
+def _card(loaded: Loaded, knobs: Any, functions: RewardFunctions | None = None) -> dict[str, Any]:
     environment = loaded.environment
-    parts = environment.parts if rewarding is None else rewarding.parts
+    parts = environment.parts if functions is None else functions.parts
     return {
         "name": loaded.name,
         "description": first_line(environment.__doc__),

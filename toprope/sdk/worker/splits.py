@@ -11,12 +11,13 @@ this, up to `OWN_SPLIT_LIMIT` tasks each.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Task
@@ -56,7 +57,7 @@ def _digest(content: bytes) -> bytes:
 class _Stream:
     """A stream of tasks, read once, that remembers its failure."""
 
-    def __init__(self, tasks: Any) -> None:
+    def __init__(self, tasks: Callable[[], Iterable[Task]]) -> None:
         self._tasks = tasks
         self._iterator: Iterator[Any] | None = None
         self._failure: BaseException | None = None
@@ -105,7 +106,8 @@ class TaskSplits:
         self._repeats = 0
         self._own = bool(inspect.signature(environment.tasks).parameters)
         if self._own:
-            self._streams = {split: _Stream(lambda split=split: environment.tasks(split)) for split in SPLITS}
+            tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
+            self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
         else:
             stream = _Stream(environment.tasks)
             self._streams = dict.fromkeys(SPLITS, stream)
