@@ -9,7 +9,7 @@ import sys
 from toprope.supervisor.lock import RunLock, is_held
 
 
-def test_one_holder_at_a_time(tmp_path):
+def test_lock_has_one_holder(tmp_path):
     path = tmp_path / "keeper.lock"
     assert not is_held(path)
     lock = RunLock.acquire(path)
@@ -19,20 +19,20 @@ def test_one_holder_at_a_time(tmp_path):
     RunLock.acquire(path).release()
 
 
-def test_looking_does_not_take_it(tmp_path):
+def test_is_held_does_not_take_the_lock(tmp_path):
     path = tmp_path / "keeper.lock"
     RunLock.acquire(path).release()
     assert not is_held(path) and RunLock.acquire(path, wait_s=0.0) is not None
 
 
-def test_a_lock_that_was_handed_over_outlives_the_giver(tmp_path):
+def test_inherited_lock_outlives_the_first_holder(tmp_path):
     path = tmp_path / "keeper.lock"
     lock = RunLock.acquire(path)
     code = """
 import sys, pathlib
 from toprope.supervisor.lock import RunLock
-lock = RunLock.inherited(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
-lock.note(pid=1)
+lock = RunLock.from_descriptor(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
+lock.write_holder(pid=1)
 print(lock is not None, flush=True)
 sys.stdin.read()
 """
@@ -45,8 +45,8 @@ sys.stdin.read()
     assert not is_held(path)
 
 
-def test_a_descriptor_of_another_file_is_not_the_lock(tmp_path):
+def test_descriptor_of_another_file_is_refused(tmp_path):
     path, other = tmp_path / "keeper.lock", os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     RunLock.acquire(path).release()
-    assert RunLock.inherited(other, path) is None
+    assert RunLock.from_descriptor(other, path) is None
     os.close(other)

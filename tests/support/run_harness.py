@@ -1,4 +1,4 @@
-"""A folder of runs whose crews are stand-ins, and the question what is left of them."""
+"""Runs whose crews are stand-ins, and checks that none of their processes is left."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ LIMIT_S = 20.0
 
 
 def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """What `condition` answers as soon as it is true; fails when the time is over."""
+    """Return the value of `condition` as soon as it is true; fail after `limit_s` seconds."""
     limit = time.monotonic() + limit_s
     while not (found := condition()):
-        assert time.monotonic() < limit, "it did not come true in time"
+        assert time.monotonic() < limit, f"not true within {limit_s:g} s"
         time.sleep(0.002)
     return found
 
 
 class RunHarness:
-    """Runs below `path`. `close` ends what a failed test left."""
+    """Runs below `path`. `close` kills the processes that a failed test left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,13 +44,13 @@ class RunHarness:
         self.started: list[RunFolder] = []
         self.programs: dict[str, list[str]] = {}
         self.machine = Machine(threads=64)
-        """Room for every run that a test starts, unless the test is about that."""
+        """Has room for every run that a test starts, unless the test is about capacity."""
         self.contained: ContainmentSetting = "auto"
 
     def runs(
         self, behaviours: dict[str, dict[str, Any]] | None = None, *, plot: bool | list[str] = False
     ) -> RunManager:
-        """A front end whose launcher starts stand-ins; `plot`: the real program, none, or this one."""
+        """Return a front end whose launcher starts stand-ins. `plot`: the real program, none, or this one."""
         self.programs = supervisor_stand_ins.programs(behaviours or {}, self.token)
         if plot is not True:
             self.programs["plot"] = plot or [sys.executable, "-I", "-S", "-c", "pass"]
@@ -96,7 +96,7 @@ class RunHarness:
         return runs, folder
 
     def processes(self, folder: RunFolder) -> list[psutil.Process]:
-        """Everything that belongs to a run: keeper, guards, components, what components left."""
+        """Return all processes of a run: keeper, guards, components and their descendants."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -110,9 +110,9 @@ class RunHarness:
     def keeper(self, folder: RunFolder) -> psutil.Process:
         return psutil.Process(json.loads(folder.lock.read_text())["pid"])
 
-    def nothing_left(self, folder: RunFolder) -> None:
-        """Fails unless every process of the run is gone soon, and with them crew folder and temporary files."""
-        eventually(lambda: not self.processes(folder), 5.0)
+    def check_nothing_left(self, folder: RunFolder) -> None:
+        """Fail unless all processes, the crew folder and the temporary files of the run are gone soon."""
+        eventually(lambda: not self.processes(folder))
         assert not folder.crew.exists()
         assert not [path for path in folder.path.rglob(".*")]
         assert not (folder.path.parent / ".reservations" / f"{folder.run_id}.json").exists()
@@ -127,14 +127,21 @@ class RunHarness:
 
 
 def until(runs: RunManager, folder: RunFolder, *states: str, limit_s: float = LIMIT_S) -> Status:
-    """The status as soon as it is one of `states`."""
+    """Return the status as soon as the run is in one of `states`."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.state in states, limit_s)
     assert status.state in states, (status.state, status.reason, status.failure)
     return status
 
 
 def ended(runs: RunManager, folder: RunFolder, limit_s: float = LIMIT_S) -> Status:
-    """The last status: the crew is gone."""
+    """Return the final status, after the crew is gone."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.ended_at is not None, limit_s)
     assert status.ended_at is not None, (status.state, status.reason)
     return status
+
+
+def wait_for_heartbeats(folder: RunFolder, count: int) -> None:
+    """Wait until the run's keeper has sent `count` more heartbeats, about one a second."""
+    for _ in range(count):
+        last = folder.lock.stat().st_mtime_ns
+        eventually(lambda last=last: folder.lock.stat().st_mtime_ns > last)

@@ -1,4 +1,4 @@
-"""Light stand-ins for the programs of a crew, so that a keeper is tested against real processes in tenths of a second.
+"""Light stand-ins for the programs of a crew: tests of a keeper use real processes and take tenths of a second.
 
 As a program:  supervisor_stand_ins.py NAME BEHAVIOUR    one member; BEHAVIOUR is JSON, see `StandIn`
                supervisor_stand_ins.py keeper PROGRAMS RUN_FOLDER ...    a keeper whose members are stand-ins
@@ -25,7 +25,7 @@ NAMES = ("policy", "api", "inference", "trainer", "environment")
 
 
 def programs(behaviours: dict[str, dict[str, Any]], token: str) -> dict[str, list[str]]:
-    """argv of each stand-in; `token` stands in every command line, so that what is left over is found."""
+    """Return the argv of each stand-in. Every command line contains `token`, so that leftover processes are found."""
     python = [sys.executable, "-P", str(PATH)]
     return {name: [*python, name, json.dumps(behaviours.get(name, {})), token] for name in NAMES}
 
@@ -33,13 +33,13 @@ def programs(behaviours: dict[str, dict[str, Any]], token: str) -> dict[str, lis
 class StandIn:
     """One member.
 
-    Behaviour, all optional: `at` and `do` (what to do at which moment: exit:N, kill, freeze, hang, sleep, fail, again,
-    linger), `times` (how often, over all its lives; always when absent), `beats` (says that it lives, when it listens),
-    `slow` (seconds that the start takes from its second life on), `deaf` (ignores SIGTERM), `daemon` (leaves a
-    double-forked process in a session of its own, with an empty environment),
-    `noise` (bytes to print first), `say` (printed first), `steps`, `endless`, `patient` (the trainer saves on Stop and
-    ignores SIGTERM until then), `saving` (seconds that this takes), `loading` (seconds before the trainer is ready),
-    `mute` (never says that it is ready), `nonsense` (the label of an evaluation whose file is wrong).
+    Behaviour, all optional: `at` and `do` (a moment and an action: exit:N, kill, freeze, hang, sleep, fail, again,
+    linger), `times` (how often, over all restarts; always when absent), `beats` (sends heartbeats while it listens),
+    `slow` (seconds that a restart takes), `deaf` (ignores SIGTERM), `daemon` (leaves a double-forked process in a
+    session of its own, with an empty environment), `noise` (bytes to print first), `say` (text to print first),
+    `steps`, `endless`, `patient` (the trainer saves on Stop and ignores SIGTERM until then), `saving` (its seconds),
+    `loading` (seconds before the trainer is ready), `mute` (never reports that it is ready), `nonsense` (label of an
+    evaluation whose file is invalid).
     """
 
     def __init__(self, name: str, behaviour: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class StandIn:
         os.write(self.report_fd, crew.encode_line(report))
 
     def listen(self, timeout: float | None) -> None:
-        """Takes in orders for at most so long; ends the process when the keeper is gone."""
+        """Read orders for at most `timeout` seconds; exit if the keeper is gone."""
         if self.behaviour.get("beats"):
             limit = float("inf") if timeout is None else time.monotonic() + timeout
             while not select.select([0], [], [], max(0.0, min(0.1, limit - time.monotonic())))[0]:
@@ -93,7 +93,7 @@ class StandIn:
             self.listen(None)
 
     def moment(self, name: str) -> None:
-        """Does what the behaviour says for this moment."""
+        """Carry out the behaviour for this moment."""
         if self.behaviour.get("at") != name:
             return
         done = self.folder.crew / f"{self.name}.done"
@@ -141,7 +141,7 @@ class StandIn:
         self.moment("ready")
 
     def listening(self) -> str:
-        """The address of a port that this process holds, as the real ones do."""
+        """Open a port, as the real programs do, and return its address."""
         self.socket = socket.create_server(("127.0.0.1", 0))
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
 
@@ -237,24 +237,8 @@ class StandIn:
         self.report(crew.Evaluated(label, {"accuracy": sampled["accuracy"], "tasks": 100}))
 
 
-class HoldsOnRequest:
-    """A watcher that holds the run as long as there is a file `hold` beside its status."""
-
-    def __init__(self, hands: Any) -> None:
-        self.hands, self.file = hands, hands.folder.path / "hold"
-
-    def heard(self, component: str, report: crew.Report) -> None:
-        pass
-
-    def looked(self, now: float) -> None:
-        if self.file.exists():
-            self.hands.pause("somebody asked for it")
-        else:
-            self.hands.proceed()
-
-
 def leave_daemon() -> None:
-    """A process that left everything: parent, session, environment; it even ignores SIGTERM."""
+    """Start a process without parent, session and environment that ignores SIGTERM."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -265,14 +249,29 @@ def leave_daemon() -> None:
     os.wait()
 
 
+def run_keeper() -> int:
+    """Run a keeper with one more watcher: it pauses the run while a file `hold` exists beside its status."""
+    from toprope.supervisor.keeper import lifecycle, program
+    from toprope.supervisor.watchers.watcher import RunControl, Watcher
+
+    class PauseOnRequest(Watcher):
+        def __init__(self, control: RunControl) -> None:
+            self.control, self.file = control, control.folder.path / "hold"
+
+        def on_tick(self, now: float) -> None:
+            if self.file.exists():
+                self.control.pause("somebody asked for it")
+            else:
+                self.control.proceed()
+
+    others = lifecycle.create_watchers
+    lifecycle.create_watchers = lambda control: [*others(control), PauseOnRequest(control)]
+    return program.main(sys.argv[3:], programs=json.loads(Path(sys.argv[2]).read_text()))
+
+
 def main() -> int:
     if sys.argv[1] == "keeper":
-        from toprope.supervisor.keeper import lifecycle
-        from toprope.supervisor.keeper.program import main as keeper
-
-        others = lifecycle.create_watchers
-        lifecycle.create_watchers = lambda hands: [*others(hands), HoldsOnRequest(hands)]
-        return keeper(sys.argv[3:], programs=json.loads(Path(sys.argv[2]).read_text()))
+        return run_keeper()
     StandIn(sys.argv[1], json.loads(sys.argv[2])).run()
     return 0
 

@@ -131,7 +131,7 @@ def lines_of(folder, what):
     return [line for line in lines if line["what"] == what]
 
 
-def test_a_sweep_finds_the_best_and_measures_it_once_on_what_nobody_chose_by(house):
+def test_sweep_measures_best_candidate_on_heldout_tasks(house):
     folder = house.start(population=2, selection_ratio=0.5)
     status = house.ended(folder)
     assert status.state == "completed", (status.reason, status.failure)
@@ -158,7 +158,7 @@ def test_a_sweep_finds_the_best_and_measures_it_once_on_what_nobody_chose_by(hou
     eventually(lambda: not house.processes(), 20.0)
 
 
-def test_killed_three_times_it_ends_the_same(house):
+def test_sweep_killed_three_times_has_same_result(house):
     folder = house.start({"environment": {"slow": 0.4}}, strategy="halving", population=2, selection_ratio=0.5)
     house.conductor(folder).kill()
     # In the second epoch the keeper: the sweep is lost, its member lives on, and whoever looks brings it back.
@@ -178,7 +178,7 @@ def test_killed_three_times_it_ends_the_same(house):
     eventually(lambda: not house.processes(), 20.0)
 
 
-def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(house):
+def test_stopped_sweep_resumes_its_members(house):
     folder = house.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
     first = f"{folder.run_id}-m01"
     eventually(lambda: is_held(house.home.runs / first / "keeper.lock"), LIMIT_S)
@@ -197,7 +197,7 @@ def test_a_stop_leaves_nothing_of_it_and_a_resume_goes_on_with_what_was_stopped(
     assert house.runs.status(first).attempt == 2 and standing.final.measured is not None
 
 
-def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
+def test_sweep_stays_within_owner_limits(house):
     (house.home.configuration / "limits.yaml").write_text("concurrent_runs: 2\n")
     folder = house.start(population=2, epochs=1)
     most = 0
@@ -220,7 +220,7 @@ def test_a_sweep_stays_within_limits_that_leave_room_for_one_member(house):
     assert len(members_in(house.home.runs, refused.run_id)) == 1
 
 
-def test_a_conductor_that_goes_on_tells_of_former_epochs_as_they_were(tmp_path):
+def test_resumed_conductor_repeats_reports_of_epochs(tmp_path):
     home = Home(tmp_path / "home", tmp_path / "config").ensure()
     folder = RunFolder.create(tmp_path, "dice")
     spec = sweep_stand_ins.sweep_in(home, population=2, epochs=2)
@@ -240,7 +240,7 @@ def test_a_conductor_that_goes_on_tells_of_former_epochs_as_they_were(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_torn_line_of_the_journal_does_not_count(tmp_path):
+def test_torn_journal_line_is_ignored(tmp_path):
     folder = RunFolder.create(tmp_path, "dice")
     log = SweepLog(folder)
     log.append(Survivors(epoch=1, ids=["c001"]))

@@ -50,7 +50,7 @@ def planned(tmp_path, space=RATE, locks=None, **changes):
     return make_plan(draft, locks or Locks({}), space=space, strategies=tmp_path, **{**given, **changes})
 
 
-def test_a_plan_knows_what_it_costs(tmp_path):
+def test_plan_counts_runs_and_steps(tmp_path):
     plan = planned(tmp_path)
     assert (plan.runs, plan.total_steps) == (4 + 2 + 2 + 1, 8 * 20)
     assert planned(tmp_path, strategy="halving").total_steps == 4 * 20 + 2 * 20 + 40
@@ -74,12 +74,12 @@ def test_a_plan_knows_what_it_costs(tmp_path):
         ({"evaluation.heldout_tasks": [1, 2]}, InvalidValue, "winner"),
     ],
 )
-def test_a_space_that_does_not_fit_is_refused_with_what_would(tmp_path, space, error, says):
+def test_invalid_space_is_refused(tmp_path, space, error, says):
     with pytest.raises(error, match=says):
         planned(tmp_path, space)
 
 
-def test_a_space_beyond_the_owners_locks_is_refused_with_the_reason(tmp_path):
+def test_locked_space_is_refused_with_reason(tmp_path):
     bounded = Locks({"optimizer.learning_rate": Lock("optimizer.learning_rate", "it diverges", max=1e-3)})
     with pytest.raises(LockedField, match="it diverges"):
         planned(tmp_path, locks=bounded)
@@ -99,12 +99,12 @@ def test_a_space_beyond_the_owners_locks_is_refused_with_the_reason(tmp_path):
         ({"strategy": "../x:Y"}, "no strategy"),
     ],
 )
-def test_numbers_and_strategies_that_are_none_are_refused(tmp_path, changes, says):
+def test_invalid_numbers_and_strategies_are_refused(tmp_path, changes, says):
     with pytest.raises((InvalidValue, NotFound), match=says):
         planned(tmp_path, **changes)
 
 
-def test_an_owners_strategy_runs_in_a_worker_and_lacks_what_it_likes(tmp_path):
+def test_own_strategy_runs_in_worker(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     known = {"c001": Candidate(id="c001", values={"optimizer.learning_rate": 1e-3}, steps=20)}
 

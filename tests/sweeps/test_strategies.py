@@ -52,7 +52,7 @@ def closeness(one):
 
 
 @pytest.mark.parametrize("kind", STRATEGIES.values())
-def test_every_strategy_stays_in_its_space_and_its_plan_and_is_its_seeds(kind):
+def test_strategy_stays_in_space_and_plan(kind):
     news, known = lived(made(kind), closeness)
     for epoch, (new, (runs, steps)) in enumerate(zip(news, made(kind).plan(), strict=True), 1):
         assert len(new) == runs, epoch
@@ -64,13 +64,13 @@ def test_every_strategy_stays_in_its_space_and_its_plan_and_is_its_seeds(kind):
 
 
 @pytest.mark.parametrize("kind", STRATEGIES.values())
-def test_where_all_failed_new_ones_are_drawn_within_the_plan(kind):
+def test_strategy_draws_new_candidates_if_all_failed(kind):
     news, _ = lived(made(kind), lambda one: None)
     assert [len(new) for new in news] == [runs for runs, _ in made(kind).plan()]
     assert all(one["continues"] is None for new in news for one in new)
 
 
-def test_evolution_keeps_the_best_and_changes_the_rest():
+def test_evolution_keeps_best_and_mutates():
     strategy = made(population=4, selection_ratio=0.5)
     population = [{**one, "id": f"c{place}"} for place, one in enumerate(strategy.start())]
     survivors = strategy.select(population, [0.1, None, 0.7, 0.4])
@@ -83,13 +83,13 @@ def test_evolution_keeps_the_best_and_changes_the_rest():
     assert still.mutate(population[0], 2, 0)["values"] == population[0]["values"]
 
 
-def test_evolution_comes_nearer_than_its_first_population():
+def test_evolution_improves_on_first_population():
     strategy = made(epochs=6, mutation_rate=0.6)
     news, known = lived(strategy, closeness)
     assert max(known.values()) > max(known[one["id"]] for one in news[0])
 
 
-def test_population_based_training_goes_on_from_weights():
+def test_population_based_training_continues_weights():
     strategy = made(PopulationBased, population=4, selection_ratio=0.5, mutation_rate=0.0)
     population = [{**one, "id": f"c{place}"} for place, one in enumerate(strategy.start())]
     following = strategy.advance(2, [population[2], population[0]], [])
@@ -101,7 +101,7 @@ def test_population_based_training_goes_on_from_weights():
         assert any(factor == pytest.approx(one, rel=1e-4) for one in (0.8, 1.2)) or parent * 1.2 > 1e-2
 
 
-def test_halving_gives_those_that_stay_more_steps():
+def test_halving_gives_survivors_more_steps():
     strategy = made(Halving, population=9, epochs=3, selection_ratio=1 / 3)
     assert strategy.plan() == [(9, 10), (3, 20), (1, 60)]  # 10, 30 and 90 in all
     news, known = lived(strategy, closeness)
@@ -110,14 +110,14 @@ def test_halving_gives_those_that_stay_more_steps():
     assert news[2][0]["continues"] == news[1][[one["values"] for one in news[1]].index(news[2][0]["values"])]["id"]
 
 
-def test_a_first_population_covers_each_field_evenly():
+def test_first_population_covers_space_evenly():
     values = Space(SPACE).spread(8, made().chance("x"))
     places = sorted(int((math.log10(one["optimizer.learning_rate"]) + 5) / 3 * 8) for one in values)
     assert places == list(range(8))
     assert {one["algorithm.loss_type"] for one in values} == {"dapo", "grpo", "bnpo"}
 
 
-def test_optuna_asks_in_the_light_of_what_was_measured():
+def test_optuna_improves_with_history():
     from toprope.sweeps.optuna_search import OptunaSearch
 
     strategy = made(OptunaSearch, epochs=4)

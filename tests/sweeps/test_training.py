@@ -90,7 +90,7 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
     return asked, [checked.detail["tasks"], labels]
 
 
-def test_a_member_is_measured_on_validation_tasks_and_never_looks_for_held_out_ones(tmp_path: Path) -> None:
+def test_sweep_member_uses_validation_tasks_only(tmp_path: Path) -> None:
     member = SweepMember(sweep="s", candidate="c001", epoch=1)
     asked, (sizes, labels) = measured(tmp_path, member)
     assert asked.calls == [("validation", "after", 5)] and labels == ["before", "after"]
@@ -99,7 +99,7 @@ def test_a_member_is_measured_on_validation_tasks_and_never_looks_for_held_out_o
     assert alone.calls == [("heldout", "before", 4), ("heldout", "after", 4)] and sizes["heldout"] == 4
 
 
-def test_the_winner_is_measured_on_held_out_tasks_alone(tmp_path: Path) -> None:
+def test_sweep_winner_uses_heldout_tasks(tmp_path: Path) -> None:
     member = SweepMember(sweep="s", candidate="c001", epoch=1, final=True)
     asked, (sizes, labels) = measured(tmp_path, member, TestPlan(tasks=6, group_size=1, heldout=True))
     assert asked.calls == [("heldout", "test", 6)] and labels == ["test"] and sizes["heldout"] == 6
@@ -123,7 +123,7 @@ def trained(tiny_policy: Path, tmp_path: Path) -> tuple[Path, Any]:
     return path, optimizer.state_dict()["state"]
 
 
-def test_who_goes_on_takes_over_moments_and_not_the_rate(trained: tuple[Path, Any]) -> None:
+def test_load_moments_keeps_learning_rate(trained: tuple[Path, Any]) -> None:
     path, state = trained
     model = load_model(path / "model", Config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -138,7 +138,7 @@ def test_who_goes_on_takes_over_moments_and_not_the_rate(trained: tuple[Path, An
     assert load_moments(path, model=other, optimizer=beside) == 0 and not beside.state_dict()["state"]
 
 
-def test_a_trainer_takes_over_moments_only_where_it_goes_on(trained: tuple[Path, Any]) -> None:
+def test_trainer_loads_moments_only_if_it_continues(trained: tuple[Path, Any]) -> None:
     path, state = trained
     for continues, moments in ((None, 0), ("other-run", len(state))):
         model = load_model(path / "model", Config())

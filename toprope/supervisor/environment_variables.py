@@ -1,8 +1,8 @@
-"""Which environment variables a keeper and each member of its crew get: an allow-list, because the rest leaks.
+"""Selects the environment variables of a keeper and of each member of its crew, by an allow-list.
 
-A server inherits whatever its client or shell had, keys included, and user code runs in the crew. So a component gets
-what programs need to run, what its task needs, and what the owner's settings name for it. Keys go to the one component
-that uses them and never, unless the owner says so by name, to `environment`.
+A server inherits all variables of its client or shell, keys included, and user code runs in the crew. So a component
+gets the variables that any program needs, those of its task, and those that the owner's settings name for it. A key
+goes to the one component that uses it, and never to `environment`, unless the owner names it for that component.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toprope.records import messages as crew
+from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 
 __all__ = [
     "ALL_COMPONENTS",
     "OwnerVariables",
-    "decode_owner_variables",
     "component_variables",
+    "decode_owner_variables",
     "keeper_variables",
-    "worker_variables",
     "secret_values",
+    "worker_variables",
 ]
 
 ALL_COMPONENTS = "*"
-"""In the owner's variables: for every component, but for keys that one component alone uses."""
+"""In the owner's variables: for every component, except keys that only one component uses."""
 
 OWNERS = "TOPROPE_OWNERS_VARIABLES"
-"""How the owner's variables travel to the keeper: never in argv, and no component gets this one."""
+"""Carries the owner's variables to the keeper, never in argv; no component gets this variable."""
 
 OwnerVariables = Mapping[str, Mapping[str, str]]
-"""Component (or EVERYONE) -> name -> value, from the owner's settings."""
+"""Component (or ALL_COMPONENTS) -> name -> value, from the owner's settings."""
 
 _NAMES = frozenset(
     {
@@ -46,7 +46,7 @@ _NAMES = frozenset(
 _PREFIXES = ("LC_", "XDG_")
 
 _USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "trainer"}
-"""Keys that the surroundings or the owner's variables for everyone may hold, and the one component that uses each."""
+"""Keys that the surroundings or the owner's variables for all components may hold, and the component that uses each."""
 
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _SHORTEST_SECRET = 8
@@ -60,15 +60,15 @@ def _is_for(name: str, component: str, specification: Specification) -> bool:
     if name == "WANDB_API_KEY" and specification.config.logging.wandb != "online":
         return False
     if specification.trainer is not None and component == "trainer" and name in _USERS:
-        return False  # user code: what the owner names for `trainer` it gets, and nothing that lies about
+        return False  # user code gets only the keys that the owner names for `trainer`
     return _USERS.get(name, component) == component
 
 
 def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The keeper's whole environment.
+    """Return the keeper's whole environment.
 
     Args:
-        owners: What the owner's settings give to components.
+        owners: The variables of the owner's settings.
         surroundings: The environment to take from; this process's when None.
     """
     surroundings = os.environ if surroundings is None else surroundings
@@ -81,16 +81,16 @@ def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | N
 
 
 def worker_variables(owners: OwnerVariables) -> dict[str, str]:
-    """What the owner's settings give to user code: what is said for everyone, but for keys that another component alone
-    uses, and what is said for `environment` by name."""
-    everyone = owners.get(ALL_COMPONENTS, {})
-    return {name: value for name, value in everyone.items() if name not in _USERS} | dict(owners.get("environment", {}))
+    """Return the owner's variables for user code: those for all components, except keys that another component uses,
+    and those named for `environment`."""
+    common = owners.get(ALL_COMPONENTS, {})
+    return {name: value for name, value in common.items() if name not in _USERS} | dict(owners.get("environment", {}))
 
 
 def secret_values(*variables: Mapping[str, str]) -> list[str]:
-    """Values of variables that hold keys by their names: what is shown of a component's words must not hold them.
+    """Return the values of variables whose names mark them as keys, to be masked in any output that is shown.
 
-    Short ones are left out: they are settings (`MAX_TOKENS`), and hiding them would spoil every text.
+    Short values are left out: they are settings such as `MAX_TOKENS`, and masking them would spoil every text.
     """
     return [
         value
@@ -101,8 +101,9 @@ def secret_values(*variables: Mapping[str, str]) -> list[str]:
 
 
 def decode_owner_variables(surroundings: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """What `for_keeper` packed, in the keeper."""
-    return json.loads(surroundings.get(OWNERS, "{}"))
+    """Return, in the keeper, the owner's variables that `keeper_variables` packed."""
+    decoded: dict[str, dict[str, str]] = json.loads(surroundings.get(OWNERS, "{}"))
+    return decoded
 
 
 def component_variables(
@@ -117,18 +118,18 @@ def component_variables(
     gpus: Sequence[str] | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, str]:
-    """The whole environment of one component, but for the descriptor of its reports.
+    """Return the whole environment of one component, without the descriptor of its reports.
 
     Args:
         component: Its name.
         folder: The run folder.
-        specification: Gives threads, the seed of hashes, and whether a key is needed.
-        attempt: Which life of the run this is.
-        secret: The run's own, by which its members know each other.
-        owners: See `for_keeper`.
+        specification: Its run: threads, the seed of hashes, the keys that it needs.
+        attempt: Number of the run's attempt.
+        secret: The run's secret, by which its members recognize each other.
+        owners: See `keeper_variables`.
         surroundings: The keeper's environment.
-        gpus: Ids of the GPUs that the run has reserved, which is then all that it sees; None: nothing is reserved.
-        checkpoint: What this attempt goes on from.
+        gpus: Ids of the reserved GPUs, the only ones that the run sees; None: no reservation.
+        checkpoint: Checkpoint that this attempt resumes from.
     """
     variables = _allowed(surroundings)
     keys = {name: value for name, value in surroundings.items() if name in _USERS}
@@ -146,16 +147,16 @@ def component_variables(
     }
     temporary = RunFolder(folder).temporary
     if temporary is not None:
-        # What programs leave there when they are killed goes with the run.
+        # Files that killed programs leave there are removed with the run.
         variables["TMPDIR"] = str(temporary)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if checkpoint is not None:
-        variables[crew.ENV_CHECKPOINT] = str(checkpoint)
+        variables[messages.ENV_CHECKPOINT] = str(checkpoint)
     variables |= owners.get(component, {})
     return variables | {
-        crew.ENV_FOLDER: str(folder),
-        crew.ENV_COMPONENT: component,
-        crew.ENV_ATTEMPT: str(attempt),
-        crew.ENV_SECRET: secret,
+        messages.ENV_FOLDER: str(folder),
+        messages.ENV_COMPONENT: component,
+        messages.ENV_ATTEMPT: str(attempt),
+        messages.ENV_SECRET: secret,
     }

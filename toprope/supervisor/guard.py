@@ -1,34 +1,35 @@
-"""A component's guard: proves that nothing of the component is left, whatever killed whom.
+"""Guards one component: proves that none of its processes is left, however the component or the keeper ends.
 
 A keeper can be killed at any moment, and a component can fork daemons that leave its process group. So each component
-runs below a small process that outlives both kinds of trouble. It is the subreaper of everything that the component
-starts (Linux), it reads a control pipe whose end of file means that the keeper is gone, and it ends only when `waitpid`
-says that it has no children.
+runs below a small process that handles both. The guard is the subreaper of everything that the component starts
+(Linux); it reads a control pipe whose end of file means that the keeper is gone; and it exits only when `waitpid` says
+that it has no children.
 
-Standard library only and runnable by path, because every component pays for its memory and its start:
+Standard library only and runnable by path, because each component pays for its memory and its start:
 
     python -I -S guard.py --control FD [--report FD] [--hold FD] [--proc FD] [--log PATH --log-bytes N --log-keep K]
                           [--detached FREE] --grace SECONDS -- argv...
 
 --control  Read end of a pipe. A line `stop SECONDS` (or any byte: --grace seconds) asks for a graceful stop; a later
-           line may shorten it. End of file: the keeper died, stop within --grace seconds.
---report   Descriptor that gets {"type":"guard_started","pid":N} and, before anything is swept,
+           line may shorten it. End of file: the keeper is gone, stop within --grace seconds.
+--report   Descriptor that gets {"type":"guard_started","pid":N} and, before any descendant is killed,
            {"type":"guard_exited","code":int|null,"signal":"SIGKILL"|null}. The component inherits it too.
---hold     Descriptor that is kept open and not passed on: the keeper's lock, which is free only when the keeper and all
-           its guards are gone.
---proc     The guard is the first process of a pid namespace (see `containment`); the descriptor is the /proc of the
-           keeper, by which the component's process id is told as the keeper knows it.
---detached `free`: what the component detaches (keepers of runs that it starts) is not held, so that it outlives it.
+--hold     Descriptor to keep open and not pass on: the keeper's lock, which is free only when the keeper and all its
+           guards are gone.
+--proc     The guard is the first process of a pid namespace (see `containment`). The descriptor is the /proc of the
+           keeper; it shows the component's process id outside the namespace.
+--detached `free`: processes that the component detaches (keepers of runs that it starts) may outlive it.
 --log      File that gets the component's standard output and error, rotated at N bytes to PATH.1 ... PATH.K, mode 0600.
            Without it they are inherited.
 
 A stop is SIGTERM to the component, the grace, then SIGKILL to all descendants. The component's standard input and all
 inheritable descriptors pass through. The guard exits with the component's code, 128 + n after signal n.
 
-What can escape: in a pid namespace nothing, for the kernel ends what is in it with its first process. Else, on Linux, a
-process that outlives a SIGKILL of this guard (the keeper, a subreaper too, then sweeps it), one that gained another
-user's rights, and one stuck in the kernel for longer than SWEEP_LIMIT_S. On macOS, which has no subreaper, whatever
-left the component's process group (setsid, a double-forked daemon).
+A process can escape in these cases only. In a pid namespace: never, because the kernel ends all processes of the
+namespace with its first process. Otherwise, on Linux: a process that outlives a SIGKILL of this guard (the keeper, a
+subreaper too, then kills it), one that gained another user's rights, and one that is stuck in the kernel for longer
+than REAP_LIMIT_S. On macOS, which has no subreaper: any process that left the component's process group (by setsid, or
+as a double-forked daemon).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ import signal
 import sys
 import time
 
-SWEEP_LIMIT_S = 30.0
-"""After so long the guard gives up on processes that SIGKILL does not end."""
+REAP_LIMIT_S = 30.0
+"""After so long the guard gives up on processes that survive SIGKILL."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -53,16 +54,17 @@ _DRAIN_BYTES = 1 << 20
 
 
 def become_subreaper() -> bool:
-    """Makes this process the parent of all orphans below it. False where the system has no such thing."""
+    """Make this process the parent of all orphans below it. False if the system cannot do that."""
     if not sys.platform.startswith("linux"):
         return False
     import ctypes
 
-    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    failed: int = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return failed == 0
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Process ids by the id of their parent, for the whole machine; empty without a Linux /proc."""
+    """Return the process ids of the whole machine by the id of their parent; empty without a Linux /proc."""
     found: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
@@ -72,7 +74,7 @@ def children_by_parent() -> dict[int, list[int]]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command's name stands in parentheses and may hold anything; what follows the last one is ours.
+                    # The command's name stands in parentheses and may contain any character; parse after the last one.
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError, ValueError):
                 continue
@@ -81,7 +83,7 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
-    """`roots` and everything below them in `tree`, parents first."""
+    """Return `roots` and everything below them in `tree`, parents first."""
     found = list(roots)
     for pid in found:
         found.extend(tree.get(pid, ()))
@@ -89,7 +91,7 @@ def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
 
 
 def kill(pids: list[int]) -> None:
-    """SIGKILL to each; those that are gone or not ours are passed over."""
+    """Send SIGKILL to each process; ignore those that are gone or belong to another user."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -98,7 +100,7 @@ def kill(pids: list[int]) -> None:
 
 
 class Log:
-    """A file that never grows past its cap: full parts are renamed to .1, .2, ... and the oldest is dropped."""
+    """A file that never exceeds its limit: full parts are renamed to .1, .2, ..., and the oldest is dropped."""
 
     def __init__(self, path: str, limit: int, keep: int) -> None:
         self._path, self._limit, self._keep = path, max(limit, 1), keep
@@ -130,7 +132,7 @@ class Log:
             self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Appends; what cannot be written (disk full, folder gone) is lost, the component must not wait for it."""
+        """Append data. Data that cannot be written (disk full, folder gone) is lost: the component must not wait."""
         while data:
             room = self._limit - self._size
             if room <= 0:
@@ -154,7 +156,7 @@ class Log:
 
 
 class Guard:
-    """One component from its start to the proof that nothing of it is left."""
+    """Guards one component from its start until none of its processes is left."""
 
     def __init__(
         self,
@@ -165,9 +167,9 @@ class Guard:
         grace: float = 5.0,
         log: Log | None = None,
         proc: int = -1,
-        lets_go: bool = False,
+        releases_detached: bool = False,
     ) -> None:
-        self._lets_go = lets_go
+        self._releases_detached = releases_detached
         self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
         self._proc = proc
         for descriptor in (control, hold, proc):
@@ -177,22 +179,22 @@ class Guard:
         self._wake, self._wake_writer = os.pipe()
         self._output = -1
         self._pid = 0
-        self._known_as: int | None = None
+        self._outer_pid: int | None = None
         self._status: int | None = None
         self._deadline: float | None = None
-        self._asked = False
+        self._stop_signalled = False
 
     def run(self) -> int:
-        """Starts the component, waits for its end or an order to stop it, sweeps; the code to exit with."""
+        """Start the component, wait for its end or an order to stop, kill its descendants; return the exit code."""
         for descriptor in (self._wake, self._wake_writer):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         for number in _CAUGHT:
-            signal.signal(number, self._signalled)
-        if not self._lets_go:
+            signal.signal(number, self._handle_signal)
+        if not self._releases_detached:
             become_subreaper()
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
-        self._selector.register(self._control, selectors.EVENT_READ, self._ordered)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
+        self._selector.register(self._control, selectors.EVENT_READ, self._read_order)
         self._start()
         try:
             return self._watch()
@@ -200,7 +202,7 @@ class Guard:
             self._kill_all()
 
     def _watch(self) -> int:
-        self._say({"type": "guard_started", "pid": self._known_as})
+        self._report_line({"type": "guard_started", "pid": self._outer_pid})
         while self._status is None:
             timeout = None
             if self._deadline is not None:
@@ -210,21 +212,21 @@ class Guard:
                     timeout = 0.05
             for key, _ in self._selector.select(timeout):
                 key.data()
-            if self._asked:
-                self._asked = False
+            if self._stop_signalled:
+                self._stop_signalled = False
                 self._stop(self._grace)
-            self._reap()
-        self._drain()
+            self._collect_children()
+        self._drain_output()
         code = os.waitstatus_to_exitcode(self._status)
-        self._say(
+        self._report_line(
             {
                 "type": "guard_exited",
                 "code": code if code >= 0 else None,
                 "signal": _signal_name(-code) if code < 0 else None,
             }
         )
-        self._sweep()
-        self._drain()
+        self._kill_descendants()
+        self._drain_output()
         return code if code >= 0 else 128 - code
 
     def _start(self) -> None:
@@ -232,9 +234,9 @@ class Guard:
         if self._log is not None:
             self._output, writer = os.pipe()
             os.set_blocking(self._output, False)
-            self._selector.register(self._output, selectors.EVENT_READ, self._pump)
+            self._selector.register(self._output, selectors.EVENT_READ, self._copy_output)
         names = os.pipe() if self._proc >= 0 else None
-        # Blocked until the component has its own handlers, so that an early SIGTERM reaches it and is not lost in ours.
+        # Signals are blocked until the component has its own handlers: an early SIGTERM must reach it, not our handler.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
         self._pid = os.fork()
         if self._pid == 0:
@@ -255,31 +257,31 @@ class Guard:
             finally:
                 os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._known_as = self._pid
+        self._outer_pid = self._pid
         if names is not None:
             os.close(names[1])
-            said = os.read(names[0], 32)
+            name = os.read(names[0], 32)
             os.close(names[0])
-            self._known_as = int(said) if said.isdigit() else None
+            self._outer_pid = int(name) if name.isdigit() else None
         if writer >= 0:
             os.close(writer)
-        # The component alone reads its orders: with our copy closed, the keeper's next write says that it is gone.
+        # Only the component reads its orders. Without our copy, the keeper's write fails once the component is gone.
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
 
-    def _signalled(self, number: int, _frame: object) -> None:
+    def _handle_signal(self, number: int, _frame: object) -> None:
         if number != signal.SIGCHLD:
-            self._asked = True
+            self._stop_signalled = True
 
-    def _woken(self) -> None:
+    def _drain_wake(self) -> None:
         try:
             while os.read(self._wake, 4096):
                 pass
         except BlockingIOError:
             pass
 
-    def _ordered(self) -> None:
+    def _read_order(self) -> None:
         data = os.read(self._control, 4096)
         grace = self._grace
         if not data:
@@ -304,8 +306,8 @@ class Guard:
         else:
             self._deadline = min(self._deadline, deadline)
 
-    def _reap(self) -> bool:
-        """Takes the ended children; False when there is none left, ended or not."""
+    def _collect_children(self) -> bool:
+        """Collect ended children; False if there are no children left at all."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -332,24 +334,25 @@ class Guard:
             except (ProcessLookupError, PermissionError):
                 pass
 
-    def _sweep(self) -> None:
-        limit = time.monotonic() + SWEEP_LIMIT_S
+    def _kill_descendants(self) -> None:
+        """Kill everything below this process until no child is left."""
+        limit = time.monotonic() + REAP_LIMIT_S
         wait = 0.01
         waiting = selectors.DefaultSelector()
         waiting.register(self._wake, selectors.EVENT_READ)
         if not children_by_parent():
             self._kill_all()
-        while self._reap():
+        while self._collect_children():
             if time.monotonic() > limit:
-                self._note("the guard gave up: some processes do not end on SIGKILL")
+                self._log_line("the guard gave up: some processes survive SIGKILL")
                 return
             self._kill_all()
-            # A killed child wakes us at once; the time-out is for one that was forked while we looked.
+            # A killed child wakes this loop at once; the timeout covers a child that was forked during the pass.
             waiting.select(wait)
-            self._woken()
+            self._drain_wake()
             wait = min(wait * 2, 0.5)
 
-    def _pump(self) -> None:
+    def _copy_output(self) -> None:
         try:
             data = os.read(self._output, _CHUNK)
         except BlockingIOError:
@@ -362,24 +365,24 @@ class Guard:
             os.close(self._output)
             self._output = -1
 
-    def _drain(self) -> None:
-        """Writes what is in the pipe now, up to a bound: a grandchild may go on talking."""
+    def _drain_output(self) -> None:
+        """Copy the output that is in the pipe now, up to a bound: a descendant may go on writing."""
         for _ in range(_DRAIN_BYTES // _CHUNK):
             if self._output < 0 or not select.select([self._output], [], [], 0)[0]:
                 return
-            self._pump()
+            self._copy_output()
 
-    def _note(self, text: str) -> None:
+    def _log_line(self, text: str) -> None:
         if self._log is not None:
             self._log.write(f"{text}\n".encode())
         else:
             sys.stderr.write(f"{text}\n")
 
-    def _say(self, message: dict[str, object]) -> None:
+    def _report_line(self, message: dict[str, object]) -> None:
         if self._report < 0:
             return
-        # The newline before it ends what a dying component may have left half written. A full pipe is not waited for:
-        # our exit tells the same.
+        # The newline in front ends a line that a dying component may have written only half. Do not wait for a full
+        # pipe: our exit code tells the same.
         line = b"\n" + json.dumps(message).encode() + b"\n"
         try:
             if select.select([], [self._report], [], 0)[1]:
@@ -396,7 +399,7 @@ def _signal_name(number: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The program; see the module's text for its arguments."""
+    """Run the program; the module's docstring describes its arguments."""
     options: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0] != "--":
@@ -419,7 +422,7 @@ def main(arguments: list[str]) -> int:
         grace=float(options.get("--grace", 5.0)),
         log=log,
         proc=int(options.get("--proc", -1)),
-        lets_go=options.get("--detached") == "free",
+        releases_detached=options.get("--detached") == "free",
     ).run()
 
 

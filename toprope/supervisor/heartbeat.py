@@ -1,8 +1,8 @@
-"""A keeper's sign of life, for those who see only its lock, which says that it is there and not that it works.
+"""Shows that a keeper works, to front ends that see only its lock, which shows that it exists.
 
-The keeper sets the time of its lock's file about once a second. One that was suspended (SIGSTOP, a debugger), that
-hangs in a dead file system or gets no processor sets nothing, and then front ends say so instead of showing numbers
-that look alive. Nothing is decided by it: a keeper that is silent keeps its run.
+The keeper sets the modification time of its lock's file about once a second. A keeper that is suspended (SIGSTOP, a
+debugger), hangs in a dead file system or gets no processor does not, and front ends then say so instead of showing
+stale numbers. Nothing else follows from it: a silent keeper keeps its run.
 """
 
 from __future__ import annotations
@@ -12,36 +12,32 @@ import time
 from contextlib import suppress
 
 from toprope.errors import TopropeError
-from toprope.records.messages import Report
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
+from toprope.supervisor.watchers.watcher import Watcher
 
 __all__ = ["SILENT_AFTER_S", "Heartbeat", "describe_silence"]
 
 SILENT_AFTER_S = 30.0
-"""After so long without a sign a keeper is called silent."""
+"""A keeper without a sign of life for so long is called silent."""
 
 
-class Heartbeat:
-    """The watcher that beats."""
+class Heartbeat(Watcher):
+    """Sets the time of the lock's file."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
-    def heard(self, component: str, report: Report) -> None:
-        """Nothing: reports come and go as the crew works."""
-
-    def looked(self, now: float) -> None:
-        """Beats."""
-        with suppress(OSError):  # a folder that is gone, a disk that is read-only: others say so
+    def on_tick(self, now: float) -> None:
+        with suppress(OSError):  # a folder that is gone, a read-only disk: others report those
             os.utime(self._folder.lock)
 
 
 def describe_silence(folder: RunFolder, status: Status) -> str:
-    """What is to be said of a keeper that holds its run and gives no sign of life; empty where it does.
+    """Describe the silence of a keeper that holds its run and shows no sign of life; empty if it is not silent.
 
-    A keeper that is ending its run, or that is of a version without this, is not judged. A clock that was set shows for
-    the second until the next beat.
+    A keeper that is ending its run, or whose version sends no heartbeat, is never called silent. After the machine's
+    clock is set, the answer may be wrong until the next heartbeat, a second later.
     """
     if status.ended or status.state == "stopping":
         return ""
@@ -52,6 +48,6 @@ def describe_silence(folder: RunFolder, status: Status) -> str:
     except (OSError, TopropeError, AttributeError):
         return ""
     return (
-        f"Its keeper is there and has given no sign of life for {age:.0f} s: it is suspended, or waits for a disk. "
-        "The run goes on when it does; ending the keeper's process makes the run lost, and resumable."
+        f"The keeper exists but has given no sign of life for {age:.0f} s: it is suspended, or waits for a disk. "
+        "The run continues when the keeper does; ending the keeper's process makes the run lost, and resumable."
     )

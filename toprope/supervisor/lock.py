@@ -1,10 +1,10 @@
-"""A run's lock: who holds it is its keeper, and if nobody can be found holding it, keeper and crew are gone.
+"""The lock of a run: its holder is the run's keeper. If nobody holds it, keeper and crew are gone.
 
-It is an flock on keeper.lock, held for life by the keeper and, as a copy of the same descriptor, by each guard. The
-system takes it back whatever ended them, which no process id can match. A front end takes the lock before it writes
-the first status and hands it to the keeper, so that no moment exists in which a run that is being started looks lost.
+It is an flock on keeper.lock, held by the keeper until it ends and, as a copy of the same descriptor, by each guard.
+The system releases it however its holders end, which a process id could not show. A front end takes the lock before it
+writes the first status and hands it to the keeper, so that a run that is being started never looks lost.
 
-Standard library only: the keeper imports it before it detaches.
+Standard library only: the keeper imports this module before it detaches.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _RETRY_S = 0.002
 
 
 class RunLock:
-    """The exclusive lock of one run, for as long as this object is not released."""
+    """The exclusive lock of one run, held until `release`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def acquire(cls, path: Path, wait_s: float = 0.5) -> RunLock | None:
-        """Takes the lock; None if somebody holds it.
+        """Take the lock; None if another process holds it.
 
         Args:
-            path: keeper.lock of a run folder; made if it does not exist.
-            wait_s: Seconds to go on trying. Whoever only looks (`held`) has it for microseconds, so a short wait tells
-                onlookers from holders.
+            path: keeper.lock of a run folder; created if missing.
+            wait_s: Seconds to go on trying. `is_held` takes the lock for microseconds; a short wait outlasts that.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         limit = time.monotonic() + wait_s
@@ -46,10 +45,11 @@ class RunLock:
         return cls(descriptor)
 
     @classmethod
-    def inherited(cls, descriptor: int, path: Path) -> RunLock | None:
-        """The lock that came as an open descriptor from the process that started this one.
+    def from_descriptor(cls, descriptor: int, path: Path) -> RunLock | None:
+        """Adopt the lock as an open descriptor that this process inherited.
 
-        None if the descriptor is not that of `path`, or another descriptor holds the lock.
+        Returns:
+            The lock; None if the descriptor does not belong to `path`, or another process holds the lock.
         """
         os.set_inheritable(descriptor, False)
         try:
@@ -61,20 +61,20 @@ class RunLock:
     def fileno(self) -> int:
         return self._descriptor
 
-    def note(self, **facts: Any) -> None:
-        """Replaces what stands in the file: who holds it, for people. Nothing is decided by it."""
+    def write_holder(self, **facts: Any) -> None:
+        """Replace the content of the lock's file: facts about the holder, for people and for warnings."""
         text = json.dumps(facts).encode() + b"\n"
-        # Blanks and a newline fill what stood there before until it is cut off, so that a reader never sees half.
+        # Blanks and a newline cover the former text until it is cut off, so that a reader never sees a part of it.
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
         os.ftruncate(self._descriptor, len(text))
 
     def release(self) -> None:
-        """Closes this descriptor. Copies in other processes keep the lock."""
+        """Close this descriptor. Copies in other processes keep the lock."""
         os.close(self._descriptor)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock; no when there is no such file. Takes nothing from anybody."""
+    """True if a process holds the lock; False if it does not, or the file is missing. Takes the lock from nobody."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def is_held(path: Path) -> bool:
 
 
 def boot_id() -> str:
-    """What tells one life of this machine's system from the next; empty where the system does not say."""
+    """Return an id of the present boot of this machine; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

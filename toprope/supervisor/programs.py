@@ -1,4 +1,4 @@
-"""Which programs a run of each kind consists of, in the order in which they are started: all at once.
+"""The programs of a run, by the names of its members.
 
 The supervisor knows the programs of `toprope.training` and `toprope.sweeps` by their module names only.
 """
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from toprope.records.run.specification import Specification
 
-__all__ = ["STARTS_RUNS", "PLOT", "PROGRAMS", "Programs", "command_of", "members_of", "optional_members_of"]
+__all__ = ["PLOT", "PROGRAMS", "STARTS_RUNS", "Programs", "command_of", "members_of", "optional_members_of"]
 
 PLOT = "plot"
-"""Not a member of the crew: the program that draws at the end."""
+"""Not a member of the crew: the program that draws the plot at the end."""
 
 PROGRAMS: Mapping[str, str] = {
     "policy": "toprope.training.policy",
@@ -26,22 +26,22 @@ PROGRAMS: Mapping[str, str] = {
 }
 
 STARTS_RUNS = frozenset({"conductor"})
-"""Members that start runs: the keepers of those are to outlive them, so nothing holds what they detach. They start no
-code of users except in a worker, which has a guard of its own."""
+"""Members that start runs. The keepers of these runs must outlive them, so the guards of such members release detached
+processes. Such a member runs user code only in a worker, which has a guard of its own."""
 
 Programs = Mapping[str, Sequence[str]]
 """Component -> argv, in place of the programs above."""
 
 
 def command_of(component: str, programs: Programs | None = None) -> list[str]:
-    """The argv that starts a component."""
+    """Return the argv that starts a component."""
     if programs and component in programs:
         return list(programs[component])
     return [sys.executable, "-P", "-m", PROGRAMS[component]]
 
 
 def members_of(specification: Specification) -> tuple[str, ...]:
-    """Who belongs to a run's crew. A test of models at endpoints alone needs no policy here."""
+    """Return the members of a run's crew in start order. A test of endpoints alone needs no policy here."""
     models = specification.test.models if specification.test else []
     if models and all(model.endpoint is not None for model in models):
         return ("environment",)
@@ -49,7 +49,7 @@ def members_of(specification: Specification) -> tuple[str, ...]:
 
 
 def optional_members_of(specification: Specification) -> frozenset[str]:
-    """Members that may fail without ending the run: those of the policy, where models at endpoints are tested too."""
+    """Return the members that may fail without ending the run: those of the policy, if endpoints are tested as well."""
     models = specification.test.models if specification.test else []
     if any(model.endpoint is not None for model in models):
         return frozenset({"policy", "inference"})

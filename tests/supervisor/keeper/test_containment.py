@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.faults.containment import left_over
-from tests.support.run_harness import RunHarness, ended, until
+from tests.support.run_harness import ended, until
 from toprope.errors import ComponentFailed
 from toprope.supervisor.keeper import containment
 
@@ -18,23 +18,16 @@ WHY_NOT = containment.probe_bubblewrap()
 bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"the level of bubblewrap does not hold here: {WHY_NOT}")
 
 
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    made.close()
-
-
 @pytest.mark.engines
 @bubblewrap
-def test_in_a_namespace_nothing_is_left_when_keeper_and_guard_are_killed_at_once(harness):
+def test_namespace_ends_with_killed_keeper_and_guard(harness):
     """Not even the daemon that cleared its environment, and before anybody looks."""
     assert left_over(harness, "bubblewrap", "keeper and guard") == ([], [])
 
 
 @pytest.mark.engines
 @bubblewrap
-def test_a_member_is_told_by_the_process_id_that_it_has_out_here(harness):
+def test_status_shows_outer_process_id(harness):
     harness.contained = "bubblewrap"
     runs, folder = harness.start({"trainer": {"endless": True}})
     status = until(runs, folder, "training")
@@ -44,22 +37,22 @@ def test_a_member_is_told_by_the_process_id_that_it_has_out_here(harness):
     assert os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
 @pytest.mark.engines
 @bubblewrap
-def test_a_killed_guard_in_a_namespace_is_a_lost_guard_and_no_exit(harness):
+def test_killed_guard_in_namespace_is_no_exit(harness):
     harness.contained = "bubblewrap"
     runs, folder = harness.start({"trainer": {"endless": True}, "policy": {}}, restarts=0)
     status = until(runs, folder, "training")
     psutil.Process(status.crew["api"].pid).parent().kill()
     status = ended(runs, folder)
     assert status.state == "failed" and "lost its guard" in status.reason
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_bwrap_that_may_not_is_found_out_and_told(tmp_path, monkeypatch):
+def test_probe_reports_forbidden_bubblewrap(tmp_path, monkeypatch):
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -71,14 +64,14 @@ def test_a_bwrap_that_may_not_is_found_out_and_told(tmp_path, monkeypatch):
         containment.choose_containment("bubblewrap")
 
 
-def test_a_bwrap_that_does_nothing_of_what_it_is_told_does_not_pass(tmp_path, monkeypatch):
+def test_probe_refuses_bwrap_without_namespace(tmp_path, monkeypatch):
     (tmp_path / "bwrap").write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert containment.probe_bubblewrap()
 
 
-def test_a_trial_is_kept_for_this_boot_and_this_bwrap_and_not_for_ever(tmp_path, monkeypatch):
+def test_probe_result_is_cached_for_boot_and_time(tmp_path, monkeypatch):
     answers, cache = ["", "forbidden", "", ""], tmp_path / ".containment.json"
     monkeypatch.setattr(containment, "probe_bubblewrap", lambda: answers.pop(0))
     assert [containment.choose_containment("auto", cache).level for _ in range(3)] == ["bubblewrap"] * 3
@@ -94,7 +87,7 @@ def test_a_trial_is_kept_for_this_boot_and_this_bwrap_and_not_for_ever(tmp_path,
     assert not answers and containment.choose_containment("guard", cache).level == "guard"
 
 
-def test_a_run_that_insists_on_what_cannot_be_says_so(harness, monkeypatch, tmp_path):
+def test_start_fails_if_required_bubblewrap_is_missing(harness, monkeypatch, tmp_path):
     monkeypatch.setattr(containment, "probe_bubblewrap", lambda: "bwrap is not installed")
     harness.contained = "bubblewrap"
     with pytest.raises(ComponentFailed, match="bwrap is not installed"):

@@ -13,21 +13,14 @@ import time
 import psutil
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import ended, eventually, until
 from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.status import Status
-from toprope.supervisor.keeper.component import LOG_BYTES, LOG_KEEP
+from toprope.supervisor.keeper.spawner import LOG_BYTES, LOG_KEEP
 from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.cleanup import reap_crew
 
 ENDLESS = {"trainer": {"endless": True}}
-
-
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +35,7 @@ def harness(tmp_path):
         ("environment", "evaluate", "exit:4", "evaluating", 4, None),
     ],
 )
-def test_a_member_that_ends_ends_the_run_with_its_reason(harness, component, at, do, state, code, signal_name):
+def test_end_of_member_fails_run_with_reason(harness, component, at, do, state, code, signal_name):
     behaviours = {component: {"at": at, "do": do, "say": "the last words", "daemon": True}}
     runs, folder = harness.start(behaviours)
     status = ended(runs, folder)
@@ -55,16 +48,16 @@ def test_a_member_that_ends_ends_the_run_with_its_reason(harness, component, at,
     assert all(member.state in ("stopped", "finished") for name, member in status.crew.items() if name != component)
     assert runs.events(folder.run_id)[-1].kind == "end"
     assert not folder.results.exists()
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_trainer_that_fails_after_it_said_finished_did_not_complete(harness):
+def test_trainer_failure_after_finish_fails_run(harness):
     runs, folder = harness.start({"trainer": {"at": "finished", "do": "exit:9"}})
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "trainer" and status.failure.exit_code == 9
 
 
-def test_a_trainer_that_finished_and_does_not_exit_is_ended_and_the_run_completes(harness):
+def test_finished_trainer_that_stays_is_ended(harness):
     """Meanwhile the driver may leave: it has evaluated what there is to evaluate."""
     behaviours = {"trainer": {"at": "finished", "do": "hang"}, "environment": {"at": "evaluated", "do": "exit:0"}}
     runs, folder = harness.start(behaviours, stop_grace_s=0.3)
@@ -72,61 +65,61 @@ def test_a_trainer_that_finished_and_does_not_exit_is_ended_and_the_run_complete
     assert status.state == "completed", status.failure
     assert status.crew["environment"].state == "finished"
     assert any("did not exit" in e.data["what"] for e in runs.events(folder.run_id) if e.kind == "warning")
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
 @pytest.mark.parametrize("do", ["fail", "linger"])
-def test_a_member_that_says_why_it_fails_is_quoted_even_if_it_does_not_exit(harness, do):
+def test_reported_failure_is_quoted_without_exit(harness, do):
     runs, folder = harness.start({"environment": {"at": "start", "do": do}})
     status = ended(runs, folder)
     assert status.state == "failed"
     assert (status.failure.component, status.failure.reason) == ("environment", "the dice were loaded")
     assert status.failure.hint == "use other dice"
     assert status.failure.exit_code == (1 if do == "fail" else None)
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_test_run_whose_driver_finishes_without_its_test_failed(harness):
+def test_test_run_without_result_fails(harness):
     runs, folder = harness.start({"environment": {"at": "ready", "do": "exit:0"}}, kind="test")
     status = ended(runs, folder)
-    assert status.state == "failed" and "without having done its part" in status.reason
+    assert status.state == "failed" and "before its work was done" in status.reason
 
 
-def test_members_that_do_not_get_ready_in_time_are_named(harness):
+def test_members_not_ready_in_time_are_named(harness):
     runs, folder = harness.start({"inference": {"mute": True, "say": "loading"}}, start_timeout_s=4.0)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "inference"
     assert status.reason == "Not ready after 4 s: inference." and "start_timeout_s" in status.failure.hint
     assert status.failure.excerpt == ["loading"]
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_an_evaluation_that_is_nonsense_fails_the_run_in_the_keepers_name(harness):
+def test_invalid_evaluation_fails_run_as_keeper_error(harness):
     """Stands for everything that may be wrong in the keeper's own code: said, and the crew is gone."""
     runs, folder = harness.start({"environment": {"nonsense": "after"}})
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "keeper"
     assert "'after'" in status.reason and any("Corrupt" in line for line in status.failure.excerpt)
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_specification_that_cannot_be_read_fails_the_run(harness):
+def test_unreadable_specification_fails_run(harness):
     runs = harness.runs()
-    real = runs._launcher.submit
+    real = runs.launcher.submit
 
     def damages(folder, variables, lock=None):
         folder.spec.write_text("{}")
         real(folder, variables, lock)
 
-    runs._launcher.submit = damages
+    runs.launcher.submit = damages
     folder = runs.start(harness.specification())
     harness.started.append(folder)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "keeper" and "specification" in status.reason
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_plot_that_cannot_be_drawn_costs_a_picture_and_not_the_run(harness):
+def test_plot_error_is_a_warning(harness):
     runs = harness.runs(plot=[sys.executable, "-I", "-S", "-c", "raise SystemExit('no pencil')"])
     folder = runs.start(harness.specification())
     harness.started.append(folder)
@@ -137,7 +130,7 @@ def test_a_plot_that_cannot_be_drawn_costs_a_picture_and_not_the_run(harness):
 
 
 @pytest.mark.parametrize("moment", ["validating", "training"])
-def test_a_killed_keeper_leaves_nothing_and_its_run_is_lost(harness, moment):
+def test_killed_keeper_leaves_no_process_and_lost_run(harness, moment):
     behaviours = {"api": {"daemon": True, "deaf": True}, **ENDLESS}
     if moment == "validating":
         behaviours["environment"] = {"mute": True}
@@ -157,12 +150,12 @@ def test_a_killed_keeper_leaves_nothing_and_its_run_is_lost(harness, moment):
     assert status.state == "lost" and moment in status.reason and status.ended_at is not None
     assert {member.state for member in status.crew.values()} <= {"exited", "finished"}
     assert [event.kind for event in runs.events(folder.run_id)[-2:]] == ["state", "end"]
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
     count = len(runs.events(folder.run_id))
     assert runs.status(folder.run_id) == status and len(runs.events(folder.run_id)) == count
 
 
-def test_keeper_and_guards_killed_at_once_leave_a_component_that_the_next_look_ends(harness):
+def test_status_kills_member_that_lost_keeper_and_guard(harness):
     """Those that read their orders see the end of file and leave; the one that does not is known by its environment."""
     harness.contained = "guard"  # in a pid namespace none survives
     runs, folder = harness.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS})
@@ -181,11 +174,11 @@ def test_keeper_and_guards_killed_at_once_leave_a_component_that_the_next_look_e
     eventually(lambda: not is_held(folder.lock))
     eventually(lambda: len(harness.processes(folder)) == 1)
     status = runs.status(folder.run_id)
-    assert status.state == "lost" and "1 processes" in status.reason
-    harness.nothing_left(folder)
+    assert status.state == "lost" and "1 process of its crew" in status.reason
+    harness.check_nothing_left(folder)
 
 
-def test_settling_ends_what_carries_the_runs_mark_and_nothing_else(harness):
+def test_reap_crew_kills_only_marked_processes(harness):
     runs, folder = harness.start()
     ended(runs, folder)
     sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
@@ -203,7 +196,7 @@ def test_settling_ends_what_carries_the_runs_mark_and_nothing_else(harness):
 
 
 @pytest.mark.parametrize("component", ["api", "trainer"])
-def test_a_killed_guard_is_seen_at_once_and_what_it_kept_is_swept(harness, component):
+def test_killed_guard_is_noticed_and_descendants_are_killed(harness, component):
     runs, folder = harness.start({**ENDLESS, component: {"daemon": True, "deaf": True, "endless": True}})
     status = until(runs, folder, "training")
     guard = psutil.Process(status.crew[component].pid).parent()
@@ -211,10 +204,10 @@ def test_a_killed_guard_is_seen_at_once_and_what_it_kept_is_swept(harness, compo
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == component
     assert "lost its guard" in status.reason
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_noisy_member_fills_its_log_and_nothing_more(harness):
+def test_noisy_member_has_bounded_log(harness):
     runs, folder = harness.start({"api": {"noise": 40 << 20}, **ENDLESS})
     until(runs, folder, "training")
     eventually(lambda: folder.log("api").with_name("api.log.2").exists())
@@ -224,7 +217,7 @@ def test_a_noisy_member_fills_its_log_and_nothing_more(harness):
     assert len(parts) == LOG_KEEP + 1 and all(part.stat().st_size <= LOG_BYTES for part in parts)
 
 
-def test_the_runs_secret_and_the_owners_keys_are_in_no_file(harness):
+def test_secrets_are_in_no_file(harness):
     say = "key is hf-canary-0123"
     runs = harness.runs({"policy": {"at": "start", "do": "exit:1", "say": say}})
     folder = runs.start(harness.specification(), {"*": {"HF_TOKEN": "hf-canary-0123"}})
@@ -237,7 +230,7 @@ def test_the_runs_secret_and_the_owners_keys_are_in_no_file(harness):
             assert b"canary" not in path.read_bytes()
 
 
-def test_a_death_is_on_disk_at_once(harness):
+def test_member_death_is_written_at_once(harness):
     """From SIGKILL of a component to `failed` in status.json; the bound is generous because CI is busy."""
     took = []
     for _ in range(3):

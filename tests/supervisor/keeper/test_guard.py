@@ -108,7 +108,7 @@ os.write(int(os.environ["REPORT"]), b'{"up":1}\\n')
 """
 
 
-def test_the_components_code_is_reported_and_becomes_the_guards(guarded):
+def test_exit_code_is_reported_and_passed_on(guarded):
     one = guarded("raise SystemExit(7)")
     started = one.line()
     assert started["type"] == "guard_started" and started["pid"] > 0
@@ -116,14 +116,14 @@ def test_the_components_code_is_reported_and_becomes_the_guards(guarded):
     assert one.wait() == 7
 
 
-def test_a_signal_is_reported_by_name(guarded):
+def test_signal_is_reported_by_name(guarded):
     one = guarded(SLEEP)
     os.kill(one.line()["pid"], signal.SIGKILL)
     assert one.line() == {"type": "guard_exited", "code": None, "signal": "SIGKILL"}
     assert one.wait() == 128 + 9
 
 
-def test_what_a_component_says_last_comes_before_its_end_even_if_torn(guarded):
+def test_torn_last_report_comes_before_exit(guarded):
     one = guarded("import os; os.write(int(os.environ['REPORT']), b'{\"half\":')")
     one.line()
     one.wait()
@@ -133,7 +133,7 @@ def test_what_a_component_says_last_comes_before_its_end_even_if_torn(guarded):
     assert json.loads(end)["type"] == "guard_exited"
 
 
-def test_the_component_has_its_own_session_its_input_and_descriptors(guarded):
+def test_component_has_session_input_and_descriptors(guarded):
     inside, outside = os.pipe()
     code = "import os,sys; print(sys.stdin.readline().strip(), os.getsid(0) == os.getpid()); "
     code += "os.write(int(sys.argv[2]), b'!')"
@@ -147,7 +147,7 @@ def test_the_component_has_its_own_session_its_input_and_descriptors(guarded):
         os.close(outside)
 
 
-def test_the_guard_does_not_keep_the_components_input_open(guarded):
+def test_guard_closes_component_input(guarded):
     """The keeper's next order to a component that closed its input must fail, not vanish into a pipe."""
     one = guarded(f"import os; os.close(0); {DEAF}time.sleep(600)", stdin=subprocess.PIPE)
     one.line(), one.line()
@@ -158,7 +158,7 @@ def test_the_guard_does_not_keep_the_components_input_open(guarded):
 
 @linux
 @pytest.mark.parametrize("ending", ["itself", "stop", "end of file", "signal"])
-def test_nothing_outlives_the_guard(guarded, ending):
+def test_no_descendant_outlives_the_guard(guarded, ending):
     one = guarded(DAEMONS + ("" if ending == "itself" else "time.sleep(600)"), grace=1.0)
     assert one.line()["type"] == "guard_started"
     assert one.line() == {"up": 1}
@@ -174,7 +174,7 @@ def test_nothing_outlives_the_guard(guarded, ending):
     assert one.marked() == []
 
 
-def test_the_end_is_reported_before_what_is_left_is_swept(guarded):
+def test_exit_is_reported_before_descendants_are_killed(guarded):
     """Else a component's death would be known only after its children's."""
     one = guarded(DAEMONS)
     one.line(), one.line()
@@ -183,7 +183,7 @@ def test_the_end_is_reported_before_what_is_left_is_swept(guarded):
 
 
 @pytest.mark.parametrize("order", [b"stop 0.2\n", b"stop 60\nstop 0.2\n", b"x"])
-def test_a_deaf_component_has_its_grace_and_no_more(guarded, order):
+def test_component_that_ignores_sigterm_is_killed_after_grace(guarded, order):
     one = guarded(DEAF + "time.sleep(600)", grace=0.2)
     one.line(), one.line()
     one.stop(order)
@@ -191,7 +191,7 @@ def test_a_deaf_component_has_its_grace_and_no_more(guarded, order):
     assert one.wait() == 137
 
 
-def test_a_later_order_shortens_the_grace(guarded):
+def test_later_order_shortens_grace(guarded):
     one = guarded(DEAF + "time.sleep(600)", grace=60)
     one.line(), one.line()
     one.stop(b"stop 60\n")
@@ -200,7 +200,7 @@ def test_a_later_order_shortens_the_grace(guarded):
     assert one.wait() == 137
 
 
-def test_a_component_that_was_suspended_is_stopped_all_the_same(guarded):
+def test_suspended_component_is_stopped(guarded):
     one = guarded(SLEEP, grace=60)
     pid = one.line()["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -209,7 +209,7 @@ def test_a_component_that_was_suspended_is_stopped_all_the_same(guarded):
     assert one.line()["signal"] == "SIGTERM"
 
 
-def test_the_log_is_bounded_rotated_and_private(guarded, tmp_path):
+def test_log_is_bounded_rotated_and_private(guarded, tmp_path):
     log = tmp_path / "noisy.log"
     extra = ("--log", str(log), "--log-bytes", "10000", "--log-keep", "2")
     one = guarded("for i in range(5000): print('line', i)", extra=extra)
@@ -223,12 +223,12 @@ def test_the_log_is_bounded_rotated_and_private(guarded, tmp_path):
     assert numbers == list(range(numbers[0], 5000))
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_component(guarded, tmp_path):
+def test_unwritable_log_does_not_stop_component(guarded, tmp_path):
     one = guarded("print('x' * 200000)", extra=("--log", str(tmp_path / "absent" / "a.log")))
     assert one.wait() == 0
 
 
-def test_a_program_that_does_not_exist_is_said_in_the_log(tmp_path):
+def test_missing_program_is_reported_in_log(tmp_path):
     control, writer = os.pipe()
     log = tmp_path / "a.log"
     command = [sys.executable, "-I", "-S", GUARD, "--control", str(control), "--log", str(log), "--grace", "1"]
@@ -244,7 +244,7 @@ def test_wrong_arguments_are_refused(capfd):
     assert "--contrl" in capfd.readouterr().err
 
 
-def test_the_held_descriptor_stays_with_the_guard_alone(guarded, tmp_path):
+def test_held_descriptor_is_not_passed_on(guarded, tmp_path):
     path = tmp_path / "lock"
     held = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)

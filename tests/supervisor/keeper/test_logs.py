@@ -5,7 +5,7 @@ from __future__ import annotations
 from toprope.supervisor.keeper.logs import KeeperLog, clean_line, read_page, read_tail
 
 
-def test_a_line_loses_what_a_terminal_or_a_reader_would_be_fooled_by():
+def test_clean_line_removes_escapes_and_secrets():
     assert (
         clean_line("\x1b[31mred\x1b[0m \x1b]8;;http://x\x07link\x07 a\u200bb\u202ec\tend\r\n") == "red link abc    end"
     )
@@ -14,7 +14,7 @@ def test_a_line_loses_what_a_terminal_or_a_reader_would_be_fooled_by():
     assert len(clean_line("x" * 9999)) == 500
 
 
-def test_pages_go_back_through_a_log_without_gap_or_repetition(tmp_path):
+def test_read_page_covers_log_without_gaps(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("".join(f"line {number}\n" for number in range(250)))
     lines, before = [], None
@@ -25,14 +25,14 @@ def test_pages_go_back_through_a_log_without_gap_or_repetition(tmp_path):
     assert read_page(tmp_path / "none").lines == []
 
 
-def test_a_page_reads_a_bounded_part_of_a_huge_log(tmp_path):
+def test_read_page_is_bounded(tmp_path):
     log = tmp_path / "a.log"
     log.write_bytes(b"y" * 70 + b"\n" + (b"z" * 99 + b"\n") * 20_000)
     found = read_page(log, lines=100_000)
     assert 2_000 < len(found.lines) < 3_000 and set(found.lines) == {"z" * 99}
 
 
-def test_the_tail_goes_on_in_the_part_before_where_the_newest_is_short(tmp_path):
+def test_read_tail_continues_in_previous_part(tmp_path):
     log = tmp_path / "a.log"
     (tmp_path / "a.log.1").write_text("one\ntwo\n\nthree\n")
     log.write_text("four\n\n")
@@ -40,7 +40,7 @@ def test_the_tail_goes_on_in_the_part_before_where_the_newest_is_short(tmp_path)
     assert read_tail(tmp_path / "b.log") == []
 
 
-def test_a_keepers_own_log_stays_below_its_cap_and_never_raises(tmp_path):
+def test_keeper_log_is_bounded_and_never_raises(tmp_path):
     log = KeeperLog(tmp_path / "keeper.log", 1000)
     for number in range(500):
         print(f"line {number}", file=log, flush=True)

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import ended, eventually, until, wait_for_heartbeats
 from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
 from toprope.settings.launcher import LauncherSection, RestartAllowance
 from toprope.supervisor.keeper.hang_detector import HangDetector
-from toprope.supervisor.keeper.making import GroupCounts
+from toprope.supervisor.keeper.report_handler import ReportHandler
 from toprope.supervisor.keeper.status_writer import StatusWriter
 
 ALL = {"trainer", "api", "environment"}
 ONCE = {"do": "kill", "times": 1}
 
 
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    made.close()
-
-
 def restarts(runs, folder) -> list[dict]:
     return [event.data for event in runs.events(folder.run_id) if event.kind == "restart"]
 
 
-def test_every_member_may_die_once_and_the_run_completes(harness):
+def test_run_completes_after_each_member_died_once(harness):
     """The order to evaluate at the end reaches the driver that takes the place of the one that got it."""
     behaviours = {
         "policy": {"at": "start", **ONCE},
@@ -57,10 +52,10 @@ def test_every_member_may_die_once_and_the_run_completes(harness):
     assert labels == ["before", "after"]
     states = [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
     assert states == ["validating", "starting", "training", "evaluating", "completed"]
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_trainer_goes_on_from_a_checkpoint_that_nobody_had_heard_of(harness):
+def test_trainer_resumes_from_unreported_checkpoint(harness):
     runs, folder = harness.start({"trainer": {"at": "unsaid", **ONCE}}, restarts=1)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
@@ -69,7 +64,7 @@ def test_a_trainer_goes_on_from_a_checkpoint_that_nobody_had_heard_of(harness):
     assert status.crew["trainer"].restarts == 1
 
 
-def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(harness):
+def test_repeated_failure_ends_run_with_count_and_excerpt(harness):
     behaviours = {"inference": {"at": "ready", "do": "kill", "say": "out of luck"}, "trainer": {"endless": True}}
     runs, folder = harness.start(behaviours, restarts=2)
     status = ended(runs, folder)
@@ -79,7 +74,7 @@ def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(harness):
     told = restarts(runs, folder)
     assert [one["restart"] for one in told] == [1, 2]
     assert [one["wait_s"] for one in told] == [0.05, 0.1]
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +85,14 @@ def test_what_repeats_ends_the_run_with_how_often_and_the_last_words(harness):
         ("environment", {"at": "start", "do": "again"}, 1),
     ],
 )
-def test_a_member_that_fails_by_itself_before_it_served_is_tried_again_only_if_it_says_so(
-    harness, component, behaviour, again
-):
+def test_member_that_never_served_restarts_only_on_request(harness, component, behaviour, again):
     runs, folder = harness.start({component: behaviour}, restarts=1)
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == component
     assert len(restarts(runs, folder)) == again
 
 
-def test_members_that_hang_are_found_out_and_started_again(harness):
+def test_hanging_members_are_restarted(harness):
     frozen = {"beats": True, "do": "freeze", "times": 1}
     behaviours = {
         "inference": {"at": "ready", **frozen},
@@ -114,11 +107,11 @@ def test_members_that_hang_are_found_out_and_started_again(harness):
     assert set(told) >= {"inference", "trainer"}  # on a machine that stands still others may have been silent too
     assert "no sign of life" in told["inference"] and "at most 2 are" in told["inference"]
     assert "at most 3 are" in told["trainer"]
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
 @pytest.mark.parametrize("moment", ["waiting", "starting"])
-def test_a_stop_during_a_restart_starts_nothing_and_ends_at_once(harness, moment):
+def test_stop_during_restart_starts_nothing(harness, moment):
     behaviours = {"inference": {"at": "ready", "slow": 0 if moment == "waiting" else 600, **ONCE}}
     backoff = 600.0 if moment == "waiting" else 0.0
     runs, folder = harness.start({**behaviours, "trainer": {"endless": True}}, restarts=3, restart_backoff_s=backoff)
@@ -132,10 +125,10 @@ def test_a_stop_during_a_restart_starts_nothing_and_ends_at_once(harness, moment
     assert status.state == "stopped" and time.monotonic() - began < 15.0
     assert len(restarts(runs, folder)) == 1
     assert status.crew["inference"].state == ("exited" if moment == "waiting" else "stopped")
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile_holds_still_too(harness):
+def test_paused_run_pauses_restarted_trainer(harness):
     runs, folder = harness.start({"trainer": {"endless": True}}, restarts=1)
     until(runs, folder, "training")
     (folder.path / "hold").write_text("")
@@ -144,7 +137,7 @@ def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile
     os.kill(status.crew["trainer"].pid, signal.SIGKILL)
     eventually(lambda: (member := Status.read(folder).crew["trainer"]).restarts == 1 and member.state == "ready")
     rows = len(folder.metrics.read_text().splitlines())
-    time.sleep(0.3)  # thirty steps' time
+    wait_for_heartbeats(folder, 2)  # a second or more: time for a hundred steps
     assert len(folder.metrics.read_text().splitlines()) == rows and Status.read(folder).state == "paused"
     (folder.path / "hold").unlink()
     until(runs, folder, "training")
@@ -154,19 +147,19 @@ def test_a_run_is_held_and_goes_on_and_a_trainer_that_is_started_again_meanwhile
     runs.stop(folder.run_id)
     assert ended(runs, folder).state == "stopped"
     (folder.path / "hold").unlink()
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(harness):
+def test_pause_before_training_takes_effect_when_allowed(harness):
     runs = harness.runs({"environment": {"at": "before", "do": "sleep"}})
     spec = harness.specification()
-    real = runs._launcher.submit
+    real = runs.launcher.submit
 
     def holds_first(folder, variables, lock=None):
         (folder.path / "hold").write_text("")
         real(folder, variables, lock)
 
-    runs._launcher.submit = holds_first
+    runs.launcher.submit = holds_first
     folder = runs.start(spec)
     harness.started.append(folder)
     until(runs, folder, "paused")
@@ -178,31 +171,31 @@ def test_a_run_that_is_held_before_it_trains_says_so_when_it_has_come_that_far(h
     assert ended(runs, folder).state == "stopped"
 
 
-def test_silence_is_a_hang_only_where_the_keeper_was_awake_and_the_member_had_a_pulse():
-    pulse = HangDetector(lambda name: 100.0 if name == "trainer" else 10.0)
+def test_find_silent_needs_beats_and_an_awake_keeper():
+    detector = HangDetector(lambda name: 100.0 if name == "trainer" else 10.0)
     now = 0.0
     for name in ("trainer", "api"):
-        pulse.heard(name, Beat(), now)
-    pulse.heard("environment", Progress("loading", 1, 2), now)
+        detector.record(name, Beat(), now)
+    detector.record("environment", Progress("loading", 1, 2), now)
     while now < 10.0:
         now += 1.0
-        assert pulse.silent(ALL, now) == {}
+        assert detector.find_silent(ALL, now) == {}
     now += 1.0
-    assert pulse.silent(ALL, now) == {"api": 11.0} and pulse.silent({"trainer"}, now) == {}
-    pulse.forget("api")
-    assert pulse.silent(ALL, now + 1.0) == {}
+    assert detector.find_silent(ALL, now) == {"api": 11.0} and detector.find_silent({"trainer"}, now) == {}
+    detector.forget("api")
+    assert detector.find_silent(ALL, now + 1.0) == {}
     # The machine was suspended for an hour, or the keeper stopped.
-    pulse.heard("api", Beat(), now + 1.0)
+    detector.record("api", Beat(), now + 1.0)
     now += 3600.0
-    assert pulse.silent(ALL, now) == {}
+    assert detector.find_silent(ALL, now) == {}
     while now < 3618.0:
         now += 1.0
-        pulse.heard("trainer", Progress("training", 1, 2), now)
-        found = pulse.silent(ALL, now)
-    assert list(found) == [] and pulse.silent(ALL, now + 4.0) == {"api": pytest.approx(11.0)}
+        detector.record("trainer", Progress("training", 1, 2), now)
+        found = detector.find_silent(ALL, now)
+    assert list(found) == [] and detector.find_silent(ALL, now + 4.0) == {"api": pytest.approx(11.0)}
 
 
-def test_an_allowance_is_of_a_window_and_waits_longer_each_time():
+def test_allowance_has_window_and_growing_backoff():
     allowance = RestartAllowance(LauncherSection(restarts=3, restart_window_s=100.0, restart_backoff_s=0.5))
     assert [allowance.take(at) for at in (0.0, 1.0, 2.0, 3.0)] == [0.5, 1.0, 2.0, None]
     assert allowance.take(100.5) == 2.0 and allowance.take(100.6) is None
@@ -210,23 +203,26 @@ def test_an_allowance_is_of_a_window_and_waits_longer_each_time():
     assert RestartAllowance(LauncherSection(restarts=0)).take(0.0) is None
 
 
-def test_groups_of_a_driver_that_ended_are_given_up_and_counted(tmp_path):
-    folder = RunFolder.create(tmp_path, "run-1")
+def test_groups_of_ended_driver_are_given_up(harness):
+    specification = harness.specification()
+    folder = RunFolder.create(harness.path / "runs", specification.run_id)
     now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
+    known = {"begun": 5, "posted": 5, "given_up": {"old": 0}}
+    status = Status(run_id="run-1", kind="train", environment="dice", state="training", making=known, **now)
+    driver = SimpleNamespace(name="environment", pid=1)
 
-    class Written(StatusWriter):
-        def touch(self):
-            pass
+    async def report():
+        writer = StatusWriter(folder, status)
+        reports = ReportHandler(specification, writer, SimpleNamespace(), resumes=False)
+        reports.handle(driver, Making(10, 1, 4, {"it raised": 2}), closing=False)
+        assert writer.status.making["begun"] == 15
+        assert writer.status.making["given_up"] == {"old": 0, "it raised": 2}
+        reports.close_member("environment")
+        reports.close_member("environment")
+        reports.handle(driver, Making(2, 0, 2), closing=False)
+        reports.close_member("environment")
+        return writer.status.making
 
-    life = Written(folder, status.model_copy(update={"making": {"begun": 5, "posted": 5, "given_up": {"old": 0}}}))
-    account = GroupCounts(life)
-    account.take(Making(10, 1, 4, {"it raised": 2}))
-    assert life.status.making["begun"] == 15 and life.status.making["given_up"] == {"old": 0, "it raised": 2}
-    account.close()
-    account.close()
-    account.take(Making(2, 0, 2))
-    account.close()
-    made = life.status.making
-    assert made["given_up"] == {"old": 0, "it raised": 2, "the environment's driver ended": 3}
-    assert made["begun"] == 17 == made["posted"] + made["unanswered"] + sum(made["given_up"].values())
+    counts = asyncio.run(report())
+    assert counts["given_up"] == {"old": 0, "it raised": 2, "the environment's driver ended": 3}
+    assert counts["begun"] == 17 == counts["posted"] + counts["unanswered"] + sum(counts["given_up"].values())

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import ended, eventually, until
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
@@ -28,20 +28,10 @@ from toprope.supervisor.runs.orphan_reaper import reap_marked
 ENDLESS = {"trainer": {"endless": True}}
 
 
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    for thread in threading.enumerate():
-        if thread.name == "revive":
-            thread.join(30)
-    made.close()
-
-
 def owners(harness, behaviours=None, variables=lambda _: {}) -> RunManager:
     """A front end with the owner's variables."""
     plain = harness.runs(behaviours or ENDLESS)
-    return RunManager(plain.path, plain._launcher, lambda: harness.machine, variables)
+    return RunManager(plain.path, plain.launcher, lambda: harness.machine, variables)
 
 
 def lose(harness, folder) -> None:
@@ -67,12 +57,12 @@ def left(harness, specification=None, state="training", **fields) -> RunFolder:
     return folder
 
 
-def test_a_lost_run_is_marked_by_whoever_looks_and_goes_on_when_the_owner_does(harness):
+def test_lost_run_resumes_with_owner_variables(harness):
     runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     lose(harness, folder)
     status = runs.status(folder.run_id)
-    assert status.state == "lost" and "goes on by itself" in status.reason and is_due(status)
+    assert status.state == "lost" and "resumes by itself" in status.reason and is_due(status)
     assert runs.status(folder.run_id) == status, "who has no owner's variables only marks it"
     told = []
     owner = owners(harness, variables=lambda specification: told.append(specification.run_id) or {})
@@ -85,10 +75,10 @@ def test_a_lost_run_is_marked_by_whoever_looks_and_goes_on_when_the_owner_does(h
     assert "by itself" in again.data["reason"]
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_list_marks_at_once_and_resumes_behind(harness):
+def test_list_resumes_lost_runs_in_background(harness):
     folders = [left(harness) for _ in range(3)]
     owner = owners(harness)
     assert {status.state for status in owner.list()} == {"lost"}
@@ -98,7 +88,7 @@ def test_a_list_marks_at_once_and_resumes_behind(harness):
         ended(owner, folder)
 
 
-def test_several_that_look_at_once_resume_it_once(harness):
+def test_concurrent_looks_resume_once(harness):
     folder = left(harness)
     looks = [threading.Thread(target=owners(harness).status, args=(folder.run_id,)) for _ in range(3)]
     for look in looks:
@@ -112,7 +102,7 @@ def test_several_that_look_at_once_resume_it_once(harness):
     assert ended(runs, folder).attempt == 2
 
 
-def test_what_the_policy_says_of_a_lost_run(harness):
+def test_decide_auto_resume_follows_policy(harness):
     now = 1000.0
 
     def of(folder, **fields):
@@ -123,7 +113,7 @@ def test_what_the_policy_says_of_a_lost_run(harness):
     assert of(folder, resumed_lost=1).resume_at == now + 10
     assert of(folder, resumed_lost=2).resume_at == now + 20
     spent = of(folder, resumed_lost=3)
-    assert spent.resume_at is None and "3 times" in spent.words
+    assert spent.resume_at is None and "3 times" in spent.explanation
     EventLog(folder).append("checkpoint", step=5)
     assert of(folder, resumed_lost=3).resume_at == now, "it had got on"
     EventLog(folder).append("state", **{"from": "lost", "to": "queued", "reason": ""})
@@ -134,7 +124,7 @@ def test_what_the_policy_says_of_a_lost_run(harness):
     assert of(left(harness, never)).resume_at is None
 
 
-def test_a_wait_is_over_when_it_is_over_or_when_the_clock_was_set_back(harness):
+def test_is_due_handles_clock_set_back(harness):
     status = Status.read(left(harness, state="lost", ended_at=1.0, resume_at=1000.0))
     assert not is_due(status, 990.0) and is_due(status, 1000.0)
     assert is_due(status, 1000.0 - 86_400)
@@ -142,14 +132,14 @@ def test_a_wait_is_over_when_it_is_over_or_when_the_clock_was_set_back(harness):
     assert not is_due(status.model_copy(update={"state": "stopped"}), 2000.0)
 
 
-def test_runs_that_were_lost_before_there_was_a_policy_stay_lost(harness):
+def test_lost_run_without_note_stays_lost(harness):
     folder = left(harness, state="lost", ended_at=1.0)
     before = folder.status.read_text()
     assert owners(harness).status(folder.run_id).state == "lost"
     assert folder.status.read_text() == before
 
 
-def test_settings_that_cannot_be_read_leave_the_run_to_the_next_look(harness):
+def test_unreadable_settings_postpone_resume(harness):
     def broken(_):
         raise InvalidValue("settings.yaml is wrong")
 
@@ -158,15 +148,15 @@ def test_settings_that_cannot_be_read_leave_the_run_to_the_next_look(harness):
     assert is_due(Status.read(folder))
 
 
-def test_a_run_that_cannot_go_on_stays_lost_and_says_why(harness):
+def test_failed_auto_resume_gives_reason(harness):
     folder = left(harness)
     (folder.checkpoints / "step-000004").mkdir()
     status = owners(harness).status(folder.run_id)
-    assert status.state == "lost" and status.resume_at is None and "could not go on by itself" in status.reason
+    assert status.state == "lost" and status.resume_at is None and "could not resume by itself" in status.reason
 
 
 @pytest.mark.parametrize("how", ["stopping", "ordered"])
-def test_a_run_that_was_to_stop_when_its_keeper_went_has_stopped(harness, how):
+def test_run_told_to_stop_is_stopped_not_lost(harness, how):
     folder = left(harness, state="stopping" if how == "stopping" else "training")
     if how == "ordered":
         write_json(folder.orders / "stop-1.json", {"order": "stop", "grace_s": None})
@@ -175,7 +165,7 @@ def test_a_run_that_was_to_stop_when_its_keeper_went_has_stopped(harness, how):
     assert all(to in TRANSITIONS[before] for before, to in pairs(folder)[1:])
 
 
-def test_a_lost_run_that_is_stopped_does_not_go_on(harness):
+def test_stop_of_lost_run_cancels_resume(harness):
     folder = left(harness)
     plain = harness.runs()
     assert is_due(plain.status(folder.run_id))
@@ -188,12 +178,12 @@ def test_a_lost_run_that_is_stopped_does_not_go_on(harness):
     ended(plain, folder)
 
 
-def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(harness):
+def test_stop_without_keeper_is_kept(harness):
     """The order may come after the run was marked and before it goes on, or while somebody is at it."""
     folder = left(harness)
     plain = harness.runs()
     assert is_due(plain.status(folder.run_id))
-    plain._launcher.stop(folder, None)
+    plain.launcher.stop(folder, None)
     status = owners(harness).status(folder.run_id)
     assert status.state == "stopped" and status.attempt == 1 and "stopped on request" in status.reason
     assert not list(folder.orders.iterdir())
@@ -203,13 +193,13 @@ def test_a_stop_that_comes_while_nobody_keeps_a_run_is_not_forgotten(harness):
     plain.stop(folder.run_id)
     assert is_due(Status.read(folder)) and len(list(folder.orders.iterdir())) == 1
     begun = prepare_attempt(folder, Status.read(folder), by_itself=True)
-    plain._launcher.submit(folder, {}, lock)
+    plain.launcher.submit(folder, {}, lock)
     lock.release()
     harness.started.append(folder)
     assert begun.attempt == 2 and ended(plain, folder).state == "stopped"
 
 
-def test_a_restart_of_the_machine_is_told(harness):
+def test_reason_names_restart_of_machine(harness):
     folder = left(harness)
     folder.lock.write_text(json.dumps({"pid": 1, "boot": "another"}))
     assert (
@@ -217,7 +207,7 @@ def test_a_restart_of_the_machine_is_told(harness):
     )
 
 
-def test_the_end_that_somebody_was_killed_while_writing_is_finished_without_a_repetition(harness):
+def test_interrupted_end_is_completed_without_repetition(harness):
     folder = left(harness)
     log = EventLog(folder)
     log.append("state", **{"from": "training", "to": "lost", "reason": ""})
@@ -230,7 +220,7 @@ def test_the_end_that_somebody_was_killed_while_writing_is_finished_without_a_re
     assert len(list(read_events(folder.events))) == 3
 
 
-def test_a_sweep_never_reaches_the_next_attempt(harness, tmp_path):
+def test_reap_marked_spares_next_attempt(harness, tmp_path):
     marker = str(tmp_path / "run")
     sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
     made = {n: subprocess.Popen(sleep, env={ENV_FOLDER: marker, ENV_ATTEMPT: str(n)}) for n in (1, 2, 3)}
@@ -246,7 +236,7 @@ def test_a_sweep_never_reaches_the_next_attempt(harness, tmp_path):
             process.wait()
 
 
-def test_a_suspended_keeper_is_named_and_keeps_its_run(harness):
+def test_suspended_keeper_is_reported_and_keeps_run(harness):
     runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     eventually(lambda: read_json(folder.lock).get("attempt") == 1)
@@ -264,7 +254,7 @@ def test_a_suspended_keeper_is_named_and_keeps_its_run(harness):
     assert ended(runs, folder).state == "stopped"
 
 
-def test_what_a_killed_starter_was_making_is_never_a_run_and_is_cleared_away(harness):
+def test_unfinished_run_of_killed_starter_is_removed(harness):
     runs = harness.runs()
     making = runs.path / ".making-1a2b3c4d" / "run-1"
     making.mkdir(parents=True)

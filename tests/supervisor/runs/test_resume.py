@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import ended, eventually, until
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
@@ -22,13 +22,6 @@ from toprope.supervisor.runs.cleanup import settle_run
 
 ENDLESS = {"trainer": {"endless": True}}
 SAVES = {"trainer": {"endless": True, "patient": True}}
-
-
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    made.close()
 
 
 def stopped_in_training(harness, behaviours=SAVES):
@@ -46,7 +39,7 @@ def states(runs, folder) -> list[str]:
     return [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
 
 
-def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(harness):
+def test_resume_continues_after_checkpoint(harness):
     _, folder, before = stopped_in_training(harness)
     step, first_rows = before.checkpoint["step"], len(read_rows(folder.metrics))
     marked = json.loads(folder.evaluation("before").read_text()) | {"first attempt": True}
@@ -69,10 +62,10 @@ def test_a_stopped_run_goes_on_at_the_step_after_its_checkpoint_and_completes(ha
     assert json.loads(folder.evaluation("before").read_text())["first attempt"]
     report = json.loads(folder.results.read_text())
     assert report["rose"] is True and report["steps"] == step + 4
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpoint(harness):
+def test_resume_announces_inference_after_trainer(harness):
     """Else rollouts would begin with the starting policy. The driver evaluates as soon as it hears of inference."""
     _, folder, _ = stopped_in_training(harness)
     runs = harness.runs({"trainer": {"loading": 0.6, "endless": True}, "environment": {"at": "before", "do": "fail"}})
@@ -83,7 +76,7 @@ def test_inference_is_not_announced_before_the_trainer_has_published_the_checkpo
     assert status.ended_at - status.started_at > 0.6
 
 
-def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_before(harness):
+def test_resume_without_checkpoint_keeps_first_evaluation(harness):
     runs, folder = harness.start({"trainer": {"endless": True, "at": "step-3", "do": "kill"}})
     assert ended(runs, folder).state == "failed"
     runs = harness.runs()
@@ -97,7 +90,7 @@ def test_a_run_without_a_checkpoint_starts_again_and_keeps_what_was_measured_bef
     assert labels == ["before", "after"]
 
 
-def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(harness):
+def test_resume_uses_unreported_checkpoint(harness):
     runs, folder = harness.start({"trainer": {"at": "unsaid", "do": "hang"}}, stop_grace_s=0.3)
     eventually(lambda: folder.newest_checkpoint())
     assert runs.status(folder.run_id).checkpoint is None
@@ -114,19 +107,19 @@ def test_a_lost_run_goes_on_from_a_checkpoint_that_its_keeper_never_heard_of(har
     assert "lost" in states(runs, folder)
     status = ended(runs, folder)
     assert status.state == "completed" and status.checkpoint["step"] == 5
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_a_checkpoint_that_was_half_written_is_passed_over_and_cleared_away(harness):
+def test_resume_removes_half_written_checkpoint(harness):
     runs, folder = harness.start({"trainer": {"at": "saving", "do": "kill"}})
     assert ended(runs, folder).state == "failed"
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
     assert list(folder.checkpoints.iterdir()) == []
     assert harness.runs().resume(folder.run_id).checkpoint is None
     assert ended(runs, folder).state == "completed"
 
 
-def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(harness):
+def test_resume_of_trained_run_only_evaluates(harness):
     behaviours = {"environment": {"at": "evaluated", "do": "kill"}, "trainer": {"at": "finished", "do": "hang"}}
     runs, folder = harness.start(behaviours, stop_grace_s=1.5)
     assert ended(runs, folder).state == "failed"
@@ -142,7 +135,7 @@ def test_a_run_that_had_trained_to_its_end_is_evaluated_again_and_nothing_else(h
     assert set(status.evaluations) == {"before", "after"}
 
 
-def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(harness):
+def test_resume_refuses_live_and_completed_runs(harness):
     runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     with pytest.raises(NotPossibleNow, match="is training under its keeper.*check_status"):
@@ -153,14 +146,14 @@ def test_a_run_that_lives_or_has_completed_is_refused_with_what_to_do(harness):
     runs, folder = harness.start()
     before = ended(runs, folder)
     eventually(lambda: not is_held(folder.lock))
-    with pytest.raises(NotPossibleNow, match="has completed.*start_training"):
+    with pytest.raises(NotPossibleNow, match="is completed.*start_training"):
         runs.resume(folder.run_id)
     assert Status.read(folder) == before
     with pytest.raises(NotFound):
         runs.resume("nothing")
 
 
-def test_a_run_that_is_still_ending_is_refused(harness):
+def test_resume_refuses_run_that_is_ending(harness):
     runs, folder = harness.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS}, stop_grace_s=1.5)
     status = until(runs, folder, "training")
     os.kill(status.crew["environment"].pid, signal.SIGKILL)
@@ -170,7 +163,7 @@ def test_a_run_that_is_still_ending_is_refused(harness):
     ended(runs, folder)
 
 
-def test_of_two_that_resume_at_once_one_wins(harness):
+def test_concurrent_resume_has_one_winner(harness):
     runs, folder, _ = stopped_in_training(harness)
     outcomes = []
 
@@ -191,16 +184,16 @@ def test_of_two_that_resume_at_once_one_wins(harness):
     assert ended(runs, folder).attempt == 2
 
 
-def test_an_order_that_came_too_late_does_not_stop_the_next_attempt(harness):
+def test_late_stop_does_not_reach_next_attempt(harness):
     runs, folder, _ = stopped_in_training(harness)
-    runs._launcher.stop(folder, 0)
+    runs.launcher.stop(folder, 0)
     assert list(folder.orders.iterdir())
     runs = harness.runs()
     runs.resume(folder.run_id)
     assert ended(runs, folder).state == "completed"
 
 
-def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(harness):
+def test_resume_refuses_unreadable_checkpoint(harness):
     runs, folder, status = stopped_in_training(harness)
     state = folder.path / status.checkpoint["path"] / "state.json"
     state.write_text('{"step": "many"}')
@@ -210,24 +203,24 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(harn
     assert state.read_text() == '{"step": "many"}'
 
 
-def test_a_resume_whose_starter_dies_leaves_a_lost_run_that_can_be_resumed(harness):
+def test_killed_resume_leaves_resumable_run(harness):
     runs, folder, _ = stopped_in_training(harness)
-    real = runs._launcher.submit
+    real = runs.launcher.submit
 
     def dies(*arguments):
         raise KeyboardInterrupt
 
-    runs._launcher.submit = dies
+    runs.launcher.submit = dies
     with pytest.raises(KeyboardInterrupt):
         runs.resume(folder.run_id)
     assert runs.status(folder.run_id).state == "lost"
-    runs._launcher.submit = real
+    runs.launcher.submit = real
     runs.resume(folder.run_id)
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).attempt == 3
 
 
-def test_a_test_run_that_was_stopped_runs_again(harness):
+def test_stopped_test_run_can_be_resumed(harness):
     runs, folder = harness.start({"environment": {"mute": True}}, kind="test")
     until(runs, folder, "validating")
     runs.stop(folder.run_id, 0)
@@ -238,7 +231,7 @@ def test_a_test_run_that_was_stopped_runs_again(harness):
     assert folder.results.exists()
 
 
-def test_settling_clears_half_written_files_and_leaves_the_rest(tmp_path):
+def test_settle_run_removes_half_written_files(tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
     Status(run_id="run-1", kind="train", environment="dice", state="training", **now).write(folder)
@@ -254,14 +247,14 @@ def test_settling_clears_half_written_files_and_leaves_the_rest(tmp_path):
     assert folder.newest_checkpoint() == folder.checkpoints / "step-000003"
 
 
-def test_a_resumed_run_outlives_whoever_resumed_it(harness):
+def test_resumed_run_outlives_killed_starter(harness):
     runs, folder, _ = stopped_in_training(harness)
     runs = harness.runs(ENDLESS)
     code = f"""
 import os, pathlib, signal
 from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.launchers.local import LocalLauncher
-RunManager(pathlib.Path({str(runs.path)!r}), LocalLauncher({runs._launcher._command!r})).resume({folder.run_id!r})
+RunManager(pathlib.Path({str(runs.path)!r}), LocalLauncher({runs.launcher.command!r})).resume({folder.run_id!r})
 os.killpg(os.getpgrp(), signal.SIGKILL)
 """
     starter = subprocess.run(
@@ -271,10 +264,10 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
     assert until(runs, folder, "training").attempt == 2
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
-def test_an_event_after_one_that_was_cut_short_is_whole(tmp_path):
+def test_event_after_torn_line_is_complete(tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     EventLog(folder).append("state", to="queued")
     with folder.events.open("a") as file:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually
+from tests.support.run_harness import ended, eventually
 from toprope.records.run.status import read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
 from toprope.supervisor.capacity.budget_ledger import gpu_names, ledger_lock, read_accounts, reserved
 from toprope.supervisor.watchers.budget import BudgetWatcher
-from toprope.supervisor.watchers.watcher import WatcherGroup
-
-
-@pytest.fixture
-def harness(tmp_path: Path):
-    found = RunHarness(tmp_path)
-    yield found
-    found.close()
+from toprope.supervisor.watchers.group import WatcherGroup
+from toprope.supervisor.watchers.watcher import Watcher
 
 
 def started(harness, caps=None, reserved=None, behaviours=None, **prices):
@@ -33,7 +26,7 @@ def started(harness, caps=None, reserved=None, behaviours=None, **prices):
     return runs, folder
 
 
-def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_set_it(harness):
+def test_run_is_stopped_with_checkpoint_at_cap(harness):
     caps = {"wall_hours": Cap(value=1.5 / 3600, limit="per_run.wall_hours", reason="A test.")}
     runs, folder = started(harness, caps, behaviours={"trainer": {"endless": True, "patient": True}})
     status = ended(runs, folder)
@@ -52,13 +45,13 @@ def test_a_run_is_stopped_with_a_checkpoint_at_its_cap_and_says_which_and_who_se
     assert 1.5 <= usage.wall_s < 30
     assert usage.cpu_s > 0 and usage.disk_bytes > 0 and usage.usd is None
     assert sum(day.wall_s for day in usage.days.values()) == pytest.approx(usage.wall_s)
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
 
 
 BUSY = "import time\nend = time.process_time() + 1.0\nwhile time.process_time() < end: pass\n"
 
 
-def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(harness, tmp_path):
+def test_cpu_time_of_ended_processes_is_priced(harness, tmp_path):
     runs = harness.runs({}, plot=[sys.executable, "-I", "-S", "-c", BUSY])
     limits = FrozenLimits(source="x", cpu_hour_usd=3600.0)
     folder = runs.start(harness.specification().model_copy(update={"limits": limits}))
@@ -69,7 +62,7 @@ def test_processor_time_of_processes_that_have_ended_is_counted_and_priced(harne
     assert usage.usd == pytest.approx(usage.cpu_s)
 
 
-def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_used(harness):
+def test_account_holds_reservation_then_usage(harness):
     runs, folder = started(harness, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
     [account] = read_accounts(runs.path, folder.spec.stat().st_mtime)
     assert account.live and account.started_today
@@ -84,7 +77,7 @@ def test_a_live_run_counts_with_what_it_reserved_and_an_ended_one_with_what_it_u
     assert read_accounts(runs.path, leave_out=[folder.run_id]) == []
 
 
-def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
+def test_gpu_names_come_from_the_driver(tmp_path):
     place = tmp_path / "0000:01:00.0"
     place.mkdir()
     (place / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 12\n")
@@ -92,20 +85,20 @@ def test_the_names_of_gpus_are_what_the_driver_says(tmp_path):
     assert gpu_names(tmp_path / "none") == []
 
 
-def test_a_run_that_is_about_to_start_counts_once(harness):
+def test_reserved_run_counts_once(harness):
     specification = harness.specification()
     limits = FrozenLimits(source="x", reserved={"cpu_hours": 2.0})
     specification = specification.model_copy(update={"limits": limits})
     runs = harness.runs({"trainer": {"endless": True}})
     with ledger_lock(runs.path):
-        pencil = reserved(runs.path, [specification])
-        pencil.__enter__()
+        reservation = reserved(runs.path, [specification])
+        reservation.__enter__()
     [account] = read_accounts(runs.path)
     assert account.live and account.held("cpu_hours") == 2.0 and account.started_today
     harness.started.append(runs.start(specification))
     [account] = read_accounts(runs.path)
     assert account.live and account.held("cpu_hours") == pytest.approx(2.0, abs=0.1)
-    pencil.__exit__(None, None, None)
+    reservation.__exit__(None, None, None)
     assert len(read_accounts(runs.path)) == 1
     runs.stop(specification.run_id)
     ended(runs, harness.started[-1])
@@ -115,28 +108,25 @@ def test_a_run_that_is_about_to_start_counts_once(harness):
     assert [one.run_id for one in read_accounts(runs.path)] == [specification.run_id] and not left.exists()
 
 
-class Failing:
+class Failing(Watcher):
     def __init__(self, holds_limits, failures):
         self.holds_limits, self.left, self.looks = holds_limits, failures, 0
 
-    def heard(self, component, report):
-        pass
-
-    def looked(self, now):
+    def on_tick(self, now):
         self.looks += 1
         self.left -= 1
         if self.left >= 0:
             raise OSError("too many open files")
 
 
-def test_what_holds_the_limits_goes_on_whatever_fails_and_others_are_given_up_in_the_end():
+def test_failing_watcher_is_removed_unless_it_holds_limits():
     assert BudgetWatcher.holds_limits
     told = []
     once, always, budget = Failing(False, 1), Failing(False, 99), Failing(True, 30)
     watchers = WatcherGroup([once, always, budget], lambda kind, what: told.append(what))
     for second in range(40):
-        watchers.looked(float(second))
+        watchers.on_tick(float(second))
     assert (once.looks, always.looks, budget.looks) == (40, 10, 40)
-    assert [what.partition(":")[0] for what in told] == ["Failing failed and is asked again"] * 3 + [
-        "Failing failed again and again and watches no more"
+    assert [what.partition(":")[0] for what in told] == ["Failing failed and stays active"] * 3 + [
+        "Failing failed again and again and is switched off"
     ]

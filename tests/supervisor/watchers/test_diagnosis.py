@@ -82,10 +82,10 @@ def told(tmp_path: Path) -> Told:
 
 def steps(watcher: DiagnosisWatcher, first: int, last: int, values: dict[str, Any]) -> None:
     for step in range(first, last + 1):
-        watcher.heard("trainer", Stepped(step, 100, {"step": step, **values}))
+        watcher.on_report("trainer", Stepped(step, 100, {"step": step, **values}))
 
 
-def test_a_finding_is_an_event_and_stands_in_the_status_until_it_is_over(told: Told) -> None:
+def test_finding_is_event_and_stays_in_status_until_over(told: Told) -> None:
     watcher = told.watcher()
     steps(watcher, 1, 30, SICK)
     assert told.said == [("scorer_errors", "critical")] and ("scorer_errors", "critical") in told.open
@@ -96,7 +96,7 @@ def test_a_finding_is_an_event_and_stands_in_the_status_until_it_is_over(told: T
     assert told.said[-1] == ("scorer_errors", "over") and told.open == []
 
 
-def test_notes_wake_nobody(told: Told) -> None:
+def test_notes_are_no_events(told: Told) -> None:
     watcher = told.watcher()
     steps(watcher, 1, 40, SLOW)
     assert told.open == [("trainer_waits", "note")] and told.events == []
@@ -104,29 +104,29 @@ def test_notes_wake_nobody(told: Told) -> None:
     assert told.open == [] and told.events == []
 
 
-def test_groups_that_are_all_dropped_are_told_without_a_step(told: Told) -> None:
+def test_dropped_groups_are_found_without_a_step(told: Told) -> None:
     watcher = told.watcher()
-    watcher.heard("environment", Evaluated("before", {"accuracy": 0.0}))
-    watcher.heard("api", CountsReport({"accepted": 4, "dropped": {"zero_signal": 4}}))
-    watcher.heard("api", CountsReport({"accepted": 12, "dropped": {"zero_signal": 12}}))
+    watcher.on_report("environment", Evaluated("before", {"accuracy": 0.0}))
+    watcher.on_report("api", CountsReport({"accepted": 4, "dropped": {"zero_signal": 4}}))
+    watcher.on_report("api", CountsReport({"accepted": 12, "dropped": {"zero_signal": 12}}))
     assert told.events == []
-    watcher.heard("api", CountsReport({"accepted": 40, "dropped": {"zero_signal": 40}}))
-    watcher.heard("api", CountsReport({"accepted": 80, "dropped": {"zero_signal": 80}}))
+    watcher.on_report("api", CountsReport({"accepted": 40, "dropped": {"zero_signal": 40}}))
+    watcher.on_report("api", CountsReport({"accepted": 80, "dropped": {"zero_signal": 80}}))
     assert told.said == [("all_wrong", "critical")] == told.open
     steps(watcher, 1, 1, {"reward": 0.1})
     assert told.said[-1] == ("all_wrong", "over") and told.open == []
     # What is dropped beside steps that come about is no standstill.
     for step in range(2, 12):
-        watcher.heard("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
+        watcher.on_report("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
         steps(watcher, step, step, {"reward": 0.1})
     assert len(told.said) == 2
 
 
-def test_an_attempt_that_goes_on_tells_nothing_twice(told: Told) -> None:
+def test_resumed_attempt_repeats_no_finding(told: Told) -> None:
     first = told.watcher()
     rows = [{"step": step, **SICK} for step in range(1, 31)]
     for row in rows:
-        first.heard("trainer", Stepped(row["step"], 100, row))
+        first.on_report("trainer", Stepped(row["step"], 100, row))
     told.folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told.status = told.status.model_copy(update={"attempt": 2, "findings": []})
     second = told.watcher()
@@ -135,7 +135,7 @@ def test_an_attempt_that_goes_on_tells_nothing_twice(told: Told) -> None:
     assert told.said == [("scorer_errors", "critical")]
 
 
-def test_a_real_keeper_diagnoses_its_run_and_names_its_failure(tmp_path: Path) -> None:
+def test_keeper_names_kind_of_failure(tmp_path: Path) -> None:
     harness = RunHarness(tmp_path)
     try:
         crew = {

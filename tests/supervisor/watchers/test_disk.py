@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import sqlite3
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ import pytest
 from toprope.errors import DiskFull, NotPossibleNow
 from toprope.records.index.database import Index
 from toprope.records.messages import Checkpointed, NoRoom, Warned
-from toprope.records.run import folder as records_folder
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import Ballast, PatientLines
 from toprope.records.run.status import Status, read_events
@@ -35,23 +35,23 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "runs", "run-1")
 
 
-class Hands:
-    """What a watcher may do, written down."""
+class Control:
+    """Stands for a RunControl and records the calls."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.said, self.findings = folder, [], []
+        self.folder, self.calls, self.findings = folder, [], []
 
-    def event(self, kind: str, **data: Any) -> None:
+    def record_event(self, kind: str, **data: Any) -> None:
         if kind == "finding":
             self.findings.append((data["rule"], data["level"]))
         else:
-            self.said.append((kind, data["what"]))
+            self.calls.append((kind, data["what"]))
 
     def pause(self, reason: str) -> None:
-        self.said.append(("pause", reason))
+        self.calls.append(("pause", reason))
 
     def proceed(self) -> None:
-        self.said.append(("proceed", ""))
+        self.calls.append(("proceed", ""))
 
 
 @pytest.fixture
@@ -62,59 +62,57 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def test_a_run_pauses_below_the_floor_and_goes_on_well_above_it(folder: RunFolder, free: SimpleNamespace) -> None:
-    hands = Hands(folder)
-    watch = DiskWatcher(hands)
-    watch.looked(0.0)
-    assert hands.said == []
+def test_run_pauses_below_floor_and_proceeds_above_it(folder: RunFolder, free: SimpleNamespace) -> None:
+    control = Control(folder)
+    watch = DiskWatcher(control)
+    watch.on_tick(0.0)
+    assert control.calls == []
     free.bytes = 199 * MB
-    watch.looked(1.0)
-    watch.looked(2.0)
-    assert [kind for kind, _ in hands.said] == ["pause"] and "199.0 MB left" in hands.said[0][1]
+    watch.on_tick(1.0)
+    watch.on_tick(2.0)
+    assert [kind for kind, _ in control.calls] == ["pause"] and "199.0 MB left" in control.calls[0][1]
     free.bytes = 201 * MB
-    watch.looked(3.0)
-    assert len(hands.said) == 1, "not to be paused again at once"
+    watch.on_tick(3.0)
+    assert len(control.calls) == 1, "not to be paused again at once"
     free.bytes = 300 * MB
-    watch.looked(4.0)
-    assert hands.said[1:] == [("proceed", "")]
-    assert hands.findings == [("disk_full", "critical"), ("disk_full", "over")]
+    watch.on_tick(4.0)
+    assert control.calls[1:] == [("proceed", "")]
+    assert control.findings == [("disk_full", "critical"), ("disk_full", "over")]
 
 
-def test_the_owner_sets_the_floor_and_a_checkpoint_needs_room_too(folder: RunFolder, free: SimpleNamespace) -> None:
+def test_floor_of_owner_plus_room_for_checkpoint(folder: RunFolder, free: SimpleNamespace) -> None:
     Reservations(folder.path.parent).announce(Machine(threads=1, disk_floor=50 * MB))
-    hands = Hands(folder)
-    watch = DiskWatcher(hands)
+    control = Control(folder)
+    watch = DiskWatcher(control)
     free.bytes = 60 * MB
-    watch.looked(0.0)
-    assert hands.said == []
+    watch.on_tick(0.0)
+    assert control.calls == []
     path = folder.checkpoints / "step-000001"
     path.mkdir()
     with (path / "weights").open("wb") as file:
         file.truncate(20 * MB)
-    watch.heard("trainer", Checkpointed(1, "checkpoints/step-000001", 2))
-    watch.looked(1.0)
-    assert [kind for kind, _ in hands.said] == ["pause"]
+    watch.on_report("trainer", Checkpointed(1, "checkpoints/step-000001", 2))
+    watch.on_tick(1.0)
+    assert [kind for kind, _ in control.calls] == ["pause"]
     assert (default_floor(1_000 * MB), default_floor(10**15)) == (20 * MB, 500 * MB)
 
 
-def test_a_member_that_finds_no_room_pauses_the_run_and_is_let_try_again(
-    folder: RunFolder, free: SimpleNamespace
-) -> None:
-    hands = Hands(folder)
-    watch = DiskWatcher(hands)
-    watch.heard("trainer", NoRoom("the checkpoint of step 3 waits"))
-    watch.looked(0.0)
-    assert hands.said[0][0] == "pause" and "the checkpoint of step 3 waits" in hands.said[0][1]
-    watch.looked(10.0)
-    assert len(hands.said) == 1
-    watch.looked(30.0)
-    assert hands.said[-1] == ("proceed", "")
+def test_no_room_report_pauses_run_for_a_while(folder: RunFolder, free: SimpleNamespace) -> None:
+    control = Control(folder)
+    watch = DiskWatcher(control)
+    watch.on_report("trainer", NoRoom("the checkpoint of step 3 waits"))
+    watch.on_tick(0.0)
+    assert control.calls[0][0] == "pause" and "the checkpoint of step 3 waits" in control.calls[0][1]
+    watch.on_tick(10.0)
+    assert len(control.calls) == 1
+    watch.on_tick(30.0)
+    assert control.calls[-1] == ("proceed", "")
 
 
-def test_what_members_warn_of_is_an_event(folder: RunFolder, free: SimpleNamespace) -> None:
-    hands = Hands(folder)
-    DiskWatcher(hands).heard("trainer", Warned("a checkpoint is damaged"))
-    assert hands.said == [("warning", "trainer: a checkpoint is damaged")]
+def test_warning_of_member_becomes_event(folder: RunFolder, free: SimpleNamespace) -> None:
+    control = Control(folder)
+    DiskWatcher(control).on_report("trainer", Warned("a checkpoint is damaged"))
+    assert control.calls == [("warning", "trainer: a checkpoint is damaged")]
 
 
 class FullDisk:
@@ -123,14 +121,14 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self.left, self._write = False, None, os.write
         monkeypatch.setattr(os, "write", self.write)
-        real = records_folder.tempfile.mkstemp
+        real = tempfile.mkstemp
 
         def mkstemp(*arguments: Any, **options: Any) -> Any:
             if self.full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments, **options)
 
-        monkeypatch.setattr(records_folder.tempfile, "mkstemp", mkstemp)
+        monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
 
     def write(self, descriptor: int, data: bytes) -> int:
         if self.full and not self.left:
@@ -146,7 +144,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
 
 
 @pytest.mark.parametrize("left", [0, 1, 5, 8, 9])
-def test_lines_wait_for_room_and_none_is_torn_or_twice(tmp_path: Path, full: FullDisk, left: int) -> None:
+def test_lines_wait_for_room_without_tearing_or_repetition(tmp_path: Path, full: FullDisk, left: int) -> None:
     path = tmp_path / "lines"
     lines = PatientLines(path)
     assert lines.append(b'{"n": 1}\n')
@@ -160,7 +158,7 @@ def test_lines_wait_for_room_and_none_is_torn_or_twice(tmp_path: Path, full: Ful
     assert found == ['{"n": 1}', '{"n": 2}', '{"n": 3}']
 
 
-def test_lines_that_wait_are_bounded_and_another_failure_is_raised(tmp_path: Path, full: FullDisk) -> None:
+def test_waiting_lines_are_bounded_and_other_errors_raise(tmp_path: Path, full: FullDisk) -> None:
     lines = PatientLines(tmp_path / "lines", most=3)
     full.full = True
     for number in range(10):
@@ -172,7 +170,7 @@ def test_lines_that_wait_are_bounded_and_another_failure_is_raised(tmp_path: Pat
         PatientLines(tmp_path / "lines" / "x").append(b"x\n")
 
 
-def test_ballast_is_given_up_once(tmp_path: Path) -> None:
+def test_ballast_is_dropped_once(tmp_path: Path) -> None:
     ballast = Ballast(tmp_path / "ballast", 5000)
     assert (tmp_path / "ballast").stat().st_size == 5000
     assert ballast.drop() and not ballast.drop()
@@ -180,56 +178,58 @@ def test_ballast_is_given_up_once(tmp_path: Path) -> None:
     assert ballast.drop()
 
 
-def test_a_keeper_lives_on_without_room_and_catches_up(folder: RunFolder, full: FullDisk) -> None:
+def test_status_writer_catches_up_after_full_disk(folder: RunFolder, full: FullDisk) -> None:
     now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
     status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
     status.write(folder)
 
     async def live() -> None:
-        life = StatusWriter(folder, status)
+        writer = StatusWriter(folder, status)
         full.full = True
-        life.to("paused", "the disk is full")
-        life.event("finding", rule="disk_full")
-        assert life.state == "paused" and Status.read(folder).state == "training"
+        writer.enter("paused", "the disk is full")
+        writer.record_event("finding", rule="disk_full")
+        assert writer.state == "paused" and Status.read(folder).state == "training"
         full.full = False
         async with asyncio.timeout(20):
             while Status.read(folder).state != "paused":
                 await asyncio.sleep(0.01)
         assert [event.kind for event in read_events(folder.events)] == ["state", "finding"]
         full.full = True
-        life.to("training")
+        writer.enter("training")
         full.full = False
-        life.write_at_last()
+        writer.write_final()
         assert Status.read(folder).state == "training"
         assert [event.seq for event in read_events(folder.events)] == [1, 2, 3]
 
     asyncio.run(live())
 
 
-def test_room_set_aside_lets_a_keeper_say_that_the_disk_is_full(folder: RunFolder, full: FullDisk) -> None:
+def test_status_writer_drops_ballast_on_full_disk(
+    folder: RunFolder, full: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
     status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
     status.write(folder)
 
     async def live() -> None:
-        life = StatusWriter(folder, status)
+        writer = StatusWriter(folder, status)
         full.full = True
         ballast = folder.crew / "ballast"
-        drop = life._ballast.drop
+        unlink = os.unlink
 
-        def makes_room() -> bool:
-            full.full = False
-            return drop()
+        def make_room(path: Any, *arguments: Any, **options: Any) -> None:
+            unlink(path, *arguments, **options)
+            full.full = full.full and os.fspath(path) != str(ballast)
 
-        life._ballast.drop = makes_room  # type: ignore[method-assign]
+        monkeypatch.setattr(os, "unlink", make_room)
         assert ballast.exists()
-        life.to("paused", "the disk is full")
+        writer.enter("paused", "the disk is full")
         assert Status.read(folder).state == "paused" and not ballast.exists()
 
     asyncio.run(live())
 
 
-def test_a_stop_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
+def test_stop_order_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
     full.full = True
     write_stop_order(folder, 3.0)
     full.full = False
@@ -239,7 +239,7 @@ def test_a_stop_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
     assert list(folder.orders.iterdir()) == []
 
 
-def test_the_index_is_read_as_it_lies_where_sqlite_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_is_read_without_room_for_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = Index(tmp_path / "index.db")
     draft = index.create_draft("p", {"name": "e"}, [], {})
     real = sqlite3.connect

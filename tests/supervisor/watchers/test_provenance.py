@@ -47,15 +47,15 @@ def checkout(tmp_path, monkeypatch):
     return root
 
 
-def hands(folder, run, attempt=1):
+def control_of(folder, run, attempt=1):
     events = []
     return SimpleNamespace(
         folder=folder, specification=run, status=lambda: SimpleNamespace(attempt=attempt), events=events,
-        event=lambda kind, **data: events.append((kind, data)),
+        record_event=lambda kind, **data: events.append((kind, data)),
     )  # fmt: skip
 
 
-def test_a_clean_checkout_is_named_by_its_commit_and_a_changed_one_by_the_difference(folder, tmp_path, checkout):
+def test_manifest_names_commit_and_differences(folder, tmp_path, checkout):
     run = specification(tmp_path)
     clean = collect_manifest(folder, run).code
     assert len(clean.commit) == 40 and clean.changes_sha256 is None
@@ -68,7 +68,7 @@ def test_a_clean_checkout_is_named_by_its_commit_and_a_changed_one_by_the_differ
     assert collect_manifest(folder, run).code.changes_sha256 != changed.changes_sha256
 
 
-def test_the_inputs_are_equal_for_the_same_run_and_differ_by_name(folder, tmp_path):
+def test_manifest_inputs_differ_by_name(folder, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     run = specification(tmp_path, path=str(data), other="/nowhere")
@@ -83,7 +83,7 @@ def test_the_inputs_are_equal_for_the_same_run_and_differ_by_name(folder, tmp_pa
     assert set(found) == {"environment.sha256", f"environment.files.{data}"}
 
 
-def test_an_interpreter_of_its_own_is_recorded_package_by_package(folder, tmp_path):
+def test_manifest_lists_packages_of_own_interpreter(folder, tmp_path):
     site = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
     (site / "tiny_rules-1.5.dist-info").mkdir(parents=True)
     (site / "tiny_rules-1.5.dist-info" / "METADATA").write_text(
@@ -98,7 +98,7 @@ def test_an_interpreter_of_its_own_is_recorded_package_by_package(folder, tmp_pa
     assert recorded.inputs["environment"]["packages"] == {"tiny-rules": "1.5"}
 
 
-def test_a_policy_is_known_by_its_contents_and_a_huge_one_by_names_and_sizes(tmp_path, monkeypatch):
+def test_hash_policy_uses_sizes_for_huge_policies(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     first = hash_policy("m", tmp_path)
     assert (first.hashed, first.bytes) == ("contents", 3)
@@ -108,23 +108,23 @@ def test_a_policy_is_known_by_its_contents_and_a_huge_one_by_names_and_sizes(tmp
     assert hash_policy("m", tmp_path).hashed == "names and sizes"
 
 
-def test_it_is_completed_by_what_loads(folder, tmp_path):
+def test_manifest_is_complete_after_loading(folder, tmp_path):
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "model.safetensors").write_bytes(b"abc")
-    watcher = ProvenanceWatcher(hands(folder, specification(tmp_path)))
+    watcher = ProvenanceWatcher(control_of(folder, specification(tmp_path)))
     eventually(lambda: Manifest.read(folder))
     assert not Manifest.read(folder).complete
-    watcher.heard("policy", Ready(str(policy)))
-    watcher.heard("environment", Checked({"versions": {"words": "1.2"}}))
-    watcher.ended()
-    watcher.ended()  # may be called again
+    watcher.on_report("policy", Ready(str(policy)))
+    watcher.on_report("environment", Checked({"versions": {"words": "1.2"}}))
+    watcher.on_end()
+    watcher.on_end()  # may be called again
     done = eventually(lambda: (found := Manifest.read(folder)).complete and found)
     assert done.environment.versions == {"words": "1.2"} and done.policy.sha256
     assert "\n" in Manifest.path(folder).read_text().strip()  # for people
 
 
-def test_a_later_attempt_leaves_the_first_manifest_and_says_what_changed(folder, tmp_path):
+def test_later_attempt_records_differing_inputs(folder, tmp_path):
     run = specification(tmp_path)
     first = collect_manifest(folder, run)
     first.libraries["torch"] = "0.0.1"
@@ -132,29 +132,29 @@ def test_a_later_attempt_leaves_the_first_manifest_and_says_what_changed(folder,
     first.write(folder)
     policy = tmp_path / "policy"
     policy.mkdir()
-    watcher = ProvenanceWatcher(hands(folder, run, attempt=2))
-    watcher.heard("policy", Ready(str(policy)))
-    watcher.heard("environment", Checked({}))
+    watcher = ProvenanceWatcher(control_of(folder, run, attempt=2))
+    watcher.on_report("policy", Ready(str(policy)))
+    watcher.on_report("environment", Checked({}))
     found = eventually(lambda: Manifest.read(folder).later_attempts)
     assert found["2"]["libraries.torch"][0] == "0.0.1"
     assert Manifest.read(folder).libraries["torch"] == "0.0.1"
 
 
-def test_a_manifest_that_cannot_be_made_costs_a_warning(folder, tmp_path, monkeypatch):
+def test_manifest_error_is_a_warning(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "collect_manifest", lambda *_: (_ for _ in ()).throw(OSError("no room")))
-    given = hands(folder, specification(tmp_path))
+    given = control_of(folder, specification(tmp_path))
     watcher = ProvenanceWatcher(given)
 
     def said():
-        watcher.looked(0.0)
+        watcher.on_tick(0.0)
         return given.events
 
     assert eventually(said) == [("warning", {"what": "the manifest could not be written: OSError: no room"})]
-    watcher.looked(1.0)
+    watcher.on_tick(1.0)
     assert len(given.events) == 1
 
 
-def test_a_keeper_leaves_a_manifest(tmp_path):
+def test_keeper_writes_manifest(tmp_path):
     harness = RunHarness(tmp_path)
     try:
         runs, folder = harness.start({"trainer": {"steps": 2, "at": "finished", "do": "sleep:0"}})

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import ended, eventually, until
 from toprope.records.messages import CountsReport, Evaluated, Progress, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import CrewMember, Status, read_events
@@ -25,14 +25,14 @@ class Run:
             run_id="run-1", kind="train", environment="e", state=state, created_at=0.0, since=0.0, updated_at=0.0
         )
         self.now, self.events = 1000.0, []
-        hands = SimpleNamespace(
+        control = SimpleNamespace(
             folder=RunFolder(path),
             specification=SimpleNamespace(config=config),
             status=lambda: self.status,
-            event=lambda kind, **data: self.events.append((kind, data)),
+            record_event=lambda kind, **data: self.events.append((kind, data)),
         )
-        self.watch = StallWatcher(hands, lambda: self.now)
-        self.watch.looked(self.now)
+        self.watch = StallWatcher(control, lambda: self.now)
+        self.watch.on_tick(self.now)
 
     def update(self, **fields):
         self.status = self.status.model_copy(update=fields)
@@ -41,12 +41,12 @@ class Run:
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 1.0, until)
-            self.watch.looked(self.now)
+            self.watch.on_tick(self.now)
 
     def steps(self, count, every_s, first=1):
         for number in range(first, first + count):
             self.passes(every_s)
-            self.watch.heard("trainer", Stepped(number, 1000, {}))
+            self.watch.on_report("trainer", Stepped(number, 1000, {}))
             self.update(progress={"step": number})
 
     @property
@@ -54,7 +54,7 @@ class Run:
         return [data for kind, data in self.events if kind == "stall"]
 
 
-def test_a_run_that_stands_still_is_told_once_and_that_it_moves_again(tmp_path):
+def test_stall_is_recorded_once_and_when_over(tmp_path):
     run = Run(tmp_path)
     run.steps(5, 2.0)
     run.passes(299)
@@ -70,7 +70,7 @@ def test_a_run_that_stands_still_is_told_once_and_that_it_moves_again(tmp_path):
     assert len(run.said) == 2
 
 
-def test_slow_steps_are_given_ten_times_what_is_usual(tmp_path):
+def test_stall_limit_is_ten_usual_steps(tmp_path):
     run = Run(tmp_path)
     run.steps(5, 100.0)
     run.passes(990)
@@ -79,7 +79,7 @@ def test_slow_steps_are_given_ten_times_what_is_usual(tmp_path):
     assert len(run.said) == 1
 
 
-def test_thresholds_are_the_runs_own(tmp_path):
+def test_stall_limits_come_from_the_run(tmp_path):
     run = Run(tmp_path, stall_after_s=5.0, stall_after_steps=2.0)
     run.steps(3, 4.0)
     run.passes(7)
@@ -101,12 +101,12 @@ def test_thresholds_are_the_runs_own(tmp_path):
         ({"waiting": 0}, 7, "environment", "7 groups came since the last step, too few that can be trained on"),
     ],
 )
-def test_who_holds_it_up_is_told_by_where_groups_pile_up(tmp_path, counts, accepted, component, sign):
+def test_stall_names_component_by_waiting_groups(tmp_path, counts, accepted, component, sign):
     run = Run(tmp_path)
-    run.watch.heard("api", CountsReport({"accepted": 20}))
+    run.watch.on_report("api", CountsReport({"accepted": 20}))
     run.steps(3, 1.0)
     run.passes(10)
-    run.watch.heard("api", CountsReport({"accepted": 20 + accepted}))
+    run.watch.on_report("api", CountsReport({"accepted": 20 + accepted}))
     run.update(counts=counts)
     run.passes(300)
     [stall] = run.said
@@ -115,27 +115,27 @@ def test_who_holds_it_up_is_told_by_where_groups_pile_up(tmp_path, counts, accep
     assert f'component="{component.split()[0]}"' in stall["next"]
 
 
-def test_progress_without_steps_is_movement_and_its_absence_is_told(tmp_path):
+def test_progress_without_steps_counts_as_movement(tmp_path):
     run = Run(tmp_path, state="evaluating")
     for done in range(1, 8):
         run.passes(250)
-        run.watch.heard("environment", Progress("testing", done, 100))
+        run.watch.on_report("environment", Progress("testing", done, 100))
     assert run.said == []
-    run.watch.heard("environment", Progress("testing", 7, 100))  # said again: no movement
+    run.watch.on_report("environment", Progress("testing", 7, 100))  # said again: no movement
     run.passes(2490)
     assert run.said == []
     run.passes(20)
     assert "No progress for 42 min" in run.said[0]["what"]
-    run.watch.heard("environment", Evaluated("test", {}))
+    run.watch.on_report("environment", Evaluated("test", {}))
     assert run.said[-1]["over"] is True
 
 
-def test_evaluation_in_between_and_pauses_are_no_stall(tmp_path):
+def test_evaluation_and_pause_are_no_stall(tmp_path):
     run = Run(tmp_path)
     run.steps(3, 1.0)
     for done in range(10):
         run.passes(200)
-        run.watch.heard("environment", Progress("evaluating (step-3)", done, 10))
+        run.watch.on_report("environment", Progress("evaluating (step-3)", done, 10))
     run.update(state="paused")
     run.passes(5000)
     run.update(state="training")
@@ -143,7 +143,7 @@ def test_evaluation_in_between_and_pauses_are_no_stall(tmp_path):
     assert run.said == []
 
 
-def test_what_still_starts_has_a_limit_of_its_own(tmp_path):
+def test_starting_member_is_no_stall(tmp_path):
     run = Run(tmp_path, state="starting")
     run.update(crew={"trainer": CrewMember(state="starting", since=0.0)})
     run.passes(2000)
@@ -153,14 +153,7 @@ def test_what_still_starts_has_a_limit_of_its_own(tmp_path):
     assert len(run.said) == 1
 
 
-@pytest.fixture
-def harness(tmp_path):
-    harness = RunHarness(tmp_path)
-    yield harness
-    harness.close()
-
-
-def test_a_keeper_tells_of_a_trainer_that_hangs_while_it_lives(harness):
+def test_keeper_records_stall_of_hanging_trainer(harness):
     runs = harness.runs({"trainer": {"at": "step-2", "do": "sleep", "steps": 9}})
     specification = harness.specification()
     specification.config.launcher.stall_after_s = 1.5

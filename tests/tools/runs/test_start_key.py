@@ -98,7 +98,7 @@ def test_two_servers_that_are_asked_at_once_start_one_run(tmp_path):
     launchers = []
     for shop in shops:
         launchers.append(Slow())
-        shop.runs._launcher = launchers[-1]
+        shop.runs.launcher = launchers[-1]
     draft = draft_of(shops[0])
     found, barrier = [], threading.Barrier(2)
 
@@ -139,7 +139,7 @@ def test_a_stop_that_is_cancelled_goes_on(house):
     shop, _ = house
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
     ordered = []
-    shop.runs._launcher.stop = lambda folder, grace_s: ordered.append(folder.run_id)
+    shop.runs.launcher.stop = lambda folder, grace_s: ordered.append(folder.run_id)
 
     async def cancelled():
         with anyio.move_on_after(0.3):

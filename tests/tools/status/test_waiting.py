@@ -402,6 +402,6 @@ def test_stamps_are_those_of_runs_there_are(house):
     other = start()
     check(shop, other)
     become(folder, "failed", ended_at=time.time())
-    shop.runs._launcher.leave(folder.run_id)
+    shop.runs.launcher.leave(folder.run_id)
     prune(shop, older_than="0m", keep=None, delete=True)
     assert set(read_stamps(shop.index, [folder.run_id, other.run_id])) == {other.run_id}

@@ -1,9 +1,9 @@
-"""The books of one folder of runs: what every run used and may still use, added up from the folders whenever one is to
-start, under a lock, so that two front ends cannot give the same budget twice.
+"""The budget ledger of one folder of runs: the use and the reservations of every run.
 
-A run that lives counts with what it reserved; one whose keeper is gone counts with what it used. Nobody has to settle
-anything: the moment a run's lock is free, its reservation is. Between the decision and the keeper a run is pencilled
-in, so that the books are held for milliseconds and not while processes start.
+It is added up from the run folders whenever a run is to start, under a lock, so that two front ends cannot give away
+the same budget twice. A live run counts with its reservation, a run without a keeper with its actual use: nothing has
+to be settled, because a reservation ends with the run's lock. Between the decision and the start of the keeper the
+reservation stands in a file, so that the ledger lock is held for milliseconds and not while processes start.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from toprope.supervisor.lock import RunLock, is_held
 __all__ = ["read_accounts", "folder_bytes", "gpu_names", "reserved", "processor_count", "ledger_lock"]
 
 _FOLDER = ".budget"
-_PENCIL = ".pencilled"
-_PENCILLED_S = 120.0
-"""So long a run may take to appear; what is older was left by somebody who was killed."""
+_RESERVED = ".pencilled"
+"""Suffix of a reservation file. Older versions write and read the same."""
+_RESERVED_FOR_S = 120.0
+"""A run appears within this time; an older reservation belongs to a front end that was killed."""
 LOCK_WITHIN_S = 20.0
+"""Seconds to wait for the ledger lock."""
 
 
 @contextmanager
 def ledger_lock(runs: Path) -> Iterator[None]:
-    """Holds the books of a folder of runs: whoever starts a run looks and reserves within it.
+    """Hold the ledger lock of a folder of runs: check the budget and reserve it within this block.
 
     Raises:
-        NotPossibleNow: Somebody else has held them for 20 s.
+        NotPossibleNow: Another front end has held the lock for 20 s.
     """
     path = runs / _FOLDER
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,9 +59,9 @@ def ledger_lock(runs: Path) -> Iterator[None]:
 
 @contextmanager
 def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
-    """Counts runs as live until their keepers do: from now, while the caller holds the books, to the end of the block,
-    which they need not be held for."""
-    paths = [runs / _FOLDER / f"{one.run_id}{_PENCIL}" for one in specifications]
+    """Reserve the budget of runs that have no keeper yet, until the end of the block. Enter it with the ledger lock
+    held; the lock may be released before the block ends."""
+    paths = [runs / _FOLDER / f"{one.run_id}{_RESERVED}" for one in specifications]
     try:
         for path, one in zip(paths, specifications, strict=True):
             write_json(path, one.limits.reserved if one.limits else {})
@@ -70,12 +72,12 @@ def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[No
 
 
 def read_accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
-    """Every run's account.
+    """Return the account of every run.
 
     Args:
         runs: The folder of runs.
-        now: Seconds since the epoch; the clock where it is None.
-        leave_out: Ids of runs that are not to be counted.
+        now: Seconds since the epoch; the present time when None.
+        leave_out: Ids of runs to leave out.
     """
     today = day_of(time.time() if now is None else now)
     found = []
@@ -87,29 +89,30 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[s
         if entry.name in leave_out:
             continue
         try:
-            found.append(_account(RunFolder(Path(entry.path)), today))
+            found.append(_read_account(RunFolder(Path(entry.path)), today))
         except FileNotFoundError:
             continue  # it is being removed
     known = {account.run_id for account in found if account.live} | set(leave_out)
-    return found + [account for account in _pencilled(runs, today) if account.run_id not in known]
+    return found + [account for account in _reserved_accounts(runs) if account.run_id not in known]
 
 
-def _pencilled(runs: Path, today: str) -> list[Account]:
+def _reserved_accounts(runs: Path) -> list[Account]:
+    """Return the accounts of runs that have a reservation and no keeper yet."""
     found = []
-    for path in (runs / _FOLDER).glob(f"*{_PENCIL}"):
+    for path in (runs / _FOLDER).glob(f"*{_RESERVED}"):
         try:
             age = time.time() - path.stat().st_mtime
-            if not -1.0 <= age < _PENCILLED_S:
+            if not -1.0 <= age < _RESERVED_FOR_S:
                 path.unlink(missing_ok=True)
                 continue
-            reserved = {str(name): float(value) for name, value in read_json(path).items()}
+            amounts = {str(name): float(value) for name, value in read_json(path).items()}
         except (NotFound, Corrupt, OSError, AttributeError, TypeError, ValueError):
             continue
-        found.append(Account(path.name.removesuffix(_PENCIL), True, True, Usage(), {}, reserved))
+        found.append(Account(path.name.removesuffix(_RESERVED), True, True, Usage(), {}, amounts))
     return found
 
 
-def _account(folder: RunFolder, today: str) -> Account:
+def _read_account(folder: RunFolder, today: str) -> Account:
     live = is_held(folder.lock)
     try:
         usage = Usage.read(folder)
@@ -126,19 +129,19 @@ def _account(folder: RunFolder, today: str) -> Account:
         started = day_of(folder.spec.stat().st_mtime)
     except FileNotFoundError:
         started = ""
-    reserved = _reserved(folder) if live else {}
-    return Account(folder.run_id, live, started == today, usage, used, reserved)
+    amounts = _read_reserved(folder) if live else {}
+    return Account(folder.run_id, live, started == today, usage, used, amounts)
 
 
-def _reserved(folder: RunFolder) -> dict[str, float]:
+def _read_reserved(folder: RunFolder) -> dict[str, float]:
     try:
         return FrozenLimits.model_validate(read_json(folder.spec)["limits"]).reserved
     except (NotFound, Corrupt, KeyError, TypeError, ValidationError):
-        return {}  # one that an earlier version started
+        return {}  # a run that an earlier version started
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of all files below a folder; what vanishes meanwhile counts for nothing."""
+    """Return the bytes of all files below a folder, without files that vanish meanwhile."""
     total, places = 0, [os.fspath(path)]
     while places:
         try:
@@ -154,13 +157,13 @@ def folder_bytes(path: Path) -> int:
 
 
 def processor_count() -> int:
-    """How many this process may use."""
+    """Return the number of processors that this process may use."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def gpu_names(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The names of NVIDIA's GPUs of this machine, as the driver tells them, in the order of their addresses."""
+    """Return the names of this machine's NVIDIA GPUs, as the driver reports them, in the order of their addresses."""
     names = []
     for path in sorted(root.glob("*/information")):
         try:

@@ -1,19 +1,19 @@
-"""Who has which CPU threads and GPUs of this machine, and who waits for them, first come first served.
+"""Reserves CPU threads and GPUs of this machine for runs, first come, first served.
 
-Each keeper looks after its own run: it puts an entry into a folder beside the runs and goes on when the entry is
-granted. Nobody keeps the books. All of them decide under one lock by the same rule, and an entry counts only while its
-run's lock is held, so whatever kills a keeper frees what it had as soon as its crew is gone, and any number of servers
-cannot give the same thing twice.
+Each keeper acts for its own run: it writes an entry into a folder beside the runs and starts the crew when the entry is
+granted. There is no central process. All keepers decide under one lock by the same rule, and an entry counts only while
+its run's lock is held. So a killed keeper frees its share as soon as its crew is gone, and any number of servers cannot
+give the same share twice.
 
     runs/.reservations/
-      lock            held by whoever decides, for a moment
-      .machine.json   what there is to give, as the last front end that started a run saw it
-      <run_id>.json   one entry a run, until its end
+      lock            held for a moment by the keeper that decides
+      .machine.json   the machine's capacity, as the last front end that started a run saw it
+      <run_id>.json   one entry per run, until its end
 
-The rule. A run on a GPU has one to itself: trainer and inference share it, and memory has no room for a second run's. A
-training run on the CPU takes the threads of its trainer and its inference, or all there are if it would need more. Test
-runs are short, so they do not queue behind training: on the CPU they share the machine with it, and take turns among
-themselves only.
+The rule: A run on a GPU has the GPU to itself; its trainer and inference share it, and memory has no room for a second
+run. A training run on the CPU takes the threads of its trainer and its inference, or all threads if it would need more.
+Test runs are short, so they do not queue behind training: on the CPU they share the machine with training runs and take
+turns only among themselves.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _DECIDE_WITHIN_S = 0.2
 _ANNOUNCE_WITHIN_S = 2.0
 _NAMED = 3
 _MACHINE = ".machine.json"
-_TORCH = frozenset({"trainer", "inference"})
-"""The members that compute; the others wait for them most of the time."""
+_COMPUTING = frozenset({"trainer", "inference"})
+"""The members that compute; the other members wait for them most of the time."""
 _GPU_NODE = re.compile(r"^nvidia\d+$")
 
 Pool = Literal["training", "tests", "gpu", "light"]
 
 
 class Machine(BaseModel):
-    """What this machine has to give to runs: CPU threads, and GPUs by the ids of CUDA_VISIBLE_DEVICES."""
+    """The capacity of this machine for runs: CPU threads, and GPUs by their ids in CUDA_VISIBLE_DEVICES."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     threads: int = Field(ge=1)
     gpus: tuple[str, ...] = ()
     disk_floor: int | None = None
-    """Bytes that runs leave free on their disk; None: the owner has not said."""
+    """Bytes that runs leave free on their disk; None: the owner sets no floor."""
     version: int = RESERVATION_VERSION
 
     @classmethod
@@ -68,13 +68,13 @@ class Machine(BaseModel):
         visible: str | None = None,
         disk_floor: int | None = None,
     ) -> Machine:
-        """The machine as it is, or as the owner limits it.
+        """Return the capacity of this machine, within the owner's limits.
 
         Args:
-            threads: The owner's limit; None: the CPUs that this process may use.
-            gpus: The owner's list of ids; None: those in `visible`, else every one that the driver shows.
-            visible: CUDA_VISIBLE_DEVICES where it is set.
-            disk_floor: The owner's, in bytes.
+            threads: The owner's limit; None: all CPUs that this process may use.
+            gpus: The owner's list of ids; None: those in `visible`, else all that the driver shows.
+            visible: The value of CUDA_VISIBLE_DEVICES, if set.
+            disk_floor: The owner's floor in bytes.
         """
         if threads is None:
             usable = getattr(os, "sched_getaffinity", None)
@@ -86,13 +86,13 @@ class Machine(BaseModel):
                 nodes = [name for name in os.listdir("/dev") if _GPU_NODE.match(name)]
             except OSError:
                 nodes = []
-            # CUDA counts what it may use from 0, whatever the numbers of the nodes.
+            # CUDA numbers the usable GPUs from 0, independent of the names of the nodes.
             gpus = [str(number) for number in range(len(nodes))]
         return cls(threads=threads, gpus=tuple(dict.fromkeys(gpus)), disk_floor=disk_floor)
 
 
 class _Entry(BaseModel):
-    """A run's entry. `turn` is its place in the order of arrival."""
+    """The entry of one run. `turn` is its place in the order of arrival."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -106,32 +106,33 @@ class _Entry(BaseModel):
 
 @dataclass(frozen=True)
 class Granted:
-    """What a run has. `gpus`: the ids that it may see; none: it is to see no GPU; None: there is nothing to choose."""
+    """The share of a run."""
 
     threads: int
     gpus: tuple[str, ...] | None
+    """Ids of the GPUs that the run may see; empty: none of them; None: the machine has no GPUs."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a run has to wait, for people, and the runs that have to end or go on before it can."""
+    """The reason for waiting, for people, and the runs that have to end or start before this run can."""
 
     reason: str
     behind: tuple[str, ...]
 
 
 class Reservations:
-    """The reservations of one folder of runs. Any number of processes may have one of these."""
+    """The reservations of one folder of runs. Any number of processes may use them at the same time."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._path = runs / _FOLDER
-        self._seen: tuple[int, tuple[str, ...]] | None = None
+        self._waited_for: tuple[int, tuple[str, ...]] | None = None
 
     def announce(self, machine: Machine) -> None:
-        """Notes what there is to give. Runs that wait take it into account at once."""
+        """Store the machine's capacity. Waiting runs use it at once."""
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._machine() == machine:
+        if self.machine() == machine:
             return
         lock = RunLock.acquire(self._path / "lock", _ANNOUNCE_WITHIN_S)
         if lock is not None:
@@ -141,19 +142,22 @@ class Reservations:
                 lock.release()
 
     def machine(self) -> Machine | None:
-        """What was announced last; None: nothing that can be read."""
-        return self._machine()
+        """Return the capacity that was announced last; None if there is none that can be read."""
+        try:
+            return Machine.model_validate(read_json(self._path / _MACHINE, RESERVATION_VERSION))
+        except (NotFound, Corrupt, ValidationError):
+            return None
 
     def claim(self, specification: Specification, *, anew: bool = False) -> Granted | Waiting | None:
-        """Asks for what a run needs; the caller holds the run's lock.
+        """Claim the share that a run needs. The caller holds the run's lock.
 
         Args:
             specification: The run's.
-            anew: Line up at the end, whatever an earlier attempt left.
+            anew: Go to the end of the queue, even if an earlier attempt left an entry.
 
         Returns:
-            What it has from now on, or why it has to wait; None when nothing has changed since the last call, or others
-            are deciding right now.
+            The share, or the reason for waiting; None if nothing has changed since the last call, or another keeper is
+            deciding at this moment.
 
         Raises:
             OSError: The entry cannot be written.
@@ -167,20 +171,20 @@ class Reservations:
         try:
             answer = self._decide(specification, anew)
             if isinstance(answer, Waiting):
-                self._seen = self._path.stat().st_mtime_ns, answer.behind
+                self._waited_for = self._path.stat().st_mtime_ns, answer.behind
             return answer
         finally:
             lock.release()
 
-    def leave(self, run_id: str) -> None:
-        """Gives back what a run has, or takes it out of the queue. Harmless where there is nothing."""
+    def release(self, run_id: str) -> None:
+        """Give back the share of a run, or take the run out of the queue. Harmless if it has no entry."""
         self._entry(run_id).unlink(missing_ok=True)
 
     def _unchanged(self) -> bool:
-        """Whether a run that waited still does: entries come and go by name, and those before it live."""
-        if self._seen is None:
+        """True if a run that waits still has to: no entry came or went, and the runs before it are alive."""
+        if self._waited_for is None:
             return False
-        stamp, behind = self._seen
+        stamp, behind = self._waited_for
         try:
             now = self._path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -188,24 +192,24 @@ class Reservations:
         return now == stamp and all(is_held(self._runs / run_id / "keeper.lock") for run_id in behind)
 
     def _decide(self, specification: Specification, anew: bool) -> Granted | Waiting:
-        run_id, machine, entries = specification.run_id, self._machine() or Machine.detect(), self._live()
+        run_id, machine, entries = specification.run_id, self.machine() or Machine.detect(), self._read_live()
         former = entries.pop(run_id, None)
         if former is None or anew:
             turn = 1 + max((entry.turn for entry in entries.values()), default=0)
-            mine = _needs(specification, machine, turn)
+            mine = _request(specification, machine, turn)
         else:
             mine = former
         beside = {other: entry for other, entry in entries.items() if entry.pool == mine.pool}
         if not mine.granted and not any(entry.turn < mine.turn for entry in beside.values() if not entry.granted):
-            mine = _given(mine, machine, [entry for entry in beside.values() if entry.granted])
+            mine = _grant(mine, machine, [entry for entry in beside.values() if entry.granted])
         if mine != former:
             write_json(self._entry(run_id), mine.model_dump(mode="json"))
         if not mine.granted:
-            return _waits(mine, machine, beside)
+            return _explain_wait(mine, machine, beside)
         return Granted(mine.threads, mine.gpus if machine.gpus else None)
 
-    def _live(self) -> dict[str, _Entry]:
-        """The entries that count, by run. Those of runs that nobody keeps any more are removed."""
+    def _read_live(self) -> dict[str, _Entry]:
+        """Return the entries of live runs by run id; remove all others."""
         found = {}
         for path in self._path.iterdir():
             run_id = path.stem
@@ -218,47 +222,41 @@ class Reservations:
             except NotFound:
                 continue
             except TooNew:
-                raise  # what a newer version's run has is not known here, and is not to be given twice
+                raise  # the share of a newer version's run is unknown here and must not be given twice
             except (Corrupt, ValidationError):
                 pass
-            # We hold the lock, so a file with another name is what somebody left who was killed while writing.
+            # This process holds the lock, so a file with another name was left by a process killed while writing.
             path.unlink(missing_ok=True)
         return found
-
-    def _machine(self) -> Machine | None:
-        try:
-            return Machine.model_validate(read_json(self._path / _MACHINE, RESERVATION_VERSION))
-        except (NotFound, Corrupt, ValidationError):
-            return None
 
     def _entry(self, run_id: str) -> Path:
         return self._path / f"{run_id}.json"
 
 
-def _needs(specification: Specification, machine: Machine, turn: int) -> _Entry:
-    launcher, computing = specification.config.launcher, len(_TORCH & set(members_of(specification)))
+def _request(specification: Specification, machine: Machine, turn: int) -> _Entry:
+    launcher, computing = specification.config.launcher, len(_COMPUTING & set(members_of(specification)))
     if not computing:
         return _Entry(turn=turn, pool="light", threads=0)
     if machine.gpus and launcher.device != "cpu":
         return _Entry(turn=turn, pool="gpu", threads=0)
-    # A run alone is never too large for the machine.
+    # A run must never be too large for an empty machine.
     threads = min(computing * launcher.threads, machine.threads)
     return _Entry(turn=turn, pool="training" if specification.run_kind.trains else "tests", threads=threads)
 
 
-def _given(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
-    """`mine` with what it needs, if that is there beside what others have."""
+def _grant(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
+    """Grant `mine` its share if the machine has it beside the shares of `others`."""
     if mine.pool == "gpu":
         taken = {gpu for other in others for gpu in other.gpus}
         free = [gpu for gpu in machine.gpus if gpu not in taken]
         return mine.model_copy(update={"granted": True, "gpus": (free[0],)}) if free else mine
     room = machine.threads - sum(other.threads for other in others)
-    # The owner may have lowered the limit while it waited.
+    # The owner may have lowered the limit while the run waited.
     wanted = min(mine.threads, machine.threads)
     return mine.model_copy(update={"granted": True, "threads": wanted}) if wanted <= room else mine
 
 
-def _waits(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waiting:
+def _explain_wait(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waiting:
     holders = sorted((run_id for run_id, entry in beside.items() if entry.granted), key=lambda one: beside[one].turn)
     before = [run_id for run_id, entry in beside.items() if not entry.granted and entry.turn < mine.turn]
     if mine.pool == "gpu":

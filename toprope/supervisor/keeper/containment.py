@@ -1,13 +1,13 @@
-"""How tightly the processes of a component are held, and by what, on the machine at hand.
+"""Chooses the level of containment for the processes of a component on this machine.
 
-Everywhere a guard ends its component and what came of it. On Linux with bubblewrap, guard and component live in a pid
-namespace of their own, whose first process is the guard: when the guard is gone, whatever ended it, the kernel ends
-everything within, and no process can leave. Whether that works here cannot be told from versions and settings (user
-namespaces may be forbidden, /proc masked in a container), so it is tried with all that is needed of it, and the answer
-is kept for a while.
+On every system a guard ends its component and the component's descendants. On Linux with bubblewrap, guard and
+component run in a pid namespace of their own, whose first process is the guard: when the guard ends for any reason, the
+kernel ends every process in the namespace, and no process can leave it. Versions and settings do not show whether this
+works (user namespaces may be forbidden, /proc masked in a container), so a trial uses every feature that is needed, and
+its result is cached for a while.
 
-The level is the owner's `containment` of settings.yaml: `auto` takes what the trial shows, `bubblewrap` insists on it,
-`guard` never uses it. The front end that starts a keeper decides and tells it by an environment variable.
+The owner sets the level by `containment` in settings.yaml: `auto` follows the trial, `bubblewrap` requires it, `guard`
+never uses it. The front end that starts a keeper decides, and passes the level on by an environment variable.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ BUBBLEWRAP: Level = "bubblewrap"
 GUARD: Level = "guard"
 
 ENV_CONTAINMENT = "TOPROPE_CONTAINMENT"
-"""How the level travels to the keeper. No component gets it."""
+"""Carries the level to the keeper. No component gets it."""
 
 _OPTIONS = ("--unshare-pid", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc")
-"""A pid namespace with a /proc of its own, and everything else as it is: files, devices, network, /dev/shm. Not
---die-with-parent: that ends the trainer with the keeper, and its last checkpoint with it. The guard sees the keeper's
-end on its pipe and gives the crew its grace; as pid 1 it takes everything along when it is killed itself."""
+"""A pid namespace with its own /proc, and everything else unchanged: files, devices, network, /dev/shm. Not
+--die-with-parent, which would end the trainer with the keeper, before its last checkpoint. The guard sees the keeper's
+end on its pipe and gives the crew its grace; if the guard, as pid 1, is killed, every process in the namespace ends."""
 
-_TRY_WITHIN_S = 10.0
-_ENDED_WITHIN_S = 1.0
-"""The kernel ends a namespace before the end of its first process is told."""
-_TRUSTED_S = 3600.0
-"""How long a trial that passed holds."""
-_DOUBTED_S = 60.0
-"""How long one that did not: what forbids it may be lifted."""
+_TRIAL_TIMEOUT_S = 10.0
+_DAEMON_TIMEOUT_S = 1.0
+"""The kernel ends a namespace before it reports the end of the first process."""
+_PASSED_FOR_S = 3600.0
+"""A trial that passed is repeated after so long."""
+_FAILED_FOR_S = 60.0
+"""A trial that failed is repeated sooner, because the cause may go away."""
 
 _TRIAL = """
 import json, os, sys, time
-said, proc = int(sys.argv[1]), int(sys.argv[2])
+writer, proc = int(sys.argv[1]), int(sys.argv[2])
 facts = {"pid": os.getpid(), "self": os.readlink("/proc/self"), "outside": os.readlink("self", dir_fd=proc)}
 facts["gpus"] = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))
 place = os.stat(".")
@@ -76,17 +76,17 @@ facts["place"] = [place.st_dev, place.st_ino, os.access(".", os.W_OK)]
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        # A daemon that left its parents. It holds the pipe: its end of file is the proof that the kernel ended it.
+        # A daemon that left its parents and holds the pipe: the end of file proves that the kernel ended it.
         time.sleep(20)
     os._exit(0)
-os.write(said, json.dumps(facts).encode() + b"\\n")
+os.write(writer, json.dumps(facts).encode() + b"\\n")
 os._exit(0)
 """
 
 
 @dataclass(frozen=True)
 class Containment:
-    """The level that holds. `why` says, where it is `guard`, what stands against more."""
+    """The chosen level; for `guard`, `why` is the reason against `bubblewrap`."""
 
     level: Level
     why: str = ""
@@ -94,27 +94,27 @@ class Containment:
 
 @dataclass(frozen=True)
 class WrappedCommand:
-    """A command as it is to be started, and descriptors to pass on to it and to close afterwards."""
+    """A command to start, and descriptors to pass on to it and to close afterwards."""
 
     command: list[str]
     descriptors: tuple[int, ...] = ()
 
 
 def level_from(surroundings: Mapping[str, str]) -> Level:
-    """What the starter of this keeper decided; `guard` where it said nothing."""
+    """Return the level in a keeper's environment variables; `guard` if there is none."""
     return BUBBLEWRAP if surroundings.get(ENV_CONTAINMENT) == BUBBLEWRAP else GUARD
 
 
 def wrap_command(command: Sequence[str], level: Level) -> WrappedCommand:
-    """A guard's command line at a level. The program's own arguments begin behind `--`.
+    """Wrap a guard's command line for a level of containment. The program's own arguments follow `--`.
 
     Args:
         command: The guard's argv, its options first.
-        level: Where to start it.
+        level: The level of containment.
     """
     if level != BUBBLEWRAP:
         return WrappedCommand(list(command))
-    # By this directory, which is the outer /proc, the guard learns how its component is called out here.
+    # Through this directory, the outer /proc, the guard learns the process id of its component outside the namespace.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     options = list(command)
     options[options.index("--control") : options.index("--control")] = ["--proc", str(proc)]
@@ -122,44 +122,44 @@ def wrap_command(command: Sequence[str], level: Level) -> WrappedCommand:
 
 
 def choose_containment(wanted: ContainmentSetting, cache: Path | None = None) -> Containment:
-    """The level that holds here.
+    """Choose the level of containment on this machine.
 
     Args:
         wanted: The owner's setting.
-        cache: File in which the answer of a trial is kept; None: nothing is read or written.
+        cache: File with the result of the last trial; None: always try, and store nothing.
 
     Raises:
-        ComponentFailed: `bubblewrap` is wanted and does not work here.
+        ComponentFailed: The owner requires `bubblewrap`, which does not work here.
     """
     if wanted == GUARD:
         return Containment(GUARD, "the owner's settings say containment: guard")
-    why = _kept(cache) if cache is not None else probe_bubblewrap()
+    why = _cached_trial(cache) if cache is not None else probe_bubblewrap()
     if not why:
         return Containment(BUBBLEWRAP)
     if wanted == BUBBLEWRAP:
         raise ComponentFailed(
             f"The owner's settings say containment: bubblewrap, but {why}.",
-            hint="The owner makes it work (toprope doctor says more), or sets containment: auto.",
+            hint="The owner makes it work (toprope doctor shows more), or sets containment: auto.",
         )
     return Containment(GUARD, why)
 
 
 def probe_bubblewrap() -> str:
-    """Tries everything that is needed of bubblewrap, in a few hundredths of a second. Empty where all of it works, else
-    what does not."""
+    """Try every needed feature of bubblewrap, in a few hundredths of a second. Return an empty text if all of them
+    work, else the reason against it."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no pid namespaces"
     program = shutil.which("bwrap")
     if program is None:
         return "bwrap is not installed"
-    return _tried(program)
+    return _try(program)
 
 
-def _tried(program: str) -> str:
-    reader, said = os.pipe()
+def _try(program: str) -> str:
+    reader, writer = os.pipe()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    command = [program, *_OPTIONS, "--", sys.executable, "-I", "-S", "-c", _TRIAL, str(said), str(proc)]
-    # A file that has no name, not a pipe: the daemon that this is about would hold its other end.
+    command = [program, *_OPTIONS, "--", sys.executable, "-I", "-S", "-c", _TRIAL, str(writer), str(proc)]
+    # A file without a name instead of a pipe, because the daemon of the trial would hold the other end of a pipe.
     complaints, process = tempfile.TemporaryFile(), None
     try:
         process = subprocess.Popen(
@@ -167,20 +167,20 @@ def _tried(program: str) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=complaints,
-            pass_fds=(said, proc),
+            pass_fds=(writer, proc),
             start_new_session=True,
         )
-        os.close(said)
-        said = -1
+        os.close(writer)
+        writer = -1
         try:
-            code = process.wait(_TRY_WITHIN_S)
+            code = process.wait(_TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return "bwrap does not come to an end here"
+            return "bwrap does not end here"
         if code != 0:
             complaints.seek(0)
             last = complaints.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
-            return f"bwrap may not do here what is needed ({last[0][:200]})"
-        data, ended, limit = b"", False, time.monotonic() + _ENDED_WITHIN_S
+            return f"bwrap lacks the permissions that it needs here ({last[0][:200]})"
+        data, ended, limit = b"", False, time.monotonic() + _DAEMON_TIMEOUT_S
         while not ended and select.select([reader], [], [], max(0.0, limit - time.monotonic()))[0]:
             chunk = os.read(reader, 4096)
             data, ended = data + chunk, not chunk
@@ -191,45 +191,45 @@ def _tried(program: str) -> str:
             process.kill()
             process.wait()
         complaints.close()
-        for descriptor in (reader, proc, said):
+        for descriptor in (reader, proc, writer):
             if descriptor >= 0:
                 os.close(descriptor)
-    return _judged(data, ended)
+    return _judge(data, ended)
 
 
-def _judged(data: bytes, ended: bool) -> str:
+def _judge(data: bytes, ended: bool) -> str:
     try:
         facts = json.loads(data)
     except ValueError:
-        return "a program within bwrap says nothing here"
+        return "a program within bwrap cannot report here"
     if facts.get("pid") != 1 or facts.get("self") != "1":
         return "bwrap gives no pid namespace with a /proc of its own here"
     if not str(facts.get("outside", "")).isdigit() or facts["outside"] == "1":
         return "the outer /proc cannot be read within bwrap here"
     place = os.stat(".")
     if facts.get("place") != [place.st_dev, place.st_ino, os.access(".", os.W_OK)]:
-        return "folders are not within bwrap what they are outside"
+        return "folders look different within bwrap"
     if facts.get("gpus") != sorted(name for name in os.listdir("/dev") if name.startswith("nvidia")):
-        return "GPUs are not seen within bwrap"
+        return "GPUs are not visible within bwrap"
     return "" if ended else "a daemon outlived its pid namespace here"
 
 
-def _kept(cache: Path) -> str:
-    """The answer of the last trial on this machine since it was started, or of a new one."""
-    here = _here()
+def _cached_trial(cache: Path) -> str:
+    """Return the result of the last trial since this machine booted, or of a new trial."""
+    here = _identify_machine()
     with suppress(TopropeError, TypeError, ValueError, KeyError):
         known = read_json(cache)
         age = time.time() - float(known["at"])
-        if known["here"] == here and 0 <= age < (_DOUBTED_S if known["why"] else _TRUSTED_S):
+        if known["here"] == here and 0 <= age < (_FAILED_FOR_S if known["why"] else _PASSED_FOR_S):
             return str(known["why"])
     why = probe_bubblewrap()
-    with suppress(OSError):  # the next one tries again
+    with suppress(OSError):  # the next caller tries again
         write_json(cache, {"version": 1, "here": here, "at": time.time(), "why": why})
     return why
 
 
-def _here() -> dict[str, Any]:
-    """What an answer holds for: this boot of this machine, this user, this container, this bwrap."""
+def _identify_machine() -> dict[str, Any]:
+    """Return everything that a result depends on: boot, user, container and bwrap."""
     program = shutil.which("bwrap")
     found: dict[str, Any] = {"platform": sys.platform, "uid": os.getuid(), "program": program, "boot": boot_id()}
     if program:

@@ -1,9 +1,9 @@
-"""Finding members that hang: alive as processes, and silent for too long.
+"""Finds members that hang: their process lives, but they have been silent for too long.
 
-A member sends a beat about once a second from the very loop that would hang, and any other report counts as well. Its
-first beat says that it can (an older version cannot); it is watched from when it serves: how long a start may take is
-not this file's affair. Time is monotonic, so that a clock that is set does not matter; and when the keeper itself did
-not look for some seconds, because the machine was suspended or the keeper stopped, everybody's silence begins anew.
+A member sends a beat about once a second from the very loop that would hang; any other report counts as well. Its first
+beat shows that it sends beats (an older version does not). A member is watched only while it serves, because a start
+may take long. Time is monotonic, so a change of the clock has no effect. If the keeper itself did not run for some
+seconds (the machine or the keeper was suspended), the silence of every member starts anew.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from toprope.records.messages import Beat, Report
 
 __all__ = ["HangDetector"]
 
-_SLEPT_S = 5.0
-"""A keeper that looks once a second and finds so many gone by has slept, and so may have everybody else."""
+_SUSPENDED_S = 5.0
+"""A gap this long between two checks, which come once a second, means that the keeper was suspended."""
 
 
 class HangDetector:
-    """When each member was heard last.
+    """Remembers when each member reported last.
 
     Args:
-        limit_of: Seconds of silence that a member is allowed.
+        limit_of: The seconds that a member may be silent, by its name.
     """
 
     def __init__(self, limit_of: Callable[[str], float]) -> None:
         self._limit_of = limit_of
-        self._heard: dict[str, float] = {}
+        self._last_report: dict[str, float] = {}
         self._beating: set[str] = set()
-        self._looked: float | None = None
+        self._checked_at: float | None = None
 
-    def heard(self, name: str, report: Report, now: float) -> None:
-        """A member reported."""
+    def record(self, name: str, report: Report, now: float) -> None:
+        """Note that a member has reported."""
         if isinstance(report, Beat):
             self._beating.add(name)
-        self._heard[name] = now
+        self._last_report[name] = now
 
     def forget(self, name: str) -> None:
-        """A member ended: it is watched again from its next beat on."""
+        """Stop watching a member that ended; its next beat starts the watch again."""
         self._beating.discard(name)
 
-    def silent(self, serving: Set[str], now: float) -> dict[str, float]:
-        """Of the members that serve those that were silent for longer than they may, with the seconds. To be called
-        about once a second."""
-        slept = self._looked is not None and now - self._looked > _SLEPT_S
-        self._looked = now
-        if slept:
-            # What they sent meanwhile may not have been read yet, and they may have slept as well.
-            self._heard = dict.fromkeys(self._heard, now)
+    def find_silent(self, serving: Set[str], now: float) -> dict[str, float]:
+        """Return the serving members that exceed their limit, with the seconds of their silence. Call this about once
+        a second."""
+        suspended = self._checked_at is not None and now - self._checked_at > _SUSPENDED_S
+        self._checked_at = now
+        if suspended:
+            # Their reports may be unread still, and the members may have been suspended as well.
+            self._last_report = dict.fromkeys(self._last_report, now)
             return {}
-        silences = {name: now - self._heard[name] for name in self._beating & serving}
+        silences = {name: now - self._last_report[name] for name in self._beating & serving}
         return {name: seconds for name, seconds in silences.items() if seconds > self._limit_of(name)}

@@ -1,7 +1,7 @@
-"""Reading what components printed: bounded, and safe to show. And the keeper's own log, which is bounded as theirs.
+"""Reads the output of components: bounded, and safe to show. Also bounds the keeper's own log.
 
-A log holds whatever user code and models wrote, so escape sequences and invisible characters are taken out before
-anybody sees it, and nothing is read without a limit.
+A log holds any text that user code and models wrote, so escape sequences and invisible characters are removed before
+anybody sees it, and every read has a limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toprope.supervisor import guard
 
-__all__ = ["LogPage", "KeeperLog", "clean_line", "read_page", "read_tail"]
+__all__ = ["KeeperLog", "LogPage", "clean_line", "read_page", "read_tail"]
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _LINE_CHARACTERS = 500
@@ -23,9 +23,9 @@ _READ_BYTES = 1 << 18
 
 
 def clean_line(line: str, secrets: Iterable[str] = ()) -> str:
-    """One line without escape sequences, control and format characters, cut to 500 characters, secrets masked."""
+    """Return a line without escape sequences, control and format characters, cut to 500 characters, secrets masked."""
     line = _ESCAPES.sub("", line.rstrip("\r\n"))
-    # A progress bar rewrites its line; what a terminal would show at the end is what comes after the last return.
+    # A progress bar rewrites its line: a terminal would show the text after the last carriage return.
     line = line.rpartition("\r")[2].replace("\t", "    ")
     line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
     for secret in secrets:
@@ -35,8 +35,8 @@ def clean_line(line: str, secrets: Iterable[str] = ()) -> str:
 
 
 class KeeperLog(io.TextIOBase):
-    """Where a keeper prints: a file that never grows past its cap, with one older part beside it. What cannot be
-    written, because the disk is full, is lost: words must not end a run."""
+    """The keeper's standard output: a file that never exceeds its limit, with one older part beside it. Text that does
+    not fit on a full disk is lost, because output must not end a run."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._log = guard.Log(str(path), limit, 1)
@@ -54,7 +54,7 @@ class KeeperLog(io.TextIOBase):
 
 @dataclass(frozen=True)
 class LogPage:
-    """Some lines of a log, oldest first. `start` is the byte at which they begin: the `before` of the page before."""
+    """Lines of a log, oldest first. `start` is the byte at which they begin: pass it as `before` for older lines."""
 
     lines: list[str]
     start: int
@@ -62,9 +62,9 @@ class LogPage:
 
 
 def read_page(path: Path, *, lines: int = 100, before: int | None = None, secrets: Iterable[str] = ()) -> LogPage:
-    """The last `lines` lines that end at or before byte `before` (the end of the file when None).
+    """Read the last `lines` lines that end at or before byte `before` (the end of the file when None).
 
-    Reads at most 256 KiB: a page can be shorter than asked for. An absent file is an empty one.
+    Reads at most 256 KiB, so a page may be shorter than asked for. A missing file counts as empty.
     """
     try:
         with path.open("rb") as file:
@@ -90,7 +90,7 @@ def read_page(path: Path, *, lines: int = 100, before: int | None = None, secret
 
 
 def read_tail(path: Path, lines: int = 20, secrets: Iterable[str] = ()) -> list[str]:
-    """The last non-empty lines of a log; of its previous part where the newest was begun just now."""
+    """Return the last non-empty lines of a log, also from its previous part if the newest has too few."""
     found = [line for line in read_page(path, lines=lines * 2, secrets=secrets).lines if line.strip()]
     if len(found) < lines:
         older = read_page(path.with_name(path.name + ".1"), lines=lines * 2, secrets=secrets).lines

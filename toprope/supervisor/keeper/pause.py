@@ -1,7 +1,7 @@
-"""Holding a run still and letting it go on: a full disk, or an owner who wants the machine for an hour.
+"""Pauses a run and lets it proceed, for example while the disk is full.
 
-Its members are told to finish what is at hand and to begin nothing new; they keep their memory and their place. Several
-may want a pause for reasons of their own: the run goes on when the last of them has let it.
+Trainer and environment finish the work at hand and begin nothing new; they keep their memory. Several parties may ask
+for a pause, each for its own reason; the run proceeds when the last of them agrees.
 """
 
 from __future__ import annotations
@@ -15,56 +15,51 @@ from toprope.supervisor.keeper.status_writer import StatusWriter
 
 __all__ = ["PauseControl"]
 
-_ASKED = ("trainer", "environment")
-"""Who begins work; the others only answer."""
+_MEMBERS = ("trainer", "environment")
+"""The members that begin work; the others only answer requests."""
 
 
 class PauseControl:
-    """Whether a run is held, and by whom."""
+    """The pauses that are wanted now, by party, and the state to return to."""
 
-    def __init__(self, life: StatusWriter, crew: Crew) -> None:
-        self._life, self._crew = life, crew
+    def __init__(self, writer: StatusWriter, crew: Crew) -> None:
+        self._writer, self._crew = writer, crew
         self._reasons: dict[str, str] = {}
-        self._before: State | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody wants the run to stand still."""
-        return bool(self._reasons)
+        self._interrupted: State | None = None
 
     def pause(self, reason: str, by: str = "") -> None:
-        """Holds the run; the same party again only changes its reason."""
+        """Pause the run. A second call by the same party only changes the reason."""
         known = self._reasons.get(by)
         self._reasons[by] = reason
         if known == reason:
             return
-        for name in _ASKED:
-            self._crew.order(name, Pause(reason))
-        if self._life.state == "paused":
-            self._life.update(reason=reason)
-        self.enforce()
+        for name in _MEMBERS:
+            self._crew.send_until_settled(name, Pause(reason))
+        if self._writer.state == "paused":
+            self._writer.update(reason=reason)
+        self.apply()
 
     def proceed(self, by: str = "") -> None:
-        """Lets the run go on, unless another party holds it still."""
+        """Withdraw a party's pause; the run proceeds if no other party wants one."""
         if self._reasons.pop(by, None) is None:
             return
         if self._reasons:
-            self._life.update(reason=list(self._reasons.values())[-1])
+            self._writer.update(reason=list(self._reasons.values())[-1])
             return
-        for name in _ASKED:
+        for name in _MEMBERS:
             self._crew.settle(name, Pause())
             self._crew.send(name, Proceed())
-        self.release()
+        self.leave_pause()
 
-    def enforce(self) -> None:
-        """Says `paused` as soon as the run's state allows it: at once, or when its start-up has come so far."""
-        if self._reasons and "paused" in TRANSITIONS[self._life.state]:
-            self._before = cast(State, self._life.state)
-            self._life.to("paused", list(self._reasons.values())[-1], can_wait=True)
+    def apply(self) -> None:
+        """Enter `paused` if a pause is wanted and the present state allows it."""
+        if self._reasons and "paused" in TRANSITIONS[self._writer.state]:
+            self._interrupted = cast(State, self._writer.state)
+            self._writer.enter("paused", list(self._reasons.values())[-1], can_wait=True)
 
-    def release(self) -> None:
-        """Goes back to the state that the pause interrupted."""
-        if self._before is not None and self._life.state == "paused":
-            self._life.to(self._before, can_wait=True)
-        self._life.set_aside()
-        self._before = None
+    def leave_pause(self) -> None:
+        """Return to the state that the pause interrupted."""
+        if self._interrupted is not None and self._writer.state == "paused":
+            self._writer.enter(self._interrupted, can_wait=True)
+        self._writer.take_ballast()
+        self._interrupted = None

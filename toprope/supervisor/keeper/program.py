@@ -1,12 +1,12 @@
-"""The keeper's program: one detached process that owns a run's crew and outlives whoever asked for it.
+"""The keeper's program: one detached process that owns a run's crew and outlives the front end that started it.
 
     python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--foreground]
 
-It detaches before it imports anything heavy, so that its starter waits for milliseconds only: two forks and a session
-of its own, nothing left of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and
-handed over (without it the keeper takes it; a second keeper of a run exits with code 75). On --ready-fd it writes
-`locked` and its process id once nobody can take the run from it any more. --foreground leaves out the forks, for
-launchers whose job it is.
+It detaches before it imports anything heavy, so that its starter waits only milliseconds. Two forks and a session of
+its own leave nothing of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and handed
+over; without it the keeper takes the lock, and a second keeper of a run exits with code 75. On --ready-fd the keeper
+writes `locked` and its process id once nobody else can take the run. --foreground leaves out the forks, for launchers
+that detach it themselves.
 """
 
 from __future__ import annotations
@@ -22,16 +22,42 @@ from toprope.supervisor.lock import RunLock, boot_id
 
 __all__ = ["main"]
 
-TAKEN = 75
+ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
 
 _KEEPER_LOG_BYTES = 1 << 20
 
 
-def _options(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, bool]:
+def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:
+    """Run the program and return its exit code.
+
+    Args:
+        arguments: Those of the command line when None.
+        programs: argv of components in place of the real ones; tests pass light ones.
+    """
+    path, lock_fd, ready_fd, foreground = _parse(sys.argv[1:] if arguments is None else arguments)
+    # A signal that arrives before the event loop runs stays pending.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    os.umask(0o077)
+    if not foreground:
+        _detach()
+        _redirect(path / "logs" / "keeper.log")
+    lock_path = path / "keeper.lock"
+    lock = RunLock.acquire(lock_path) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
+    if lock is None:
+        print(f"{path} has another keeper.", file=sys.stderr)
+        return ALREADY_KEPT
+    lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id())
+    if ready_fd is not None:
+        os.write(ready_fd, f"locked {os.getpid()}\n".encode())
+        os.close(ready_fd)
+    return _keep(path, lock, programs)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, bool]:
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python -P -m toprope.supervisor.keeper", description="Keeps one run.")
+    parser = argparse.ArgumentParser(prog="python -P -m toprope.supervisor.keeper", description="Keep one run.")
     parser.add_argument("folder", type=Path, help="the run folder")
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the run's lock")
     parser.add_argument("--ready-fd", type=int, help="descriptor to write to when the lock is held")
@@ -41,7 +67,7 @@ def _options(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, bo
 
 
 def _detach() -> None:
-    """Goes on in a grandchild that leads no session and has no terminal; the processes before it exit at once."""
+    """Continue in a grandchild that leads no session and has no terminal; the two parents exit at once."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -50,7 +76,8 @@ def _detach() -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Standard input from nowhere, output and error to the keeper's log; the log of a former attempt is kept beside."""
+    """Connect input to nothing, output and errors to the keeper's log. A large log of a former attempt is kept
+    beside it."""
     if log.exists() and log.stat().st_size > _KEEPER_LOG_BYTES:
         os.replace(log, log.with_name(log.name + ".1"))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -64,29 +91,37 @@ def _redirect(log: Path) -> None:
     sys.stdout = sys.stderr = KeeperLog(log, _KEEPER_LOG_BYTES)
 
 
-def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:
-    """The program.
+def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None) -> int:
+    """Keep the run whose lock is held until its end, and write an end in any case; return the exit code.
 
-    Args:
-        arguments: Those of the command line when None.
-        programs: argv of components in place of the real ones; tests have light ones.
+    A run that is not queued had a keeper before: its end is written if it is missing, and nothing is started.
     """
-    path, lock_fd, ready_fd, foreground = _options(sys.argv[1:] if arguments is None else arguments)
-    # A stop that comes before the loop listens waits for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-    os.umask(0o077)
-    if not foreground:
-        _detach()
-        _redirect(path / "logs" / "keeper.log")
-    lock_path = path / "keeper.lock"
-    lock = RunLock.acquire(lock_path) if lock_fd is None else RunLock.inherited(lock_fd, lock_path)
-    if lock is None:
-        print(f"{path} has another keeper.", file=sys.stderr)
-        return TAKEN
-    lock.note(pid=os.getpid(), since=time.time(), boot=boot_id())
-    if ready_fd is not None:
-        os.write(ready_fd, f"locked {os.getpid()}\n".encode())
-        os.close(ready_fd)
-    from toprope.supervisor.keeper.keeping import keep
+    import asyncio
+    import traceback
 
-    return keep(path, lock, programs)
+    from toprope.records.run.folder import RunFolder
+    from toprope.records.run.status import Status
+    from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
+    from toprope.supervisor.runs.cleanup import settle_run, write_end
+
+    folder = RunFolder(path)
+    status = Status.read(folder)
+    if status.state != "queued":
+        print(f"{folder.run_id} is {settle_run(folder).state} and was not started again.", file=sys.stderr)
+        return 1
+    # Processes that carry the mark of an older attempt may be reaped, those with this attempt's mark never.
+    lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
+
+    async def run() -> None:
+        await RunLifecycle(folder, lock, programs=programs).run()
+
+    try:
+        asyncio.run(run())
+    except Exception as error:
+        traceback.print_exc()
+        if folder.path.is_dir():
+            write_end(folder, "failed", failure=failure_of_keeper(error))
+        return 1
+    finally:
+        lock.release()
+    return 0

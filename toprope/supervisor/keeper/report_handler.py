@@ -1,11 +1,14 @@
-"""What the members of a crew say, and what it means for their run: who is ready, what is done, what is shown.
+"""Turns the reports of crew members into the state of their run: which members are ready, which work is done.
 
-It knows nothing of deaths and ends; `restarts` and `course` do. What a member said holds until it is started again.
+Ends of processes are handled elsewhere (`restart_policy`, `lifecycle`). A member's reports count until the member is
+started again.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from typing import Any
 
 from toprope.records.messages import (
     Checked,
@@ -27,138 +30,141 @@ from toprope.records.messages import (
 from toprope.records.run.specification import Specification
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
-from toprope.supervisor.keeper.making import GroupCounts
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.programs import members_of, optional_members_of
 
 __all__ = ["ReportHandler"]
 
-_AFTER = Evaluate("after")
+_EVALUATE_AFTER = Evaluate("after")
+_DRIVER_ENDED = "the environment's driver ended"
+"""The reason under which groups are given up when their driver ends."""
 
 
 class ReportHandler:
-    """What has been said so far.
+    """The reports of one attempt so far.
 
     Args:
         specification: The run's.
-        life: Where it is shown.
-        crew: Who is told of it.
-        resumes: Whether the attempt goes on from a checkpoint.
+        writer: Writes the run's status.
+        crew: The members to send orders to.
+        resumes: The attempt resumes from a checkpoint.
     """
 
-    def __init__(self, specification: Specification, life: StatusWriter, crew: Crew, *, resumes: bool) -> None:
-        self._spec, self._life, self._crew, self._resumes = specification, life, crew, resumes
+    def __init__(self, specification: Specification, writer: StatusWriter, crew: Crew, *, resumes: bool) -> None:
+        self._spec, self._writer, self._crew, self._resumes = specification, writer, crew, resumes
         self.ready: set[str] = set()
         """Members that serve now."""
         self.finished: set[str] = set()
+        """Members that reported the end of their work."""
         self.evaluated: set[str] = set()
-        self.confessed: dict[str, Failed] = {}
-        """Why members fail, in their own words."""
-        self.unsaved = False
-        """Whether the trainer has done a step that no checkpoint holds."""
-        self.needed = frozenset(members_of(specification)) - optional_members_of(specification)
+        """Labels of the evaluations that are done."""
+        self.failures: dict[str, Failed] = {}
+        """Failures that members reported themselves."""
+        self.has_unsaved_step = False
+        """The trainer has done a step that no checkpoint holds."""
+        self.required = frozenset(members_of(specification)) - optional_members_of(specification)
         self._once_ready: set[str] = set()
-        self._held_back = ""
-        self._account = GroupCounts(life)
+        self._withheld_address = ""
+        self._groups = _GroupCounts(writer)
 
     def was_ready(self, name: str) -> bool:
-        """Whether this member served at any time of this attempt."""
+        """True if this member served at any time of this attempt."""
         return name in self._once_ready
 
     @property
     def all_ready(self) -> bool:
-        """Whether everybody serves whom the run needs."""
-        return self.ready >= self.needed
+        """True if every required member serves."""
+        return self.ready >= self.required
 
     @property
-    def done(self) -> bool:
-        """Whether all was said that a complete run needs. The trainer's exit counts as well: see `Course`."""
+    def work_done(self) -> bool:
+        """True if every report of a complete run is there. For runs that train, the trainer must exit as well."""
         kind = self._spec.run_kind
         evaluated = kind.final_evaluation is None or kind.final_evaluation in self.evaluated
         return evaluated and self.finished.issuperset(kind.last_members)
 
     def forget(self, name: str) -> None:
-        """The member ended and is started again: it has said nothing so far."""
+        """Forget the reports of a member that is started again."""
         self.ready.discard(name)
         self.finished.discard(name)
-        self.confessed.pop(name, None)
+        self.failures.pop(name, None)
         if name == "trainer":
-            self.unsaved = False
-            self._life.fell_back()
+            self.has_unsaved_step = False
+            self._writer.reset_pace()
         if name == "inference":
-            self._held_back = ""
-        self.ended(name)
+            self._withheld_address = ""
+        self.close_member(name)
 
-    def ended(self, name: str) -> None:
-        """The member ended, for whatever reason."""
+    def close_member(self, name: str) -> None:
+        """Close the counts of a member that ended."""
         if name == "environment":
-            self._account.close()
+            self._groups.close()
 
-    def take(self, component: Component, report: Report, *, closing: bool) -> None:
-        """Understands one report. While the run is being closed only what is to be remembered of it counts."""
-        name, life = component.name, self._life
+    def handle(self, component: Component, report: Report, *, closing: bool) -> None:
+        """Handle one report. While the run is being closed, only results and failures count."""
+        name, writer = component.name, self._writer
         match report:
             case Stepped():
-                self.unsaved = True
-                life.stepped(report, self._spec.config.budget.max_train_seconds)
+                self.has_unsaved_step = True
+                writer.show_step(report, self._spec.config.budget.max_train_seconds)
                 self._set_ready(component, closing)
             case Checkpointed():
-                self.unsaved = False
+                self.has_unsaved_step = False
                 checkpoint = {"step": report.step, "path": report.path, "cursor": report.cursor}
-                life.update(checkpoint=checkpoint | {"at": time.time()})
-                life.event("checkpoint", **checkpoint)
+                writer.update(checkpoint=checkpoint | {"at": time.time()})
+                writer.record_event("checkpoint", **checkpoint)
             case CountsReport():
-                life.update(counts=report.counts)
+                writer.update(counts=report.counts)
             case Making():
-                self._account.take(report)
+                self._groups.add(report)
             case Evaluated():
-                self._evaluated(report)
+                self._handle_evaluation(report)
             case Leveled():
-                life.levelled(report)
+                writer.show_level(report)
             case Warned():
-                life.event("warning", what=f"{name}: {report.what}")
+                writer.record_event("warning", what=f"{name}: {report.what}")
             case Failed():
-                self.confessed[name] = report
+                self.failures[name] = report
             case _ if closing:
                 return
             case Ready():
-                self._served(component, report.address)
+                self._handle_ready(component, report.address)
             case Checked():
                 self._set_ready(component, closing)
             case Renewed():
-                life.renewed(name)
+                writer.count_worker_restart(name)
                 what = f"{report.what} is started again ({report.number} of {report.limit}): {report.reason}"
-                said = {"reason": report.reason, "restart": report.number, "of": report.limit}
-                life.event("restart", what=what, component=report.what, **said)
+                detail = {"reason": report.reason, "restart": report.number, "of": report.limit}
+                writer.record_event("restart", what=what, component=report.what, **detail)
             case Progress():
-                life.progressed(report)
+                writer.show_progress(report)
             case Finished():
                 self.finished.add(name)
-                life.member(name, "finished")
+                writer.set_member(name, "finished")
                 if name == "trainer" and "after" not in self.evaluated:
-                    life.reach("evaluating")
-                    self._crew.order("environment", _AFTER)
+                    writer.advance_to("evaluating")
+                    self._crew.send_until_settled("environment", _EVALUATE_AFTER)
 
-    def _evaluated(self, report: Evaluated) -> None:
-        life = self._life
+    def _handle_evaluation(self, report: Evaluated) -> None:
+        writer = self._writer
         self.evaluated.add(report.label)
         self._crew.settle("environment", Evaluate(report.label))
-        if life.status.evaluations.get(report.label) == report.summary:
-            return  # one that was started again says what it finds on disk
-        life.update(evaluations={**life.status.evaluations, report.label: report.summary})
-        life.event("evaluation", label=report.label, summary=report.summary)
+        if writer.status.evaluations.get(report.label) == report.summary:
+            return  # a member that was started again reports the evaluation that it finds on disk
+        writer.update(evaluations={**writer.status.evaluations, report.label: report.summary})
+        writer.record_event("evaluation", label=report.label, summary=report.summary)
 
-    def _served(self, component: Component, address: str) -> None:
+    def _handle_ready(self, component: Component, address: str) -> None:
         name = component.name
         if name == "inference" and self._resumes and not self.was_ready("trainer"):
-            # It has the policy's first weights until the trainer has published the checkpoint's.
-            self._held_back = address
+            # It serves the policy's initial weights until the trainer has published those of the checkpoint.
+            self._withheld_address = address
         elif address:
             self._crew.announce(name, address)
         self._set_ready(component, False)
-        if name == "trainer" and self._held_back:
-            self._crew.announce("inference", self._held_back)
-            self._held_back = ""
+        if name == "trainer" and self._withheld_address:
+            self._crew.announce("inference", self._withheld_address)
+            self._withheld_address = ""
 
     def _set_ready(self, component: Component, closing: bool) -> None:
         name = component.name
@@ -166,8 +172,50 @@ class ReportHandler:
             return
         self.ready.add(name)
         self._once_ready.add(name)
-        self._life.member(name, "ready", pid=component.pid)
-        if self._life.state == "validating" and self.needed & {"environment", "inference"} <= self._once_ready:
-            self._life.to("starting")
+        self._writer.set_member(name, "ready", pid=component.pid)
+        if self._writer.state == "validating" and self.required & {"environment", "inference"} <= self._once_ready:
+            self._writer.enter("starting")
             if not self._spec.run_kind.trains:
-                self._life.to("evaluating")
+                self._writer.enter("evaluating")
+
+
+class _GroupCounts:
+    """Counts the groups that the environment's driver begins, across all restarts of the driver.
+
+    Groups that were in progress when a driver ended are counted as given up, so that every group is accounted for.
+    """
+
+    def __init__(self, writer: StatusWriter) -> None:
+        self._writer = writer
+        self._before: dict[str, Any] = dict(writer.status.making)
+        self._latest: Making | None = None
+
+    def add(self, report: Making) -> None:
+        """Replace the counts of the present driver."""
+        self._latest = report
+        self._writer.update(making=self._sum(report, report.posting, dict(report.given_up)))
+
+    def close(self) -> None:
+        """Give up the groups in progress, because their driver has ended."""
+        if (latest := self._latest) is None:
+            return
+        given_up = Counter(latest.given_up)
+        left = latest.begun - latest.posting - latest.posted - given_up.total()
+        if left > 0:
+            given_up[_DRIVER_ENDED] += left
+        self._before = self._sum(latest, latest.posting, given_up)
+        self._latest = None
+        self._writer.update(making=self._before)
+
+    def _sum(self, latest: Making, unanswered: int, given_up: dict[str, int]) -> dict[str, Any]:
+        before = self._before
+        total = Counter(before.get("given_up", {}))
+        total.update(given_up)
+        return {
+            "begun": before.get("begun", 0) + latest.begun,
+            "posted": before.get("posted", 0) + latest.posted,
+            "unanswered": before.get("unanswered", 0) + unanswered,
+            "given_up": dict(total),
+            "rollouts": before.get("rollouts", 0) + latest.rollouts,
+            "errors": dict(Counter(before.get("errors", {})) + Counter(latest.errors)),
+        }

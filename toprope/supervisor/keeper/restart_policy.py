@@ -1,12 +1,11 @@
-"""What becomes of a member that ends or hangs before its work is done: it is started again in its place, or its end is
-the end of the run.
+"""Decides what happens when a member ends or hangs before its work is done: restart it, or fail the run.
 
-    ended or hung -> nothing of it is left -> waited -> started again, told addresses and open orders -> ready
-                  -> it said why it cannot go on, or did so too often -> the run fails with its reason
+    ended or hung -> its processes are gone -> backoff -> started again, with addresses and open orders -> ready
+                  -> it said why it cannot go on, or it failed too often -> the run fails with that reason
 
-Peers hear at once that it is away, and where it is when it serves again. A member that fails by itself before it ever
-served is not tried again, because nothing will have changed; nor is one that said why it fails, unless it says that
-trying again may help.
+Peers learn at once that the member is away, and its new address when it serves again. A member is not restarted if it
+failed by itself before it ever served, because nothing will have changed, nor if it reported why it fails, unless its
+report says that a restart may help.
 """
 
 from __future__ import annotations
@@ -30,34 +29,34 @@ from toprope.supervisor.programs import optional_members_of
 
 __all__ = ["RestartPolicy"]
 
-_STUBBORN_S = 5.0
-"""After so long a guard that was to end a hung member is killed itself."""
+_KILL_GUARD_AFTER_S = 5.0
+"""A guard that has not ended a hung member after so long is killed itself."""
 _HASH_BYTES = 256 << 20
-"""Of a checkpoint that is to be gone on from so much is compared here; the trainer compares the rest."""
+"""The part of a checkpoint that is compared here; the trainer compares the rest."""
 
 
 class RestartPolicy:
-    """Decides and carries out.
+    """Decides on restarts and carries them out.
 
     Args:
         folder: The run folder.
         specification: The run's.
-        life: Where restarts are told.
+        writer: Records restarts.
         crew: The processes.
-        hearing: What the members said.
-        decided: Done once the run's end is decided: nothing is started after that.
-        fail: Decides it as failed.
-        launch: Starts a member and listens to it.
-        background: Runs a coroutine beside.
+        reports: The reports of the members.
+        decided: Done as soon as the run's end is decided: nothing starts after that.
+        fail: Ends the run as failed.
+        launch: Starts a member and follows its reports.
+        background: Runs a coroutine as a task.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         specification: Specification,
-        life: StatusWriter,
+        writer: StatusWriter,
         crew: Crew,
-        hearing: ReportHandler,
+        reports: ReportHandler,
         *,
         decided: asyncio.Future[Any],
         fail: Callable[[Failure], object],
@@ -65,45 +64,45 @@ class RestartPolicy:
         background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._folder, self._spec, self._section = folder, specification, specification.config.launcher
-        self._life, self._crew, self._hearing = life, crew, hearing
+        self._writer, self._crew, self._reports = writer, crew, reports
         self._decided, self._fail, self._launch, self._background = decided, fail, launch, background
         self._allowances: dict[str, RestartAllowance] = {}
         self._hung: dict[Component, str] = {}
         self._loop = asyncio.get_running_loop()
 
-    def hung(self, component: Component, reason: str) -> None:
-        """A member does not answer any more: it is killed, and what `lost` does follows from that."""
+    def kill_hung(self, component: Component, reason: str) -> None:
+        """Kill a member that hangs. `handle_loss` follows from its end."""
         if component.exit is None and component not in self._hung:
             self._hung[component] = reason
             self._kill(component)
 
-    def confessed(self, component: Component) -> None:
-        """A member said some time ago why it fails, and may still be there: it is not waited for any longer."""
+    def end_failed(self, component: Component) -> None:
+        """Stop waiting for a member that reported its failure some time ago and has not exited."""
         if self._decided.done() or self._crew[component.name] is not component or component.exit is not None:
             return
-        if self._may_again(component):
+        if self._may_restart(component):
             self._kill(component)
         else:
-            self._give_up(component, self._failure(component))
+            self._give_up(component, self._describe_failure(component))
 
-    def lost(self, component: Component) -> None:
-        """A member ended that should not have."""
+    def handle_loss(self, component: Component) -> None:
+        """Restart a member that ended too early, or give it up."""
         if self._decided.done():
             return
-        name, failure = component.name, self._failure(component)
+        name, failure = component.name, self._describe_failure(component)
         allowance = self._allowances.setdefault(name, RestartAllowance(self._section))
         now = self._loop.time()
         before = allowance.used(now)
-        wait_s = allowance.take(now) if self._may_again(component) else None
+        wait_s = allowance.take(now) if self._may_restart(component) else None
         if wait_s is None:
             if before:
-                again = "once" if before == 1 else f"{before} times"
-                failure.reason += f" It had been started again {again} within {allowance.window_s:g} s."
+                times = "once" if before == 1 else f"{before} times"
+                failure.reason += f" It had been started again {times} within {allowance.window_s:g} s."
             self._give_up(component, failure)
             return
-        self._life.restarted(name)
+        self._writer.count_restart(name)
         number, limit = allowance.used(now), allowance.limit
-        self._life.event(
+        self._writer.record_event(
             "restart",
             what=f"{name} is started again ({number} of {limit}): {failure.reason}",
             component=name,
@@ -114,88 +113,88 @@ class RestartPolicy:
             excerpt=failure.excerpt[-5:],
         )
         self._crew.withdraw(name)
-        self._hearing.forget(name)
-        self._life.write_if_possible()
+        self._reports.forget(name)
+        self._writer.write_or_retry()
         self._hung.pop(component, None)
-        self._background(self._again(component, wait_s))
+        self._background(self._restart(component, wait_s))
 
-    async def _again(self, component: Component, wait_s: float) -> None:
+    async def _restart(self, component: Component, wait_s: float) -> None:
         name = component.name
         since = self._loop.time()
-        # What is left of it may hold a port, a file, the device's memory.
+        # Processes that are left may hold a port, a file or memory of the device.
         await asyncio.wait(
             {self._decided, asyncio.ensure_future(component.gone.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
         if name == "trainer" and not self._decided.done():
             try:
-                await self._go_back()
+                await self._choose_checkpoint()
             except Corrupt as error:
-                failure = Failure(component=name, reason=error.message, hint=error.hint)
-                self._fail(failure)
-        await self._crew.sweep_after(component)
+                self._fail(Failure(component=name, reason=error.message, hint=error.hint))
+        await self._crew.reap_after(component)
         left = since + wait_s - self._loop.time()
         if left > 0:
             await asyncio.wait({self._decided}, timeout=left)
         if self._decided.done():
             return
         self._launch(name)
-        again = self._crew[name]
         limit_s = self._section.start_timeout_s
-        self._loop.call_later(limit_s, self._not_ready, again, limit_s)
+        self._loop.call_later(limit_s, self._check_ready, self._crew[name], limit_s)
 
-    async def _go_back(self) -> None:
-        """Has the trainer go on from the newest checkpoint that is sound; from the start where there is none.
+    async def _choose_checkpoint(self) -> None:
+        """Have the trainer resume from the newest sound checkpoint, or from the start if there is none.
 
         Raises:
-            Corrupt: There are checkpoints, and none is sound.
+            Corrupt: There are checkpoints, but none of them is sound.
         """
         found, damaged = await asyncio.to_thread(newest_sound, self._folder, hash_bytes=_HASH_BYTES)
         if found is None and damaged:
             raise nothing_sound(self._folder, damaged)
         for damage in damaged:
-            self._life.event("warning", what=f"{damage} It is kept as {set_aside(damage.path).name}.")
+            self._writer.record_event("warning", what=f"{damage} It is kept as {set_aside(damage.path).name}.")
         self._crew.checkpoint = None if found is None else found.path
-        self._life.update(checkpoint=None if found is None else found.told(self._folder))
+        self._writer.update(checkpoint=None if found is None else found.told(self._folder))
 
-    def _not_ready(self, component: Component, limit_s: float) -> None:
+    def _check_ready(self, component: Component, limit_s: float) -> None:
         name = component.name
-        if self._crew[name] is component and name not in self._hearing.ready and not self._decided.done():
-            self.hung(component, f"{name} was started again and was not ready after {limit_s:g} s.")
+        if self._crew[name] is component and name not in self._reports.ready and not self._decided.done():
+            self.kill_hung(component, f"{name} was started again and was not ready after {limit_s:g} s.")
 
     def _kill(self, component: Component) -> None:
         component.stop(0)
-        self._loop.call_later(_STUBBORN_S, component.kill_guard)
+        self._loop.call_later(_KILL_GUARD_AFTER_S, component.kill_guard)
 
-    def _may_again(self, component: Component) -> bool:
-        name, how, said = component.name, component.exit, self._hearing.confessed.get(component.name)
+    def _may_restart(self, component: Component) -> bool:
+        name, how, reported = component.name, component.exit, self._reports.failures.get(component.name)
         if self._section.restarts == 0:
             return False
-        if said is not None:
-            return said.again
+        if reported is not None:
+            return reported.again
         by_itself = how is not None and how.code is not None and component not in self._hung
-        return self._hearing.was_ready(name) or not by_itself
+        return self._reports.was_ready(name) or not by_itself
 
     def _give_up(self, component: Component, failure: Failure) -> None:
+        """Fail the run, or go on without the member if the run can."""
         name = component.name
         if name in optional_members_of(self._spec):
-            what = f"{name} failed, the run goes on without: {failure.reason}"
-            self._life.event("warning", what=what)
-            self._crew.order("environment", Without(name, f"{failure.reason} {failure.hint}".strip()))
+            what = f"{name} failed, the run goes on without it: {failure.reason}"
+            self._writer.record_event("warning", what=what)
+            reason = f"{failure.reason} {failure.hint}".strip()
+            self._crew.send_until_settled("environment", Without(name, reason))
             return
         self._fail(failure)
 
-    def _failure(self, component: Component) -> Failure:
-        """How a member's end is told."""
-        name, how, said = component.name, component.exit, self._hearing.confessed.get(component.name)
-        state = self._life.state
-        if said is not None:
-            reason, hint = said.reason, said.hint
+    def _describe_failure(self, component: Component) -> Failure:
+        """Describe a member's end: its own report, or how its process ended."""
+        name, how, reported = component.name, component.exit, self._reports.failures.get(component.name)
+        state = self._writer.state
+        if reported is not None:
+            reason, hint = reported.reason, reported.hint
         else:
-            hint = f"read_logs(component={name!r}) has what it printed."
+            hint = f"read_logs(component={name!r}) shows what it printed."
             if component in self._hung:
                 reason = self._hung[component]
             elif how is not None and how.code == 0:
-                reason = f"{name} ended while the run was {state} without having done its part."
+                reason = f"{name} ended while the run was {state}, before its work was done."
             else:
                 reason = f"{name} {how} while the run was {state}."
                 if how is not None and how.signal == "SIGKILL":

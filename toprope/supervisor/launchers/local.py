@@ -1,4 +1,4 @@
-"""Keepers on this machine: detached processes, the run's lock handed over to them."""
+"""Starts keepers on this machine: detached processes that take over the run's lock."""
 
 from __future__ import annotations
 
@@ -7,77 +7,77 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables
-from toprope.supervisor.keeper import containment
-from toprope.supervisor.keeper.logs import read_tail
+from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
+from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_stop_order
 
 __all__ = ["LocalLauncher"]
 
-_TRIED = ".containment.json"
-"""Beside the runs: how the last trial of bubblewrap came out."""
+_CONTAINMENT_CACHE = ".containment.json"
+"""File beside the runs with the result of the last trial of bubblewrap."""
 
 KEEPER = (sys.executable, "-P", "-m", "toprope.supervisor.keeper")
 
 
 class LocalLauncher:
-    """Launches keepers as processes of this user.
+    """Starts keepers as processes of this user. See `Launcher`.
 
     Args:
         command: The keeper's argv, before its own arguments.
-        timeout_s: Seconds a keeper may take until it holds the lock; it needs a few hundredths.
-        contained: The owner's setting of how components are held, asked at every start.
+        timeout_s: Seconds that a keeper may take until it holds the lock; it needs a few hundredths.
+        contained: Returns the owner's `containment` setting; asked at every start.
     """
 
     def __init__(
         self,
         command: Sequence[str] = KEEPER,
         timeout_s: float = 20.0,
-        contained: Callable[[], containment.ContainmentSetting] = lambda: "auto",
+        contained: Callable[[], ContainmentSetting] = lambda: "auto",
     ) -> None:
-        self._command, self._timeout_s, self._contained = list(command), timeout_s, contained
+        self.command, self._timeout_s, self._contained = list(command), timeout_s, contained
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
-        mine = lock or RunLock.acquire(folder.lock)
-        if mine is None:
+        handed_over = lock or RunLock.acquire(folder.lock)
+        if handed_over is None:
             return
         try:
-            self._start(folder, variables, mine)
+            self._start(folder, variables, handed_over)
         finally:
             if lock is None:
-                mine.release()
+                handed_over.release()
 
     def _start(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock) -> None:
-        level = containment.choose_containment(self._contained(), folder.path.parent / _TRIED).level
-        ready, said = os.pipe()
+        level = choose_containment(self._contained(), folder.path.parent / _CONTAINMENT_CACHE).level
+        ready, ready_writer = os.pipe()
         log = os.open(folder.log("keeper"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # What goes wrong before it has detached is in its log too: a missing package, say.
+            # Errors before the keeper has detached, such as a missing package, reach its log too.
             process = subprocess.Popen(
-                [*self._command, str(folder.path), "--lock-fd", str(lock.fileno()), "--ready-fd", str(said)],
+                [*self.command, str(folder.path), "--lock-fd", str(lock.fileno()), "--ready-fd", str(ready_writer)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**keeper_variables(variables), containment.ENV_CONTAINMENT: level},
+                env={**keeper_variables(variables), ENV_CONTAINMENT: level},
                 cwd=folder.path,
-                pass_fds=(lock.fileno(), said),
+                pass_fds=(lock.fileno(), ready_writer),
                 start_new_session=True,
             )
         except OSError as error:
             os.close(ready)
             raise ComponentFailed(f"The keeper could not be started: {error}.") from error
         finally:
-            os.close(said)
+            os.close(ready_writer)
             os.close(log)
         try:
-            answer = self._await(ready)
+            answer = self._read_answer(ready)
         finally:
             os.close(ready)
         if not answer.startswith(b"locked"):
@@ -86,13 +86,14 @@ class LocalLauncher:
             process.wait()
             last = "; ".join(read_tail(folder.log("keeper"), 3))
             raise ComponentFailed(
-                f"The keeper of {folder.run_id} did not come up: {last or 'it said nothing'}.",
+                f"The keeper of {folder.run_id} did not start: {last or 'it printed nothing'}.",
                 hint=f"{folder.log('keeper')} has more.",
             )
-        # The process that we started left as soon as it had forked.
+        # This process exits as soon as it has forked the keeper.
         process.wait()
 
-    def _await(self, ready: int) -> bytes:
+    def _read_answer(self, ready: int) -> bytes:
+        """Return the line that the keeper writes when it holds the lock; incomplete if it ends or takes too long."""
         limit, answer = time.monotonic() + self._timeout_s, b""
         while not answer.endswith(b"\n"):
             if not select.select([ready], [], [], max(0.0, limit - time.monotonic()))[0]:
@@ -110,3 +111,9 @@ class LocalLauncher:
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""
         write_stop_order(folder, grace_s)
+
+    def logs(
+        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
+    ) -> LogPage:
+        """See `Launcher.logs`."""
+        return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)

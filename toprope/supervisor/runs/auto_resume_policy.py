@@ -1,11 +1,11 @@
-"""What is to become of a run whose keeper is gone: whether it goes on by itself, and when.
+"""Decides whether and when a lost run, whose keeper is gone, resumes by itself.
 
-Nobody restarts a lost keeper until somebody looks. Whoever does finishes the clean-up and notes in the status whether
-and from when the run may go on (`resume_at`), by the run's own `launcher.resume_lost`. Going on needs the owner's
-variables, so only a front end that has them does it; one without leaves the note to the next.
+Nothing restarts a lost keeper until a front end looks at the run. That front end finishes the clean-up and notes in the
+status from when the run may resume (`resume_at`), by the run's own `launcher.resume_lost`. To resume it needs the
+owner's variables; a front end without them leaves the note to the next one.
 
-Only a note of this kind makes a run go on: runs that were lost before there were any, and those that somebody stopped
-meanwhile, stay as they are.
+Only this note lets a run resume: a run that was lost before such notes existed, or that was stopped meanwhile, stays as
+it is.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from toprope.supervisor.lock import boot_id
 __all__ = ["ResumeDecision", "is_due", "decide_auto_resume", "stop_requested", "describe_keeper_loss"]
 
 _LONGEST_WAIT_S = 3600.0
-"""Waits double, and end here. A note that lies further ahead was written before the clock was set back."""
+"""Waiting times double up to this limit. A note further ahead was written before the clock was set back."""
 
 
 @dataclass(frozen=True)
 class ResumeDecision:
-    """Whether a lost run goes on. `resume_at`: from when, in seconds since the epoch; None: it stays lost. `times`: how
-    often in a row it was resumed by itself before. `words`: the same for people."""
+    """Whether and when a lost run resumes."""
 
     resume_at: float | None
-    times: int
-    words: str
+    """Seconds since the epoch; None: the run stays lost."""
+    count: int
+    """The number of automatic resumes in a row so far."""
+    explanation: str
+    """The decision in words; may be empty."""
 
 
 def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = None) -> ResumeDecision:
-    """What the run's own policy says of it.
+    """Decide by the run's own policy whether it resumes.
+
+    The count of resumes starts anew once an attempt has made progress, so that a run does not end because the machine
+    restarts every week.
 
     Args:
         folder: The run's.
         status: As its keeper left it.
-        now: Seconds since the epoch.
-
-    Returns:
-        The prospect. Resumes in a row are counted anew once an attempt has made a checkpoint: what gets on is not ended
-        because the machine is restarted every week.
+        now: Seconds since the epoch; the present time when None.
     """
     now = time.time() if now is None else now
     progress_event = status.run_kind.progress_event
@@ -55,19 +56,21 @@ def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = No
         launcher = Specification.read(folder).config.launcher
     except (Corrupt, NotFound):
         return ResumeDecision(None, 0, "")
-    times = 0 if _got_on(folder, progress_event) else status.resumed_lost
+    count = 0 if _made_progress(folder, progress_event) else status.resumed_lost
     if launcher.resume_lost == "never":
-        return ResumeDecision(None, times, "")
-    if times >= launcher.resume_lost_limit:
-        words = f"It went on by itself {times} times without a new checkpoint and does not again; resume_training does."
-        return ResumeDecision(None, times, words if times else "")
-    wait = min(launcher.resume_lost_backoff_s * 2 ** (times - 1), _LONGEST_WAIT_S) if times else 0.0
-    words = f"It goes on by itself{f' in {wait:.0f} s' if wait else ''}, when somebody looks."
-    return ResumeDecision(now + wait, times, words)
+        return ResumeDecision(None, count, "")
+    if count >= launcher.resume_lost_limit:
+        text = (
+            f"It resumed by itself {count} times without a new checkpoint and stops trying; resume_training resumes it."
+        )
+        return ResumeDecision(None, count, text if count else "")
+    wait = min(launcher.resume_lost_backoff_s * 2 ** (count - 1), _LONGEST_WAIT_S) if count else 0.0
+    text = f"It resumes by itself{f' in {wait:.0f} s' if wait else ''}, as soon as a front end looks at it."
+    return ResumeDecision(now + wait, count, text)
 
 
 def is_due(status: Status, now: float | None = None) -> bool:
-    """Whether a lost run is to go on now."""
+    """True if a lost run is to resume now."""
     if status.state != "lost" or status.resume_at is None or status.ended_at is None:
         return False
     ahead = status.resume_at - (time.time() if now is None else now)
@@ -75,13 +78,13 @@ def is_due(status: Status, now: float | None = None) -> bool:
 
 
 def stop_requested(folder: RunFolder, status: Status) -> bool:
-    """Whether somebody wanted the run to stop: its keeper was doing so, or the order still lies there."""
+    """True if the run was told to stop: its keeper was stopping it, or the order is still unread."""
     return status.state == "stopping" or any(folder.orders.glob("stop-*.json"))
 
 
 def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
-    """How a run lost its keeper, for people: the machine was restarted, or the keeper ended. The caller holds the lock,
-    whose file still says when the last keeper took it."""
+    """Say how a run lost its keeper: the machine was restarted, or the keeper ended. The caller holds the lock, whose
+    file still names the last keeper."""
     try:
         booted = read_json(folder.lock).get("boot")
     except (TopropeError, AttributeError):
@@ -92,12 +95,12 @@ def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
     return f"The keeper was gone while the run was {status.state}."
 
 
-def _got_on(folder: RunFolder, progress_event: str) -> bool:
-    """Whether the last attempt made a checkpoint; of a sweep, whether it came through an epoch."""
-    saved = False
+def _made_progress(folder: RunFolder, progress_event: str) -> bool:
+    """True if the last attempt recorded its kind's event of progress, such as a checkpoint."""
+    found = False
     for event in read_events(folder.events, kinds=("state", progress_event)):
         if event.kind == progress_event:
-            saved = True
+            found = True
         elif event.data.get("to") == "queued":
-            saved = False
-    return saved
+            found = False
+    return found

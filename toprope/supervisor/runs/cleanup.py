@@ -1,15 +1,18 @@
-"""What is done to a run that nobody keeps, by whoever took its lock: finishing what a keeper could not, and making it
-ready for the next.
+"""Cleans up a run without a keeper: writes its end, and prepares its next attempt. The caller holds the run's lock.
 
-The lock is free only when the keeper and all guards have ended, and guards end after their components. So usually
-nothing is left to do but to write the end down. If keeper and guards were killed at the same moment, components may
-have survived; they are known by the run folder in their environment and are ended here. What escapes even that is a
-process that cleared its environment before guard and keeper were killed together.
+The lock is free only when the keeper and all guards have ended, and guards end after their components. So usually only
+the end has to be written. If keeper and guards were killed at the same moment, components may have survived; they are
+recognized by the run folder in their environment and killed here. Only a process that cleared its environment before
+keeper and guard were killed together can escape.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from toprope.analysis.failures import named
@@ -18,6 +21,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
 from toprope.supervisor.capacity.reservations import Reservations
+from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.auto_resume_policy import (
     ResumeDecision,
     decide_auto_resume,
@@ -26,24 +30,36 @@ from toprope.supervisor.runs.auto_resume_policy import (
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
-__all__ = ["write_end", "cancel_auto_resume", "prepare_attempt", "settle_run", "reap_crew"]
+__all__ = [
+    "UNFINISHED",
+    "cancel_auto_resume",
+    "prepare_attempt",
+    "reap_crew",
+    "remove_unfinished",
+    "settle_run",
+    "write_end",
+]
+
+UNFINISHED = ".making-"
+"""Prefix of folders in which front ends, also of older versions, create runs."""
 
 _BEFORE = "before"
+_CREATED_WITHIN_S = 10.0
 _HASH_BYTES = 2 << 30
-"""A few seconds' worth: whoever asks for the next attempt waits for it."""
+"""Takes a few seconds, for which the caller of the next attempt waits."""
 
 
-def settle_run(folder: RunFolder, swept: int | None = None) -> Status:
-    """Ends a run whose keeper is gone; a run that has its end already is left as it is. The caller holds the lock.
+def settle_run(folder: RunFolder, reaped: int | None = None) -> Status:
+    """Write the end of a run whose keeper is gone, unless it is written already. The caller holds the lock.
 
-    A run that somebody wanted to stop has stopped; any other is lost, with a note of whether it goes on by itself.
+    A run that was told to stop is stopped; any other run is lost, with a note whether it resumes by itself.
 
     Args:
         folder: The run's.
-        swept: How many processes the caller has swept; None: they are swept here.
+        reaped: The number of processes that the caller has killed; None: kill them here.
 
     Returns:
-        The status that now lies on disk.
+        The status on disk afterwards.
 
     Raises:
         NotFound, Corrupt: The status cannot be read.
@@ -51,15 +67,17 @@ def settle_run(folder: RunFolder, swept: int | None = None) -> Status:
     status = Status.read(folder)
     if status.ended and status.ended_at is not None:
         return status
-    if swept is None:
-        swept = reap_crew(folder, status.attempt)
+    if reaped is None:
+        reaped = reap_crew(folder, status.attempt)
     reason = describe_keeper_loss(folder, status)
-    if swept:
-        reason += f" {swept} processes of its crew were still there and were ended."
+    if reaped == 1:
+        reason += " 1 process of its crew was still alive and was killed."
+    elif reaped:
+        reason += f" {reaped} processes of its crew were still alive and were killed."
     if status.ended or stop_requested(folder, status):
         return write_end(folder, "stopped", f"stopped on request. {reason}")
-    ahead = decide_auto_resume(folder, status)
-    return write_end(folder, "lost", f"{reason} {ahead.words}".rstrip(), ahead=ahead)
+    decision = decide_auto_resume(folder, status)
+    return write_end(folder, "lost", f"{reason} {decision.explanation}".rstrip(), decision=decision)
 
 
 def write_end(
@@ -67,12 +85,13 @@ def write_end(
     state: Literal["lost", "failed", "stopped"],
     reason: str = "",
     failure: Failure | None = None,
-    ahead: ResumeDecision | None = None,
+    decision: ResumeDecision | None = None,
 ) -> Status:
-    """Writes the end of a run that no keeper will write. The caller holds the lock, and the crew is gone.
+    """Write the end of a run in place of its keeper. The caller holds the lock, and the crew is gone.
 
-    A run that failed or stopped before keeps that state and gets its end only. Events come first, so that whoever sees
-    the end finds the whole story; whoever was killed in between is finished by the next, without a repetition.
+    A run that had failed or stopped keeps that state. Events are written before the status, so that a reader who sees
+    the end finds every event. If this process is killed in between, the next call completes the end without repeating
+    an event.
     """
     now, status = time.time(), Status.read(folder)
     if not status.ended:
@@ -82,9 +101,9 @@ def write_end(
                 "reason": failure.reason if failure else reason,
                 "failure": named(failure) if failure else None,
                 "since": now,
-                "making": _closed(status.making),
-                "resume_at": ahead.resume_at if ahead else None,
-                "resumed_lost": ahead.times if ahead else status.resumed_lost,
+                "making": _close_counts(status.making),
+                "resume_at": decision.resume_at if decision else None,
+                "resumed_lost": decision.count if decision else status.resumed_lost,
                 "crew": {
                     name: member if member.state in ("finished", "stopped") else member.model_copy(
                         update={"state": "exited", "since": now}
@@ -95,14 +114,14 @@ def write_end(
         )  # fmt: skip
     status = status.model_copy(update={"ended_at": now, "updated_at": now})
     folder.tidy()
-    Reservations(folder.path.parent).leave(folder.run_id)
-    _tell_end(folder, status)
+    Reservations(folder.path.parent).release(folder.run_id)
+    _record_end(folder, status, now)
     status.write(folder)
     return status
 
 
-def _closed(making: dict[str, Any]) -> dict[str, Any]:
-    """The account of groups once their driver is gone: what it was making came to nothing."""
+def _close_counts(making: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts of groups after the end of their driver: groups in progress are given up."""
     if not making:
         return making
     given_up = dict(making.get("given_up", {}))
@@ -112,8 +131,8 @@ def _closed(making: dict[str, Any]) -> dict[str, Any]:
     return {**making, "given_up": given_up}
 
 
-def _tell_end(folder: RunFolder, status: Status) -> None:
-    """Appends the events that are missing until the run's end."""
+def _record_end(folder: RunFolder, status: Status, ended_at: float) -> None:
+    """Append the events that are missing up to the run's end."""
     last, over = "queued", False
     for event in read_events(folder.events, kinds=("state", "end")):
         over = event.kind == "end"
@@ -123,28 +142,31 @@ def _tell_end(folder: RunFolder, status: Status) -> None:
     if status.state == "stopped" and last in LIVE - {"stopping"}:
         steps = ["stopping", "stopped"]
     if last in ENDED and status.state != last:
-        steps.insert(0, "queued")  # whoever began the attempt was killed before it was told
+        steps.insert(0, "queued")  # the process that began the attempt was killed before it recorded that
     for step in steps:
         if last != step:
             events.append("state", **{"from": last, "to": step, "reason": status.reason})
             last, over = step, False
     if not over:
-        events.append("end", state=status.state, seconds=round(max(0.0, status.ended_at - status.created_at), 3))
+        events.append("end", state=status.state, seconds=round(max(0.0, ended_at - status.created_at), 3))
 
 
 def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Status:
-    """Takes back that a lost run goes on by itself. The caller holds the lock.
+    """Cancel the automatic resume of a lost run. The caller holds the lock.
 
     Args:
         folder: The run's.
-        status: As it lies on disk.
-        why: What stands against going on: the run stays lost. Empty: somebody stopped it, and it is stopped.
+        status: The status on disk.
+        why: The obstacle, with which the run stays lost. Empty: the run was told to stop, and becomes stopped.
+
+    Returns:
+        The status on disk afterwards.
     """
     if status.state != "lost" or status.resume_at is None:
         return status
     now, reason = time.time(), f"{status.reason} {why}"
     if not why:
-        reason = "stopped on request before it went on by itself"
+        reason = "stopped on request before it resumed by itself"
         status = status.model_copy(update={"state": "stopped", "since": now})
         EventLog(folder).append("state", **{"from": "lost", "to": "stopped", "reason": reason})
         for order in folder.orders.glob("stop-*.json"):
@@ -155,13 +177,18 @@ def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Stat
 
 
 def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = False) -> Status:
-    """Makes a run that has ended ready for the keeper of its next attempt. The caller holds the lock.
+    """Prepare a run that has ended for the keeper of its next attempt. The caller holds the lock.
 
-    What was evaluated before training stays; evaluations of an end that did not hold go, and so do orders that came
-    too late for the former keeper.
+    The evaluation before training stays. Later evaluations are removed, and so are orders that came too late for the
+    former keeper.
+
+    Args:
+        folder: The run's.
+        former: The status of the attempt that has ended.
+        by_itself: The run resumes automatically, so an order to stop that is still unread stays valid.
 
     Returns:
-        The status, `queued`, as it now lies on disk.
+        The status on disk afterwards; its state is `queued`.
 
     Raises:
         NotFound, Corrupt: Specification or checkpoint cannot be read; nothing was changed.
@@ -170,7 +197,6 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     checkpoint, damaged = _checkpoint(folder) if specification.run_kind.trains else (None, [])
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
-    # An order to stop that came while nobody kept the run holds for a run that goes on by itself.
     late = () if by_itself else folder.orders.glob("*")
     for path in (*late, *folder.orders.glob(".*"), folder.results):
         path.unlink(missing_ok=True)
@@ -179,7 +205,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
             path.unlink(missing_ok=True)
     for path in (folder.orders, folder.evaluations, folder.journal, folder.checkpoints, folder.logs, folder.crew):
         path.mkdir(mode=0o700, exist_ok=True)
-    # Events are written at once, the numbers in a status a little later: a keeper that was killed may not have.
+    # Events are written at once, numbers in the status later; a killed keeper may leave the numbers stale.
     measured = {
         event.data["label"]: event.data["summary"]
         for event in read_events(folder.events)
@@ -218,8 +244,10 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
 
 
 def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]:
-    """The newest sound checkpoint as a status tells it, and what is damaged after it. A keeper that was killed may not
-    have heard of it. Of a large one the trainer compares the rest.
+    """Return the newest sound checkpoint as a status shows it, and damaged ones after it.
+
+    A keeper that was killed may not know of the newest one. Only a part of a large checkpoint is compared here; the
+    trainer compares the rest.
 
     Raises:
         Corrupt: There are checkpoints, and none of them is sound.
@@ -230,7 +258,20 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     return None if found is None else found.told(folder), damaged
 
 
-def reap_crew(folder: RunFolder, generation: int | None = None) -> int:
-    """Kills what carries the run's mark, up to that attempt; how many there were. The caller holds the lock."""
+def reap_crew(folder: RunFolder, last_attempt: int | None = None) -> int:
+    """Kill processes of the run's attempts up to `last_attempt` (all when None); return their number. The caller holds
+    the lock."""
     marker = str(folder.path.resolve())
-    return reap_marked({marker: generation})[marker]
+    return reap_marked({marker: last_attempt})[marker]
+
+
+def remove_unfinished(paths: Iterable[Path]) -> None:
+    """Remove folders of unfinished runs and half-written files that killed front ends left. Recent ones stay."""
+    for path in paths:
+        with suppress(OSError):
+            if abs(time.time() - path.stat().st_mtime) < _CREATED_WITHIN_S:
+                continue
+            if not path.is_dir():
+                path.unlink()
+            elif not any(is_held(below / "keeper.lock") for below in path.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Why a run cannot be started, resumed or read now, said in full."""
+"""Errors for runs that cannot be started, resumed or read now."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["still_running", "cannot_write", "unreadable_status"]
 
 
 def cannot_write(folder: RunFolder, error: OSError) -> NotPossibleNow:
-    """There is no room, or no right to write."""
+    """The disk is full, or the folder is not writable."""
     return NotPossibleNow(
         f"The run {folder.run_id!r} could not be written below {folder.path.parent}: {error.strerror or error}.",
-        hint="Nothing was started. `toprope doctor` shows the room on the disk, `toprope prune` removes old runs.",
+        hint="Nothing was started. `toprope doctor` shows the free space, `toprope prune` removes old runs.",
     )
 
 
 def still_running(status: Status) -> NotPossibleNow:
-    """It has its keeper, or its processes are still ending."""
+    """The run has its keeper, or its processes are still ending."""
     if status.ended:
         return NotPossibleNow(
             f"{status.run_id} is {status.state}, but its processes are still ending; it was not resumed.",
@@ -31,7 +31,7 @@ def still_running(status: Status) -> NotPossibleNow:
 
 
 def unreadable_status(folder: RunFolder, error: Exception) -> Status:
-    """What a list shows of a run whose status cannot be read."""
+    """Return a status, for lists, of a run whose own status cannot be read."""
     at = folder.path.stat().st_mtime
     return Status(
         run_id=folder.run_id,

@@ -1,6 +1,6 @@
-"""What front ends ask of a keeper: files in the run's folder, renamed into place, removed when they have been read.
+"""Orders from front ends to a keeper: files in the run's folder, renamed into place, removed after reading.
 
-A file can be seen by a keeper on another machine, outlives the front end that wrote it, and needs nobody to listen.
+A file reaches a keeper on another machine, outlives the front end that wrote it, and needs no open connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Orders", "StopOrder", "write_stop_order", "take_orders"]
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
-    """End the run, with so many seconds for a last checkpoint."""
+    """Stops the run, with `grace_s` seconds for a last checkpoint."""
 
     grace_s: float | None = None
     reason: str = "stopped on request"
@@ -30,10 +30,10 @@ _STOP = "stop-"
 
 
 def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
-    """Leaves a stop for the run's keeper. On a disk without room it is an empty file, which needs none.
+    """Order the run's keeper to stop. On a full disk the order is an empty file, which needs no room.
 
     Raises:
-        OSError: Not even that could be made.
+        OSError: Not even an empty file can be created.
     """
     path = folder.orders / f"{_STOP}{uuid.uuid4().hex[:8]}.json"
     try:
@@ -46,15 +46,17 @@ def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
 
 @dataclass
 class Orders:
-    """What lay there. `complaints` name files that were not understood; `folder_gone`: somebody deleted the run."""
+    """The orders that were found."""
 
     stops: list[StopOrder] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    """Messages about files that are not valid orders."""
     folder_gone: bool = False
+    """The run folder was deleted."""
 
 
 def take_orders(folder: RunFolder) -> Orders:
-    """Reads and removes the orders of a run, the oldest name first."""
+    """Read and remove the orders of a run, sorted by file name."""
     found = Orders()
     try:
         names = sorted(os.listdir(folder.orders))
@@ -74,9 +76,9 @@ def take_orders(folder: RunFolder) -> Orders:
             continue
         except (Corrupt, msgspec.ValidationError) as error:
             if name.startswith(_STOP) and path.exists() and not path.stat().st_size:
-                found.stops.append(StopOrder())  # from a front end that had no room for more
+                found.stops.append(StopOrder())  # written on a full disk
                 path.unlink(missing_ok=True)
                 continue
-            found.complaints.append(f"an order was not understood: {name}: {error}")
+            found.complaints.append(f"an order is not valid: {name}: {error}")
         path.unlink(missing_ok=True)
     return found

@@ -1,8 +1,8 @@
-"""Ending what is left of crews whose keeper and guards were killed together: by the marks in their environment.
+"""Kills members that survived because their keeper and guards were killed together.
 
-A member carries its run's folder and the attempt that it belongs to. Only who holds the run's lock may sweep, and only
-up to the attempt that has ended, so that a process of the next attempt is never hit. All runs that are swept together
-cost one walk over the machine's processes.
+A member is recognized by marks in its environment: its run's folder and its attempt. Only the holder of the run's lock
+may reap, and only up to the attempt that has ended, so that a process of the next attempt is never killed. Reaping many
+runs takes a single pass over the machine's processes.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _ROUNDS = 5
 _WAIT_S = 2.0
 
 
-def reap_marked(generations: Mapping[str, int | None]) -> Counter[str]:
-    """Kills the processes of this user that carry one of these marks.
+def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
+    """Kill the processes of this user that carry one of these marks.
 
-    This process and those above it are spared: a front end may have been started from within a run.
+    This process and its ancestors are spared, because a front end may have been started from within a run.
 
     Args:
-        generations: By the resolved path of a run's folder, the last attempt that may be swept; None: all.
+        last_attempts: The last attempt that may be reaped (None: all), by the resolved path of the run's folder.
 
     Returns:
-        How many there were, by folder.
+        The number of processes that were killed, by folder.
     """
     import psutil
 
     found: Counter[str] = Counter()
-    if not generations:
+    if not last_attempts:
         return found
-    spared, seen = _above(), set()
+    spared, seen = _ancestors(), set()
     for _ in range(_ROUNDS):
         marked = []
-        for pid in _candidates(generations, spared):
+        for pid in _candidates(last_attempts, spared):
             try:
                 process = psutil.Process(pid)
-                # Read again: from here on the process id is this very process's.
+                # Read the marks again: from here on `process` is checked to be the same process.
                 variables = process.environ()
                 folder = variables.get(ENV_FOLDER, "")
-                if folder not in generations or not _within(variables.get(ENV_ATTEMPT, ""), generations[folder]):
+                if folder not in last_attempts or not _within(variables.get(ENV_ATTEMPT, ""), last_attempts[folder]):
                     continue
                 process.kill()
             except (psutil.Error, OSError):
@@ -60,8 +60,8 @@ def reap_marked(generations: Mapping[str, int | None]) -> Counter[str]:
     return found
 
 
-def _above() -> set[int]:
-    """This process and those above it."""
+def _ancestors() -> set[int]:
+    """Return the ids of this process and its ancestors."""
     import psutil
 
     found, pid = set(), os.getpid()
@@ -74,16 +74,16 @@ def _above() -> set[int]:
     return found
 
 
-def _within(attempt: str, generation: int | None) -> bool:
-    """A mark without a number is an old one."""
-    return generation is None or not attempt.isdigit() or int(attempt) <= generation
+def _within(attempt: str, last_attempt: int | None) -> bool:
+    """True if the attempt may be reaped. An older version wrote no number."""
+    return last_attempt is None or not attempt.isdigit() or int(attempt) <= last_attempt
 
 
-def _candidates(generations: Mapping[str, int | None], spared: set[int]) -> Iterator[int]:
-    """Ids of processes that may carry one of the marks."""
+def _candidates(last_attempts: Mapping[str, int | None], spared: set[int]) -> Iterator[int]:
+    """Yield ids of processes that may carry one of the marks."""
     import psutil
 
-    needles = [f"{ENV_FOLDER}={folder}\0".encode() for folder in generations]
+    needles = [f"{ENV_FOLDER}={folder}\0".encode() for folder in last_attempts]
     proc = Path("/proc")
     if not (proc / "self" / "environ").exists():
         yield from (pid for pid in psutil.pids() if pid not in spared)

@@ -1,8 +1,7 @@
-"""What was read of runs before: a home with a thousand of them is listed in milliseconds, not by reading it anew.
+"""Caches statuses and events, so that a home with a thousand runs is listed in milliseconds.
 
-The folders stay the truth. A status is remembered with what the system says of its file, and read again whenever that
-differs; status.json is replaced at every write, so its inode and its times do. Events are only ever added, so what is
-behind those that are known is read.
+The files remain the truth. A status is cached with inode, time and size of its file, and read again when one of them
+differs: status.json is replaced at every write. Events are only ever appended, so only new events are read.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from toprope.records.run.status import Event, Status, read_events
 __all__ = ["EventCache", "StatusCache"]
 
 _SETTLED_NS = 200_000_000
-"""A file younger than this may be replaced within one tick of the file system's clock, and look the same."""
+"""A younger file is not cached: if it is replaced within one tick of the file system's clock, it looks the same."""
 
-_Print = tuple[int, int, int]
+_Fingerprint = tuple[int, int, int]
 
 
 class StatusCache:
-    """The statuses of one folder of runs, as last read. Any number of threads may ask."""
+    """The statuses of one folder of runs, as last read. Safe to use from any number of threads."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[_Print, Status]] = {}
-        self._ended: dict[str, tuple[_Print, Status]] = {}
+        self._known: dict[str, tuple[_Fingerprint, Status]] = {}
+        self._ended: dict[str, tuple[_Fingerprint, Status]] = {}
 
     def read(self, folder: RunFolder) -> Status:
-        """The status on disk; not to be changed by the caller.
+        """Return the status on disk. The caller must not change it.
 
         Raises:
             NotFound, Corrupt: As `Status.read`.
         """
-        return self.known(folder.run_id, f"{folder.path}/status.json") or self._read(folder)
+        return self._unchanged(folder.run_id, f"{folder.path}/status.json") or self._read(folder)
 
-    def known(self, run_id: str, path: str) -> Status | None:
-        """The status that was read before, if the file at `path` is still the same one."""
+    def _unchanged(self, run_id: str, path: str) -> Status | None:
+        """Return the cached status if the file at `path` is unchanged."""
         entry = self._known.get(run_id)
         if entry is None:
             return None
@@ -50,20 +49,20 @@ class StatusCache:
             return None
         return entry[1] if entry[0] == (found.st_ino, found.st_mtime_ns, found.st_size) else None
 
-    def over(self, runs: Path) -> dict[str, Status]:
-        """Runs below the folder that had ended when they were read, and whose files are still the same ones."""
-        same, stat, base = {}, os.stat, f"{runs}/"
+    def unchanged_ended(self, runs: Path) -> dict[str, Status]:
+        """Return the cached statuses of ended runs below the folder whose files are unchanged."""
+        unchanged, stat, base = {}, os.stat, f"{runs}/"
         for run_id, ((inode, changed_ns, size), status) in list(self._ended.items()):
             try:
                 found = stat(f"{base}{run_id}/status.json")
             except OSError:
                 continue
             if found.st_mtime_ns == changed_ns and found.st_ino == inode and found.st_size == size:
-                same[run_id] = status
-        return same
+                unchanged[run_id] = status
+        return unchanged
 
-    def keep_only(self, run_ids: set[str]) -> None:
-        """Forgets the runs that are gone."""
+    def retain(self, run_ids: set[str]) -> None:
+        """Drop all other runs from the cache."""
         if len(self._known) > len(run_ids):
             for run_id in self._known.keys() - run_ids:
                 self._known.pop(run_id, None)
@@ -74,7 +73,7 @@ class StatusCache:
             found = os.stat(folder.status)
         except OSError:
             return Status.read(folder)
-        # What is read after the look is that file or a newer one: a newer one is read again at the next look.
+        # The file that is read now is this one or a newer one; a newer one is read again next time.
         status = Status.read(folder)
         if time.time_ns() - found.st_mtime_ns > _SETTLED_NS:
             entry = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
@@ -95,14 +94,18 @@ class _Events:
 
 
 class EventCache:
-    """The newest events of runs, as last read. Any number of threads may ask."""
+    """The newest events of runs, as last read. Safe to use from any number of threads.
+
+    Args:
+        most: Most events to keep, over all runs.
+    """
 
     def __init__(self, most: int = 20_000) -> None:
         self._known: dict[str, _Events] = {}
         self._most, self._kept = most, 0
 
     def read(self, folder: RunFolder, after: int = 0) -> list[Event]:
-        """Events with a number above `after`, oldest first; not to be changed by the caller.
+        """Return the events with a number above `after`, oldest first. The caller must not change them.
 
         Raises:
             TooNew: A newer version wrote one of them.
@@ -116,7 +119,7 @@ class EventCache:
             known = _Events(found.st_ino, 0, after, [])
         if known.size != found.st_size:
             last = known.events[-1].seq if known.events else known.after
-            # Another list, not a longer one: another thread may be reading the former.
+            # A new list, because another thread may be reading the old one.
             events = [*known.events, *read_events(folder.events, last)]
             known = _Events(found.st_ino, found.st_size, known.after, events)
             self._keep(folder.run_id, known)
@@ -130,5 +133,5 @@ class EventCache:
             try:
                 oldest = self._known.pop(next(iter(self._known)))
             except (KeyError, RuntimeError, StopIteration):
-                return  # another thread does the same
+                return  # another thread removes entries at the same time
             self._kept -= len(oldest.events) + 1

@@ -1,1 +1,1 @@
-"""Who looks at a run while nobody does: findings, budgets, disk, stalls, provenance. Each is a file of its own."""
+"""Watchers observe a run for its keeper: findings, budget, disk, stalls, provenance."""

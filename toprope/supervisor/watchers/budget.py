@@ -1,8 +1,8 @@
-"""Holds a run to its owner's limits, whoever is connected, and writes down what it takes.
+"""Enforces the owner's limits on one run and writes down its use of resources.
 
-What the kernel says is counted: processor time of the keeper and everything below it (of processes that have ended it
-stays with those that waited for them), wall time since the run left the queue, GPUs while it has them, the folder's
-size. At a cap the run is stopped in order, with a last checkpoint.
+The kernel's figures count: processor time of the keeper and everything below it (that of ended processes stays with the
+parent that waited for them), wall time since the run left the queue, GPUs while it has them, the size of its folder. At
+a cap the run is stopped in order, with a last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.limits import UNITS, Cap
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 from toprope.supervisor.runs.orders import StopOrder
+from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 if TYPE_CHECKING:
     import psutil
-
-    from toprope.supervisor.watchers.watcher import RunControl
 
 __all__ = ["BudgetWatcher", "measure_cpu_and_memory"]
 
@@ -35,60 +34,57 @@ _NEAR = 0.9
 _SOURCE = "limits.yaml"
 
 
-class BudgetWatcher:
-    """One run's watcher. See the module."""
+class BudgetWatcher(Watcher):
+    """Measures one run and stops it at its caps."""
 
     holds_limits = True
 
-    def __init__(self, hands: RunControl) -> None:
-        self._hands = hands
-        self._limits = hands.specification.limits
+    def __init__(self, control: RunControl) -> None:
+        self._control = control
+        self._limits = control.specification.limits
         try:
-            self._usage = Usage.read(hands.folder) or Usage()
+            self._usage = Usage.read(control.folder) or Usage()
         except Corrupt:
             self._usage = Usage()
         self._gpus = 0
-        self._seen_at: float | None = None
+        self._counted_at: float | None = None
         self._cpu_s = measure_cpu_and_memory()[0]
-        self._measured = self._weighed = self._written = float("-inf")
-        self._told: set[str] = set()
+        self._measured_at = self._weighed_at = self._written_at = float("-inf")
+        self._recorded: set[str] = set()
 
-    def heard(self, component: str, report: Report) -> None:
-        """Counts steps."""
+    def on_report(self, component: str, report: Report) -> None:
         if isinstance(report, Stepped):
             self._usage.steps = max(self._usage.steps, report.step)
-            self._hold("steps", float(report.step))
+            self._check_cap("steps", float(report.step))
 
-    def looked(self, now: float) -> None:
-        """Measures what is due, and stops the run where it is at a cap."""
+    def on_tick(self, now: float) -> None:
         self._count_time()
-        if now - self._measured >= _MEASURE_EVERY_S:
-            self._measured = now
+        if now - self._measured_at >= _MEASURE_EVERY_S:
+            self._measured_at = now
             self._gpus = self._count_gpus()
             self._count_cpu()
-        if now - self._weighed >= _DISK_EVERY_S:
-            self._weighed = now
-            self._usage.disk_bytes = folder_bytes(self._hands.folder.path)
+        if now - self._weighed_at >= _DISK_EVERY_S:
+            self._weighed_at = now
+            self._usage.disk_bytes = folder_bytes(self._control.folder.path)
         for quantity, used in spent(self._usage).items():
-            self._hold(quantity, used)
-        if now - self._written >= _WRITE_EVERY_S:
-            self._written = now
+            self._check_cap(quantity, used)
+        if now - self._written_at >= _WRITE_EVERY_S:
+            self._written_at = now
             self._write()
 
-    def ended(self) -> None:
-        """The crew is gone: the last account."""
+    def on_end(self) -> None:
         self._count_time()
         self._count_cpu()
-        self._usage.disk_bytes = folder_bytes(self._hands.folder.path)
+        self._usage.disk_bytes = folder_bytes(self._control.folder.path)
         self._write()
 
     def _count_time(self) -> None:
-        """Wall time, and that of GPUs which the run has, since the last look."""
-        started = self._hands.status().started_at is not None
-        last, self._seen_at = self._seen_at, time.monotonic()
+        """Add the wall time since the last call, and the same for each GPU that the run has."""
+        started = self._control.status().started_at is not None
+        last, self._counted_at = self._counted_at, time.monotonic()
         if last is None or not started:
             return
-        passed = self._seen_at - last
+        passed = self._counted_at - last
         self._add(wall_s=passed, gpu_s=passed * self._gpus)
 
     def _count_cpu(self) -> None:
@@ -112,28 +108,29 @@ class BudgetWatcher:
         return (of.cpu_s * limits.cpu_hour_usd + of.gpu_s * (limits.gpu_hour_usd or 0.0)) / 3600
 
     def _count_gpus(self) -> int:
-        """How many the run has to itself: its reservation says."""
-        path = self._hands.folder.path.parent / ".reservations" / f"{self._hands.folder.run_id}.json"
+        """Return the number of GPUs that the run has reserved for itself."""
+        path = self._control.folder.path.parent / ".reservations" / f"{self._control.folder.run_id}.json"
         try:
             entry: dict[str, Any] = read_json(path)
             return len(entry.get("gpus") or ()) if entry.get("granted") else 0
         except (NotFound, Corrupt, AttributeError):
             return 0
 
-    def _hold(self, quantity: str, used: float) -> None:
+    def _check_cap(self, quantity: str, used: float) -> None:
         cap = None if self._limits is None else self._limits.caps.get(quantity)
         if cap is None:
             return
-        steps = quantity == "steps"  # the last one may be done
+        steps = quantity == "steps"  # a run may do its last step
         if used > cap.value or (used == cap.value and not steps):
-            self._tell("budget_spent", quantity, used, cap)
+            self._record("budget_spent", quantity, used, cap)
         elif used >= _NEAR * cap.value and not steps:
-            self._tell("budget_near", quantity, used, cap)
+            self._record("budget_near", quantity, used, cap)
 
-    def _tell(self, rule: str, quantity: str, used: float, cap: Cap) -> None:
-        if f"{rule}:{quantity}" in self._told or f"budget_spent:{quantity}" in self._told:
+    def _record(self, rule: str, quantity: str, used: float, cap: Cap) -> None:
+        """Record a finding, once for each rule and quantity, and stop the run if the budget is spent."""
+        if f"{rule}:{quantity}" in self._recorded or f"budget_spent:{quantity}" in self._recorded:
             return
-        self._told.add(f"{rule}:{quantity}")
+        self._recorded.add(f"{rule}:{quantity}")
         over = rule == "budget_spent"
         what = f"{used:.3g} of {cap.value:.3g} {UNITS[quantity]} ({cap.limit}) are used"
         assert self._limits is not None
@@ -145,39 +142,35 @@ class BudgetWatcher:
             threshold=f"{cap.limit}: {cap.value:g} {UNITS[quantity]}" + (f" ({cap.reason})" if cap.reason else ""),
             source=f"{_SOURCE}: set by {self._limits.source}",
             confidence="high",
-            next="get_results tells what it reached; its checkpoint is kept. The owner sets the limit."
+            next="get_results shows the result so far; the checkpoint is kept. The owner sets the limit."
             if over
             else "Nothing has to be done: at the limit the run is stopped with a checkpoint.",
             step=self._usage.steps or None,
         )
-        self._hands.event("finding", **finding.model_dump(mode="json"))
+        self._control.record_event("finding", **finding.model_dump(mode="json"))
         if over:
             why = f" Reason: {cap.reason}" if cap.reason else ""
-            self._hands.stop(
-                StopOrder(
-                    reason=f"The limit {cap.limit} of {cap.value:g} {UNITS[quantity]} is reached, set by "
-                    f"{self._limits.source}.{why}"
-                )
-            )
+            limit = f"{cap.limit} of {cap.value:g} {UNITS[quantity]}"
+            self._control.stop(StopOrder(reason=f"The limit {limit} is reached, set by {self._limits.source}.{why}"))
 
     def _write(self) -> None:
         self._usage.at = time.time()
         try:
-            self._usage.write(self._hands.folder)
+            self._usage.write(self._control.folder)
         except OSError:
-            return  # a full disk has its own watcher; the next time may do
+            return  # the disk watcher handles a full disk; the next write may succeed
 
 
 def measure_cpu_and_memory() -> tuple[float, int]:
-    """Processor seconds of this process and everything below it, ended processes included, and the bytes that those
-    which live have in memory now."""
+    """Return the processor seconds of this process and everything below it, ended processes included, and the resident
+    bytes of the live processes below it."""
     import psutil
 
     me = psutil.Process()
     own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = own.ru_utime + own.ru_stime + reaped.ru_utime + reaped.ru_stime
     memory = 0
-    for process in _below(me):
+    for process in _descendants(me):
         try:
             with process.oneshot():
                 times = process.cpu_times()
@@ -189,7 +182,7 @@ def measure_cpu_and_memory() -> tuple[float, int]:
     return seconds, memory
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
     import psutil
 
     try:

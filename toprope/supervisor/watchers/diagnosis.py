@@ -1,13 +1,12 @@
-"""Diagnoses a run while it goes on: feeds its steps to `toprope.analysis.findings` and tells what the rules say.
+"""Diagnoses a run while it goes on: passes its steps to `toprope.analysis.findings` and records the findings.
 
-Warnings and worse are events; the status holds everything that is open, notes as well, which nobody needs to be woken
-for. An attempt that goes on begins with what the rows on disk taught, so that nothing is told twice.
+Warnings and critical findings become events. The status holds every open finding, also notes, which need no attention.
+A resumed attempt first reads the rows on disk, so that no finding is recorded twice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import ranked, severity
@@ -16,101 +15,95 @@ from toprope.analysis.findings.standstill import standstill
 from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
 from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Finding
-
-if TYPE_CHECKING:
-    from toprope.supervisor.watchers.watcher import RunControl
+from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 __all__ = ["DiagnosisWatcher"]
 
 
-class DiagnosisWatcher:
-    """The watcher of findings; see `toprope.supervisor.watchers`."""
+class DiagnosisWatcher(Watcher):
+    """Records the findings of one run."""
 
-    def __init__(self, hands: RunControl) -> None:
-        self._hands, self._config = hands, hands.specification.config
+    def __init__(self, control: RunControl) -> None:
+        self._control, self._config = control, control.specification.config
         self._diagnosis = Diagnosis(self._config)
-        self._stands: Finding | None = None
+        self._standstill: Finding | None = None
         self._failed_groups = FailedGroups()
-        self._lost: Finding | None = None
+        self._failing: Finding | None = None
         self._step = 0
         self._dropped: Counter[str] = Counter()
-        """Groups dropped up to the last step, by reason."""
+        """Groups dropped before the first counts after the last step, by reason."""
         self._counted = False
-        before = hands.status().evaluations.get("before", {}).get("accuracy")
+        before = control.status().evaluations.get("before", {}).get("accuracy")
         self._accuracy: float | None = before
-        if hands.status().attempt > 1:
-            for row in read_history(hands.folder.metrics).rows:
+        if control.status().attempt > 1:
+            for row in read_history(control.folder.metrics).rows:
                 self._diagnosis.see(row)
                 self._step = self._diagnosis.history.step
-            self._show()
+            self._show_open()
 
-    def heard(self, component: str, report: Report) -> None:
-        """See `Watcher.heard`."""
+    def on_report(self, component: str, report: Report) -> None:
         match report:
             case Stepped():
-                self._stepped(report)
+                self._check_step(report)
             case CountsReport():
-                self._count(report)
+                self._check_counts(report)
             case Making():
-                self._made(report)
+                self._check_groups(report)
             case Evaluated() if report.label == "before":
                 self._accuracy = report.summary.get("accuracy")
             case _:
                 pass
 
-    def looked(self, now: float) -> None:
-        """See `Watcher.looked`: what rows and accounts do not show is another watcher's."""
+    def _check_groups(self, report: Making) -> None:
+        """Record that groups fail: when it begins, when it gets worse, and when it is over."""
+        now, before = self._failed_groups.take(report.begun, report.given_up, report.errors), self._failing
+        if now is not None and (before is None or severity(now.level) > severity(before.level)):
+            self._failing = now.model_copy(update={"step": self._step})
+            self._record([self._failing])
+        elif now is None and before is not None:
+            self._failing = None
+            self._record([before.model_copy(update={"level": "over", "next": "", "step": self._step})])
 
-    def _made(self, report: Making) -> None:
-        """Tells of groups that come to nothing when that begins, when it gets worse, and when it is over."""
-        now, told = self._failed_groups.take(report.begun, report.given_up, report.errors), self._lost
-        if now is not None and (told is None or severity(now.level) > severity(told.level)):
-            self._lost = now.model_copy(update={"step": self._step})
-            self._tell([self._lost])
-        elif now is None and told is not None:
-            self._lost = None
-            self._tell([told.model_copy(update={"level": "over", "next": "", "step": self._step})])
-
-    def _stepped(self, report: Stepped) -> None:
+    def _check_step(self, report: Stepped) -> None:
         self._step = report.step
-        told = self._diagnosis.see({"step": report.step} | report.values)
+        findings = self._diagnosis.see({"step": report.step} | report.values)
         self._counted = False
-        if self._stands is not None:
-            told.append(self._stands.model_copy(update={"level": "over", "next": "", "step": report.step}))
-            self._stands = None
-        self._tell(told)
+        if self._standstill is not None:
+            findings.append(self._standstill.model_copy(update={"level": "over", "next": "", "step": report.step}))
+            self._standstill = None
+        self._record(findings)
 
-    def _count(self, report: CountsReport) -> None:
+    def _check_counts(self, report: CountsReport) -> None:
         dropped = Counter({reason: int(count) for reason, count in report.counts.get("dropped", {}).items()})
-        if not self._counted:  # the first account after a step is what further ones are held against
+        if not self._counted:  # later counts are compared with the first ones after a step
             self._dropped, self._counted = dropped, True
             return
-        if self._stands is None:
+        if self._standstill is None:
             since = dropped - self._dropped
-            self._stands = standstill(since, self._config, step=self._step, accuracy=self._accuracy)
-            if self._stands is not None:
-                self._tell([self._stands])
+            self._standstill = standstill(since, self._config, step=self._step, accuracy=self._accuracy)
+            if self._standstill is not None:
+                self._record([self._standstill])
 
-    def _tell(self, told: list[Finding]) -> None:
-        for finding in told:
+    def _record(self, findings: list[Finding]) -> None:
+        for finding in findings:
             if severity(finding.level) != 1 and not self._was_note(finding):
                 finding = self._with_kinds(finding)
-                self._hands.event("finding", **finding.model_dump(mode="json"))
-        if told:
-            self._show()
+                self._control.record_event("finding", **finding.model_dump(mode="json"))
+        if findings:
+            self._show_open()
 
     def _was_note(self, finding: Finding) -> bool:
-        """Whether something is over of which no event told."""
-        known = [one for one in self._hands.status().findings if one.rule == finding.rule]
+        """True if a finding is over that was never recorded as an event."""
+        known = [one for one in self._control.status().findings if one.rule == finding.rule]
         return finding.level == "over" and all(one.level == "note" for one in known)
 
-    def _show(self) -> None:
-        others = [finding for finding in (self._stands, self._lost) if finding is not None]
+    def _show_open(self) -> None:
+        others = [finding for finding in (self._standstill, self._failing) if finding is not None]
         opened = [self._with_kinds(finding) for finding in self._diagnosis.open]
-        self._hands.update(findings=ranked([*others, *opened]))
+        self._control.update(findings=ranked([*others, *opened]))
 
     def _with_kinds(self, finding: Finding) -> Finding:
-        """Errors of the scorer with their kinds, which the trainer's rows do not tell."""
+        """Add the kinds of scorer errors, which the trainer's rows do not have."""
         kinds = self._failed_groups.kinds()
         if finding.rule != "scorer_errors" or not kinds:
             return finding

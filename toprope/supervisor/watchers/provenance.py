@@ -1,7 +1,7 @@
-"""Writes a run's manifest: what can be known at its start, then what policy and environment turn out to be.
+"""Writes a run's manifest: its inputs as known at the start, then the policy and environment as they were loaded.
 
-It hashes files and asks git, which may take a moment, so it does so in a thread of its own: a run never waits for its
-manifest, and one that cannot be written costs a warning.
+Hashing files and asking git may take a moment, so a thread of its own does it: a run never waits for its manifest, and
+a manifest that cannot be written costs only a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import toprope
 from toprope.analysis.reproduction import differing_inputs
@@ -37,14 +37,12 @@ from toprope.records.run.manifest import (
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.settings.environment import members_of
 from toprope.supervisor.capacity.budget_ledger import gpu_names
-
-if TYPE_CHECKING:
-    from toprope.supervisor.watchers.watcher import RunControl
+from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 __all__ = ["CHANGES", "ProvenanceWatcher", "collect_manifest", "hash_policy"]
 
 CHANGES = "toprope.diff"
-"""In the run folder: how the code differed from its commit."""
+"""File in the run folder with the differences between the code and its commit."""
 _LIBRARIES = (
     "torch", "transformers", "trl", "peft", "accelerate", "safetensors", "tokenizers", "datasets", "numpy", "msgspec",
     "pydantic",
@@ -57,76 +55,74 @@ _GIT_TIMEOUT_S = 15.0
 _LAST_WAIT_S = 3.0
 
 
-class ProvenanceWatcher:
-    """The watcher that keeps the manifest."""
+class ProvenanceWatcher(Watcher):
+    """Writes the manifest of one run."""
 
-    def __init__(self, hands: RunControl) -> None:
-        self._hands = hands
+    def __init__(self, control: RunControl) -> None:
+        self._control = control
         self._work: queue.SimpleQueue[Callable[[Manifest], None] | None] = queue.SimpleQueue()
         self._failed: str | None = None
         self._loaded: set[str] = set()
-        self._attempt = hands.status().attempt
+        self._attempt = control.status().attempt
         self._thread = threading.Thread(target=self._run, name="manifest", daemon=True)
         self._thread.start()
 
-    def heard(self, component: str, report: Report) -> None:
-        """Policy and environment say what they are."""
+    def on_report(self, component: str, report: Report) -> None:
         if component == "policy" and isinstance(report, Ready) and report.address:
             folder = Path(report.address)
-            self._work.put(lambda manifest: self._policy(manifest, folder))
+            self._work.put(lambda manifest: self._add_policy(manifest, folder))
         if component == "environment" and isinstance(report, Checked):
             versions = dict(report.detail.get("versions") or {})
-            self._work.put(lambda manifest: self._environment(manifest, versions))
+            self._work.put(lambda manifest: self._add_versions(manifest, versions))
 
-    def looked(self, now: float) -> None:
-        """Says once that something went wrong."""
+    def on_tick(self, now: float) -> None:
         if self._failed:
-            said, self._failed = self._failed, None
-            self._hands.event("warning", what=f"the manifest could not be written: {said}")
+            error, self._failed = self._failed, None
+            self._control.record_event("warning", what=f"the manifest could not be written: {error}")
 
-    def ended(self) -> None:
-        """Lets what is at hand be written, if that takes no longer than a moment: a run may be over in no time."""
+    def on_end(self) -> None:
+        # A short run may end before its manifest is complete: wait a moment for the thread.
         self._work.put(None)
         self._thread.join(_LAST_WAIT_S)
-        self.looked(0.0)
+        self.on_tick(0.0)
 
-    def _policy(self, manifest: Manifest, folder: Path) -> None:
+    def _add_policy(self, manifest: Manifest, folder: Path) -> None:
         manifest.policy = hash_policy(manifest.policy.model, folder)
         self._loaded.add("policy")
 
-    def _environment(self, manifest: Manifest, versions: dict[str, Any]) -> None:
+    def _add_versions(self, manifest: Manifest, versions: dict[str, Any]) -> None:
         manifest.environment.versions = {str(name): str(version) for name, version in sorted(versions.items())}
         self._loaded.add("environment")
 
     def _run(self) -> None:
-        folder = self._hands.folder
+        folder = self._control.folder
         try:
             first = Manifest.read(folder) if self._attempt > 1 else None
-            manifest = collect_manifest(folder, self._hands.specification)
+            manifest = collect_manifest(folder, self._control.specification)
             while True:
                 self._write(folder, manifest, first)
                 if (work := self._work.get()) is None:
                     return
                 work(manifest)
                 manifest.complete = self._loaded >= {"policy", "environment"}
-        except Exception as error:  # whatever git, a disk or a damaged file does, the run goes on
+        except Exception as error:  # an error of git, the disk or a damaged file must not end the run
             if folder.path.is_dir():
                 self._failed = f"{type(error).__name__}: {error}"
 
     def _write(self, folder: RunFolder, manifest: Manifest, first: Manifest | None) -> None:
         if first is None:
             manifest.write(folder)
-        elif manifest.complete:  # before that, what has not loaded yet would look different
+        elif manifest.complete:  # before that, inputs that have not loaded yet would look different
             differing = differing_inputs(first.inputs, manifest.inputs)
             later = {**first.later_attempts, str(self._attempt): differing}
             first.model_copy(update={"later_attempts": later}).write(folder)
 
 
 def collect_manifest(folder: RunFolder, specification: Specification) -> Manifest:
-    """What is known of a run before anything of it has loaded.
+    """Collect the inputs of a run that are known before policy and environment have loaded.
 
     Args:
-        folder: Where the difference to the commit is put, if there is one.
+        folder: Gets the file with the differences between the code and its commit, if there are any.
         specification: The run's.
     """
     config = specification.config
@@ -159,12 +155,12 @@ def _dataset(source: DatasetSource) -> DatasetInputs:
 
 
 def hash_policy(model: str, folder: Path) -> Policy:
-    """What a placed policy is, by its files; beyond 4 GB by their names and sizes, and the folder's own name, which is
+    """Hash the files of a policy. Above 4 GB only their names and sizes are hashed, and the folder's own name, which is
     the commit in the Hub's cache.
 
     Args:
-        model: As the configuration names it.
-        folder: Where it was put.
+        model: Its name in the configuration.
+        folder: Holds its files.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     total = sum(path.stat().st_size for path in files)
@@ -221,7 +217,7 @@ def _code(folder: RunFolder) -> Code:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git says of our own checkout; None where it does not. It takes no lock there."""
+    """Return the output of a git command in our own checkout, None if it fails. Takes no lock there."""
     command = ["git", "-C", str(_ROOT), "-c", "core.fsmonitor=false", *arguments]
     variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
@@ -234,7 +230,7 @@ def _git(*arguments: str) -> bytes | None:
 
 
 def _mixture(specification: Specification) -> dict[str, EnvironmentInputs]:
-    """The others beside the selected environment, by label."""
+    """The other environments of a mixture, by label."""
     plans = members_of(specification.config.environment)[1:]
     return {
         plan.label: _environment(source, plan.section.knobs)
@@ -262,7 +258,7 @@ def _environment(source: EnvironmentSource, knobs: Mapping[str, Any]) -> Environ
 
 
 def _installed_in(interpreter: str | None) -> dict[str, str]:
-    """Versions of everything in an interpreter of the environment's own, as far as its folders tell."""
+    """Versions of the packages in the environment's own interpreter, as far as its folders show them."""
     site = site_packages_of(interpreter) if interpreter else None
     return packages_in(site) if site is not None else {}
 

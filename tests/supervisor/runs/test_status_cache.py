@@ -1,4 +1,4 @@
-"""Statuses that are remembered: what was read before is not read again, and what changed always is."""
+"""The caches return unchanged statuses and events without reading them again."""
 
 import os
 import time
@@ -30,32 +30,33 @@ def age(folder):
     os.utime(folder.status, (long_ago, long_ago))
 
 
-def test_a_status_is_read_once_until_its_file_is_another(tmp_path):
-    folder, seen = made(tmp_path), StatusCache()
+def test_status_is_read_again_only_after_change(tmp_path):
+    folder, cache = made(tmp_path), StatusCache()
     age(folder)
-    first = seen.read(folder)
-    assert seen.read(folder) is first
+    first = cache.read(folder)
+    assert cache.read(folder) is first
     step(folder, 7)
-    assert seen.read(folder).progress["step"] == 7
+    assert cache.read(folder).progress["step"] == 7
 
 
-def test_what_was_just_written_is_not_trusted_to_stay(tmp_path):
-    folder, seen = made(tmp_path), StatusCache()
-    assert seen.read(folder) is not seen.read(folder)
+def test_recent_status_is_not_cached(tmp_path):
+    folder, cache = made(tmp_path), StatusCache()
+    assert cache.read(folder) is not cache.read(folder)
 
 
-def test_what_is_gone_is_forgotten_and_said_to_be(tmp_path):
-    folder, seen = made(tmp_path), StatusCache()
+def test_removed_run_is_forgotten(tmp_path):
+    folder, cache = made(tmp_path, state="stopped", ended_at=2.0), StatusCache()
     age(folder)
-    seen.read(folder)
+    cache.read(folder)
+    assert list(cache.unchanged_ended(tmp_path)) == [RUN]
+    cache.retain(set())
+    assert cache.unchanged_ended(tmp_path) == {}
     folder.status.unlink()
     with pytest.raises(NotFound):
-        seen.read(folder)
-    seen.keep_only(set())
-    assert seen._known == {}
+        cache.read(folder)
 
 
-def test_runs_that_ended_are_listed_without_reading_them_again_and_resumed_ones_anew(tmp_path, monkeypatch):
+def test_ended_runs_are_listed_from_cache(tmp_path, monkeypatch):
     shop, launcher = make_workshop(tmp_path)
     folders = [made(shop.runs.path, f"run-{n}", "stopped", ended_at=float(n)) for n in range(3)]
     for folder in folders:
@@ -74,43 +75,46 @@ def test_runs_that_ended_are_listed_without_reading_them_again_and_resumed_ones_
     launcher.close()
 
 
-def test_events_are_read_on_from_those_that_are_known(tmp_path, monkeypatch):
-    folder, seen = made(tmp_path), EventCache()
+def test_only_new_events_are_read(tmp_path, monkeypatch):
+    folder, cache = made(tmp_path), EventCache()
     log = EventLog(folder)
     for number in range(4):
         log.append("evaluation", label=str(number))
-    assert [event.seq for event in seen.read(folder, 2)] == [3, 4]
+    assert [event.seq for event in cache.read(folder, 2)] == [3, 4]
     asked = []
     read = module.read_events
     monkeypatch.setattr(module, "read_events", lambda path, after: asked.append(after) or read(path, after))
-    assert [event.seq for event in seen.read(folder, 3)] == [4]
+    assert [event.seq for event in cache.read(folder, 3)] == [4]
     assert asked == []
     log.append("end")
-    assert [event.seq for event in seen.read(folder, 3)] == [4, 5]
-    assert [event.seq for event in seen.read(folder)] == [1, 2, 3, 4, 5]
+    assert [event.seq for event in cache.read(folder, 3)] == [4, 5]
+    assert [event.seq for event in cache.read(folder)] == [1, 2, 3, 4, 5]
     assert asked == [4, 0]
 
 
-def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path):
-    folder, seen = made(tmp_path), EventCache()
+def test_half_written_event_is_read_when_complete(tmp_path):
+    folder, cache = made(tmp_path), EventCache()
     log = EventLog(folder)
     log.append("evaluation")
     line = log.append("finding", what="x").model_dump_json() + "\n"
     whole = folder.events.read_bytes()
     folder.events.write_bytes(whole[: -len(line) // 2])
-    assert [event.seq for event in seen.read(folder)] == [1]
+    assert [event.seq for event in cache.read(folder)] == [1]
     with folder.events.open("ab") as file:
         file.write(whole[-len(line) // 2 :])
-    assert [event.seq for event in seen.read(folder)] == [1, 2]
+    assert [event.seq for event in cache.read(folder)] == [1, 2]
 
 
-def test_no_more_events_are_kept_than_there_is_room_for(tmp_path):
-    seen = EventCache(most=10)
+def test_event_cache_is_bounded(tmp_path, monkeypatch):
+    cache, reads, read = EventCache(most=10), [], module.read_events
+    monkeypatch.setattr(module, "read_events", lambda path, after: reads.append(path) or read(path, after))
     folders = [made(tmp_path, f"run-{n}") for n in range(6)]
     for folder in folders:
         log = EventLog(folder)
         for _ in range(3):
             log.append("evaluation")
-        assert len(seen.read(folder)) == 3
-    assert sum(len(known.events) + 1 for known in seen._known.values()) <= 10
-    assert all(len(seen.read(folder)) == 3 for folder in folders)
+        assert len(cache.read(folder)) == 3
+    reads.clear()
+    assert all(len(cache.read(folder)) == 3 for folder in reversed(folders))
+    # Each run takes four places, so that two of six stay in the cache.
+    assert len(reads) == 4

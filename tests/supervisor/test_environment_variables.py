@@ -52,7 +52,7 @@ def made(tmp_path):
     return make
 
 
-def test_only_what_programs_need_is_passed_on(made, tmp_path):
+def test_component_variables_follow_allow_list(made, tmp_path):
     variables = made("api")
     assert variables["PATH"] == "/bin" and variables["LC_ALL"] == "C" and variables["HF_HOME"] == "/cache"
     assert not {"AWS_SECRET_ACCESS_KEY", "LD_PRELOAD", "TOPROPE_HOME", "HF_TOKEN", "WANDB_API_KEY"} & set(variables)
@@ -63,7 +63,7 @@ def test_only_what_programs_need_is_passed_on(made, tmp_path):
 
 
 @pytest.mark.parametrize("owners", [{}, {ALL_COMPONENTS: {"HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}}])
-def test_a_key_goes_to_the_one_that_uses_it(made, owners):
+def test_key_reaches_only_the_component_that_uses_it(made, owners):
     surroundings = SURROUNDINGS if not owners else {}
     keys = {
         name: {key for key in ("HF_TOKEN", "WANDB_API_KEY") if key in made(name, owners, surroundings)}
@@ -79,21 +79,21 @@ def test_a_key_goes_to_the_one_that_uses_it(made, owners):
     assert "WANDB_API_KEY" not in made("trainer", owners, surroundings, wandb="offline")
 
 
-def test_the_owner_may_name_more_for_everyone_and_for_one(made):
+def test_owner_variables_for_all_and_for_one_component(made):
     owners = {ALL_COMPONENTS: {"CUDA_VISIBLE_DEVICES": "1"}, "environment": {"HF_TOKEN": "own", "JUDGE_KEY": "j"}}
     assert made("environment", owners)["HF_TOKEN"] == "own"
     assert made("environment", owners)["JUDGE_KEY"] == "j" and "JUDGE_KEY" not in made("trainer", owners)
     assert all(made(name, owners)["CUDA_VISIBLE_DEVICES"] == "1" for name in ("trainer", "environment"))
 
 
-def test_the_keeper_gets_the_owners_variables_and_no_member_their_packet(made):
+def test_keeper_variables_carry_owner_variables(made):
     keeper = keeper_variables({"trainer": {"A": "1"}}, SURROUNDINGS)
     assert decode_owner_variables(keeper) == {"trainer": {"A": "1"}}
     assert "AWS_SECRET_ACCESS_KEY" not in keeper and keeper["HF_TOKEN"] == "hf"
     assert not any("OWNERS" in name for name in made("trainer", surroundings=keeper))
 
 
-def test_user_code_gets_the_keys_that_are_named_for_it_and_no_others():
+def test_worker_variables_hold_only_named_keys():
     owners = {
         ALL_COMPONENTS: {"PLAIN": "1", "HF_TOKEN": "hf", "WANDB_API_KEY": "wb"},
         "environment": {"JUDGE_KEY": "j"},
@@ -102,7 +102,7 @@ def test_user_code_gets_the_keys_that_are_named_for_it_and_no_others():
     assert worker_variables({"environment": {"HF_TOKEN": "own"}}) == {"HF_TOKEN": "own"}
 
 
-def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp_path):
+def test_temporary_folder_is_short_enough_for_sockets(tmp_path):
     specification = RunHarness(tmp_path).specification()
     made = {
         name: component_variables(
@@ -121,7 +121,7 @@ def test_temporary_files_go_with_the_run_unless_a_socket_would_not_fit_there(tmp
     assert made[f"{'x' * 80}/deep"]["TMPDIR"] == "/tmp"
 
 
-def test_a_run_that_lies_deep_has_a_link_to_its_temporary_files_and_takes_it_along():
+def test_link_to_temporary_folder_is_removed_with_the_run():
     with tempfile.TemporaryDirectory(dir="/tmp") as runs:
         folder = RunFolder.create(Path(runs), "r" * 64)
         folder.make_temporary()
@@ -132,7 +132,7 @@ def test_a_run_that_lies_deep_has_a_link_to_its_temporary_files_and_takes_it_alo
         assert os.listdir(runs) == [folder.run_id] and not folder.crew.exists()
 
 
-def test_a_run_sees_the_gpus_it_has_and_learns_what_it_goes_on_from(tmp_path):
+def test_component_variables_set_gpus_and_checkpoint(tmp_path):
     def made(**given):
         return component_variables(
             "trainer",

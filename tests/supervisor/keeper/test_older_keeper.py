@@ -8,16 +8,9 @@ import sys
 import pytest
 
 from tests.support import older_keeper
-from tests.support.run_harness import RunHarness, ended, eventually
+from tests.support.run_harness import ended, eventually
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.lock import is_held
-
-
-@pytest.fixture
-def harness(tmp_path):
-    made = RunHarness(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -32,7 +25,7 @@ def kept(harness):
     keeper.stdout.close()
 
 
-def test_an_older_keeper_is_seen_listed_followed_and_stopped(harness, kept):
+def test_older_keeper_is_listed_followed_and_stopped(harness, kept):
     folder, keeper = kept
     runs = harness.runs()
     eventually(lambda: runs.status(folder.run_id).progress["step"] > 3)
@@ -45,7 +38,7 @@ def test_an_older_keeper_is_seen_listed_followed_and_stopped(harness, kept):
     keeper.wait(20)
 
 
-def test_an_older_keeper_that_is_killed_leaves_a_run_that_goes_on_under_this_version(harness, kept):
+def test_run_of_killed_older_keeper_can_be_resumed(harness, kept):
     folder, keeper = kept
     keeper.kill()
     keeper.wait()
@@ -56,4 +49,4 @@ def test_an_older_keeper_that_is_killed_leaves_a_run_that_goes_on_under_this_ver
     harness.started.append(folder)
     assert runs.resume(folder.run_id).attempt == 2
     assert ended(runs, folder).state == "completed"
-    harness.nothing_left(folder)
+    harness.check_nothing_left(folder)
