@@ -15,6 +15,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
+from toprope.supervisor.keeper.logs import read_page
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
@@ -40,6 +41,9 @@ class StandInLauncher:
         become(folder, "stopping")
         become(folder, "stopped", ended_at=time.time())
         self.leave(folder.run_id)
+
+    def logs(self, folder, component, **page):
+        return read_page(folder.log(component), **page)
 
     def leave(self, run_id):
         os.close(self.held.pop(run_id))

@@ -11,7 +11,7 @@ from anyio import to_thread
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import secret_values
-from toprope.supervisor.keeper.logs import LogPage, read_page
+from toprope.supervisor.keeper.logs import LogPage
 from toprope_tools.answers import base as answers
 from toprope_tools.answers.base import TOKEN_BUDGET, Answer, call
 
@@ -57,7 +57,7 @@ async def read_logs(
     secrets = secret_values(os.environ, *workshop.settings().variables.values())
 
     def look(count: int) -> LogPage:
-        return read_page(folder.log(component), lines=count, before=before, secrets=secrets)
+        return workshop.runs.read_log(run_id, component, lines=count, before=before, secrets=secrets)
 
     found = await to_thread.run_sync(look, lines)
     shown, start = found.lines, found.start
