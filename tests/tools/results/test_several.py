@@ -27,11 +27,11 @@ def test_a_step_and_a_level_stand_in_the_status_and_a_level_is_an_event(tmp_path
               "environments/words/reward": 2.0, "environments/words/errors": 3.0}  # fmt: skip
 
     async def run() -> Status:
-        life = StatusWriter(folder, status)
-        life.levelled(Leveled("gym/sums", "digits", 1, 3, 4, 30, 32, 120))
-        life.stepped(Stepped(121, 200, values))
-        life.write()
-        return life.status
+        writer = StatusWriter(folder, status)
+        writer.show_level(Leveled("gym/sums", "digits", 1, 3, 4, 30, 32, 120))
+        writer.show_step(Stepped(121, 200, values))
+        writer.write()
+        return writer.status
 
     now = asyncio.run(run())
     assert now.curricula == {"gym/sums": {"knob": "digits", "value": 4, "level": 1, "levels": 3}}
