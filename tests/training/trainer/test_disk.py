@@ -17,7 +17,6 @@ import pytest
 from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, small_run_config
 from tests.support.training_api_server import SECRET, Served, group, marks, served
 from toprope.errors import Corrupt, DiskFull
-from toprope.records.journal import journal as records_journal
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RunFolder
@@ -39,7 +38,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return writev(descriptor, parts)
 
-    monkeypatch.setattr(records_journal.os, "writev", maybe)
+    monkeypatch.setattr(os, "writev", maybe)
     return event
 
 

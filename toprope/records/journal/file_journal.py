@@ -130,7 +130,7 @@ class FileJournal:
 
     def read(self, seq: int) -> bytes:
         if not self.first <= seq <= self.last:
-            removed = " Earlier groups are before a checkpoint and no longer available." if self._base else ""
+            removed = " Earlier ones are removed or skipped, because a checkpoint has them." if self._base else ""
             raise NotFound(
                 f"The journal holds no group {seq}.",
                 hint=f"Groups are numbered {self.first} to {self.last}.{removed}",
