@@ -86,9 +86,9 @@ def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
         ({"path": "sums.jsonl", "prompt": "qq", "reference": "sum"}, "'qq'. Did you mean 'q'? Columns: q, sum, note"),
         ({"path": "sums.jsonl", "prompt": "{q} {z}", "reference": "sum"}, "no column 'z'"),
         ({"path": "sums.jsonl", "prompt": "q", "reference": "total"}, "Knob 'reference'"),
-        ({"path": "torn.jsonl"}, "torn.jsonl, line 2: no JSON"),
+        ({"path": "torn.jsonl"}, "torn.jsonl, line 2: not JSON"),
         ({"path": "empty.jsonl"}, "holds no rows"),
-        ({"path": "notes.txt"}, "of no kind that can be read: .jsonl"),
+        ({"path": "notes.txt"}, "has no supported suffix: .jsonl"),
         ({"path": "missing.csv"}, "There are: empty.jsonl, sums.jsonl, torn.jsonl"),
         ({"path": "hf:../etc"}, "no id of a data set"),
         ({"extract": "pattern"}, "needs extract_pattern"),
@@ -110,7 +110,7 @@ def test_only_files_that_the_owner_allows_are_read(tmp_path: Path) -> None:
     secret.write_text('{"prompt": "p", "answer": "a"}\n')
     (allowed / "link.jsonl").symlink_to(secret)
     for path in (str(secret), "../other/secret.jsonl", "link.jsonl"):
-        with pytest.raises(InvalidRequest, match="no file below the folders that the owner allows"):
+        with pytest.raises(InvalidRequest, match="not a file below the folders that the owner allows"):
             opened(allowed, path=path)
     named = configure(make(target(allowed, files=[str(secret)], knobs={"path": str(secret)})))
     assert [task.reference for task in named.tasks()] == ["a"]
@@ -215,7 +215,7 @@ def test_options_are_put_below_the_question_and_solutions_are_tried(tmp_path: Pa
     assert task.messages[0]["content"] == "Capital of France?\nA. Rome\nB. Paris"
     assert scored(quiz, task, "B").success and scored(quiz, task, "Paris").success
     assert not scored(quiz, task, "A").success
-    with pytest.raises(InvalidRequest, match="Row 2: the options"):
+    with pytest.raises(InvalidRequest, match="Row 2: options"):
         next(tasks)
     (tmp_path / "code.jsonl").write_text(
         json.dumps({"prompt": "inc", "tests": ["assert inc(1) == 2"], "solution": "inc = lambda x: x + 1"}) + "\n"

@@ -292,7 +292,7 @@ class Collects:
     [
         ([0.5, -1.0], [{"score": -1.0}, {}, {"score": 0.5}], "scored no sequence"),
         ([7.0, 1.0], [{"score": 1.0}, {}, {}], "reward_low and reward_high"),
-        (None, [{}, {}, {}], "left the group out"),
+        (None, [{}, {}, {}], "dropped the group"),
     ],
 )
 def test_atropos_scores_find_their_rollouts(scores: Any, parts: list[Any], said: str) -> None:

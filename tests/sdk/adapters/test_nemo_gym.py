@@ -177,8 +177,8 @@ def test_an_answer_that_was_cut_off_is_incomplete(gym: Gym, tmp_path: Path) -> N
     ("path", "answer", "said"),
     [
         ("/verify", (500, "boom"), "/verify answered 500: boom"),
-        ("/verify", (200, "<html>"), "/verify answered no JSON"),
-        ("/verify", (200, {"score": 1}), "/verify answered no reward"),
+        ("/verify", (200, "<html>"), "/verify did not answer with JSON"),
+        ("/verify", (200, {"score": 1}), "/verify returned no reward"),
         ("/verify", (200, {"reward": 3}), "/verify gave 3, beyond 0 to 1"),
         ("/verify", (200, {"reward": 0, "mask_sample": True, "failure_reason": "judge is out"}), "judge is out"),
     ],
@@ -211,9 +211,9 @@ def test_a_server_that_is_not_there_or_too_slow_is_named(gym: Gym, tmp_path: Pat
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ({"url": "ftp://x"}, "no address of a server"),
-        ({"url": "http://x:y"}, "no address of a server"),
-        ({"rows": "absent.jsonl"}, "there is no file 'absent.jsonl'"),
+        ({"url": "ftp://x"}, "not a server address"),
+        ({"url": "http://x:y"}, "not a server address"),
+        ({"rows": "absent.jsonl"}, "no file 'absent.jsonl'"),
         ({"timeout_s": 0}, "timeout_s must be"),
         ({"colour": 1}, "The target of nemo_gym has no 'colour'"),
     ],
@@ -242,6 +242,6 @@ def test_inputs_of_every_kind_become_messages_or_an_error(gym: Gym, tmp_path: Pa
     assert '"name": "increment", "arguments": {"by": 1}' in first[2]["content"]
     assert say(service, [a, "x"])[0]["outcome"]["error"] is None
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
-    for bad, said in (({"input": image}, "no text"), ({}, "has no responses_create_params with an input")):
+    for bad, said in (({"input": image}, "other than text"), ({}, "has no responses_create_params with an input")):
         with pytest.raises(Exception, match=said):
             begun(opened(gym, tmp_path, [row(1, responses_create_params=bad)]), 1)

@@ -62,7 +62,7 @@ def test_the_range_is_declared_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [("nan", "nan, which is not finite"), ("none", "None, which is no number"), ("text", "'1'")]
+    ("answer", "said"), [("nan", "nan, which is not finite"), ("none", "None, which is not a number"), ("text", "'1'")]
 )
 def test_what_is_no_number_is_the_rollouts_error(tmp_path: Path, answer: str, said: str) -> None:
     assert said in outcome(tmp_path, answer, function="odd").error
@@ -83,7 +83,7 @@ def test_wrong_targets_say_what_is_right(tmp_path: Path, target: dict[str, Any],
     with pytest.raises(Exception, match=".") as caught:
         outcome(tmp_path, "x", **target)
     assert said in str(caught.value)
-    assert "wants 'missing', which is no column" in outcome(tmp_path, "x", function="asks").error
+    assert "wants 'missing', which is not a column" in outcome(tmp_path, "x", function="asks").error
 
 
 def test_a_target_that_is_no_object_is_an_error() -> None:

@@ -1,11 +1,11 @@
-"""Environments of Atropos (`atroposlib.envs.base.BaseEnv`), played directly: no API between, no process of their own.
+"""Environments of Atropos (`atroposlib.envs.base.BaseEnv`), called directly in the worker.
 
 The target is a user's file with the class, `/path/environment.py:Class`. Its `collect_trajectories` (or
-`collect_trajectory` and what it is made of) is called for each item, with a server in place of its own that leads to
-the policy; the scores that come back are the reward. The other way stays: the environment's own `serve` command
-against the trajectory API, see docs/trajectory-api.md.
+`collect_trajectory`) is called for each item, with a server object that leads to the policy; the returned scores are
+the reward. The alternative is the environment's own `serve` command against the trajectory API, see
+docs/trajectory-api.md.
 
-Atropos gives out items one after the other and has no way back to one: the first `items` of them are the tasks.
+Atropos hands out items in sequence without random access, so the first `items` of them are the tasks.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _LONGEST_ITEM = 4000
 
 @dataclass
 class AtroposKnobs:
-    """What an Atropos environment can be told."""
+    """Knobs of an Atropos environment."""
 
-    tokenizer: str = knob("", help="name or folder of the policy's tokenizer; empty: what the environment names")
+    tokenizer: str = knob("", help="name or folder of the policy's tokenizer; empty: the environment's")
     config: dict[str, Any] = knob({}, help="fields of the environment's own configuration")
-    items: int = knob(512, ge=30, le=1_000_000, help="items that are tasks: the first ones it gives out")
-    turns: int = knob(16, ge=1, le=1000, help="most answers in a rollout, as far as you know")
+    items: int = knob(512, ge=30, le=1_000_000, help="number of tasks: the first items of the environment")
+    turns: int = knob(16, ge=1, le=1000, help="most answers in a rollout, as far as known")
     reward_low: float = knob(-1.0, help="smallest score")
     reward_high: float = knob(1.0, help="largest score")
     success_reward: float | None = knob(None, help="score that counts as solved; null: reward_high")
 
 
 class Atropos(OwnLoop):
-    """An environment of Atropos."""
+    """An Atropos environment."""
 
     guessed_reference = True
     packages = ("atroposlib",)
     tags = ("atropos",)
     Knobs = AtroposKnobs  # type: ignore[assignment]
 
-    def __init__(self, cls: type, file: str) -> None:
+    def __init__(self, cls: Any, file: str) -> None:
         self.files = (file,)
         self.name = f"atropos/{getattr(cls, 'name', None) or cls.__name__.lower()}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
@@ -86,7 +86,7 @@ class Atropos(OwnLoop):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         wanted = self.knobs.success_reward
-        return parts["score"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9
+        return bool(parts["score"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         assert self._loop is not None  # setup has made it
@@ -122,7 +122,7 @@ class Atropos(OwnLoop):
         )  # fmt: skip
         try:
             env = self._cls(config, [place], slurm=False, testing=False)
-        except OSError as error:  # transformers says so of a tokenizer that is not there
+        except OSError as error:  # transformers raises this for a missing tokenizer.
             raise InvalidRequest(
                 f"The tokenizer {config.tokenizer_name!r} cannot be loaded; name the policy's by the knob `tokenizer`. "
                 f"{first_line(str(error))}"
@@ -134,7 +134,7 @@ class Atropos(OwnLoop):
     async def _collected(self, item: Any, sessions: Sequence[Session]) -> list[Played | BaseException]:
         group = Group(sessions)
         GROUP.set(group)
-        # A copy: groups of other sizes are played beside this one.
+        # A copy, because groups of other sizes run concurrently.
         env = copy.copy(self._env)
         env.config = env.config.model_copy(update={"group_size": len(sessions)})
         scored, _ = await env.collect_trajectories(item)
@@ -143,7 +143,7 @@ class Atropos(OwnLoop):
             known = [one for one in scored if one is not None]
             scored = known[-1] if known else None
         if scored is None:
-            why = "the environment left the group out (Atropos does so where all scores are equal, among other reasons)"
+            why = "the environment dropped the group (Atropos does so if all scores are equal, among other reasons)"
             return [Played({}, messages=one.messages, turns=len(one.said), error=why) for one in group.rollouts]
         return self._played(env, group, scored)
 
@@ -170,7 +170,7 @@ class Atropos(OwnLoop):
 
 
 class _Loop:
-    """One event loop in a thread, for all that an environment does: what it makes belongs to that loop."""
+    """An event loop in a thread for all calls of an environment, whose objects are bound to that loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -184,10 +184,10 @@ class _Loop:
 
 
 def make(target: str) -> Atropos:
-    """The environment of a class. See the module.
+    """Make the environment of a class. See the module.
 
     Raises:
-        LoadError: atroposlib is not installed, or there is no such class.
+        LoadError: atroposlib is not installed, or the class does not exist.
     """
     os.environ.setdefault("WANDB_MODE", "disabled")
     try:
@@ -200,7 +200,7 @@ def make(target: str) -> Atropos:
     file, _, name = target.rpartition(":")
     path = Path(file or target)
     if path.suffix != ".py" or not path.is_file():
-        raise LoadError(f"{target!r} is no file with an Atropos environment: give /path/environment.py:Class.")
+        raise LoadError(f"{target!r} is not a file with an Atropos environment: give /path/environment.py:Class.")
     folder = str(path.parent)
     if folder not in sys.path[:1]:
         sys.path.insert(0, folder)
@@ -218,7 +218,7 @@ def make(target: str) -> Atropos:
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """Classes of a user's file that are Atropos environments."""
+    """List the Atropos environments in a user's file."""
     bases = {
         one.asname or one.name
         for node in tree.body
@@ -243,7 +243,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 
 def _shown(item: Any) -> str | Messages:
-    """What an item asks: messages where it holds some, as Atropos's environments write them, else its text."""
+    """Return the prompt of an item: its messages if it has some, otherwise its text."""
     for one in item if isinstance(item, list | tuple) else (item,):
         if isinstance(one, list | tuple) and one:
             messages = [dict(part) if isinstance(part, frozenset | dict) else None for part in one]

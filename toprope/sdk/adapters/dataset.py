@@ -1,8 +1,8 @@
-"""Tasks without code: a file of questions and answers, a scorer chosen by name, and nothing to write.
+"""Environments without code: a file of questions and answers, and a scorer chosen by name.
 
-The target says in JSON what the owner allows and has set: {"folders": [...], "files": [...], "name": ...,
-"description": ..., "knobs": {...}}. The environment `dataset` leaves everything to its knobs; the owner's own YAML
-files become environments of their own names, whose knobs begin with the values in the file.
+The target is a JSON object with the owner's permissions and settings: {"folders": [...], "files": [...], "name": ...,
+"description": ..., "knobs": {...}}. The environment `dataset` is configured by knobs alone; each of the owner's YAML
+files is an environment whose knobs have the values in the file as defaults.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 DESCRIPTION = "Your own questions and answers, from a file or the Hugging Face Hub: no code, a scorer chosen by name"
 _PLACE = re.compile(r"\{([^{}]+)\}")
 _LOOK_AT = 100
-"""Rows in which a column is looked for."""
+"""Number of rows in which columns are searched."""
 
 
 @dataclasses.dataclass
 class DatasetKnobs:
-    """What a data set environment can be told."""
+    """Knobs of a data set environment."""
 
     path: str = knob("", help="file below the owner's dataset folders, or hf:<id> of the Hugging Face Hub")
-    config: str = knob("", help="of an hf: data set, where it has several")
-    split: str = knob("train", help="of an hf: data set; ours are made by content from what it holds")
+    config: str = knob("", help="configuration of an hf: data set, if it has several")
+    split: str = knob("train", help="split of an hf: data set; Toprope's own splits are made from its content")
     prompt: str = knob("prompt", help="column of the question, or a template: 'Q: {question}\\nA:'")
     reference: str = knob(
         "answer", help="column of the right answer (a regular expression, or tests, by scorer), or a template"
     )
-    choices: str = knob("", help="multiple_choice: column with the list of options; they are put below the question")
-    solution: str = knob("", help="unit_tests: column with code that passes, if there is one")
+    choices: str = knob("", help="multiple_choice: column with the list of options, shown below the question")
+    solution: str = knob("", help="unit_tests: column with a solution, if there is one")
     system: str = knob("", help="system message before each question")
     scorer: Literal["exact", "numeric", "multiple_choice", "regex", "math", "unit_tests"] = knob(
-        "exact", help="how an answer is held against the reference"
+        "exact", help="how an answer is compared with the reference"
     )
     extract: Literal["auto", "whole", "last_line", "tag", "boxed", "pattern"] = knob(
-        "auto", help="where the answer stands in the text; auto: <answer>, \\boxed{}, ####, 'the answer is', else all"
+        "auto", help="where the answer is in the text; auto: <answer>, \\boxed{}, ####, 'the answer is', else all"
     )
-    extract_pattern: str = knob("", help="extract=pattern: a regular expression, whose last match's group 1 counts")
+    extract_pattern: str = knob("", help="extract=pattern: a regular expression; group 1 of its last match counts")
     tolerance: float = knob(1e-6, ge=0, le=1e9, help="numeric: largest difference, relative above 1")
-    ignore_case: bool = knob(True, help="exact and regex: capitals do not matter")
-    time_limit_s: float = knob(2.0, ge=0.1, le=20, help="unit_tests: seconds for one answer")
-    memory_mb: int = knob(512, ge=64, le=16384, help="unit_tests: memory for one answer")
-    limit: int = knob(0, ge=0, le=100_000_000, help="rows to read at most; 0: all")
+    ignore_case: bool = knob(True, help="exact and regex: ignore case")
+    time_limit_s: float = knob(2.0, ge=0.1, le=20, help="unit_tests: seconds per answer")
+    memory_mb: int = knob(512, ge=64, le=16384, help="unit_tests: memory per answer")
+    limit: int = knob(0, ge=0, le=100_000_000, help="most rows to read; 0: all")
 
     def __post_init__(self) -> None:
         if self.extract == "pattern" and not self.extract_pattern:
@@ -62,7 +62,7 @@ class DatasetKnobs:
         try:
             re.compile(self.extract_pattern)
         except re.error as error:
-            raise ValueError(f"extract_pattern is no regular expression: {error}.") from None
+            raise ValueError(f"extract_pattern is not a regular expression: {error}.") from None
 
 
 class Dataset(Environment):
@@ -70,8 +70,8 @@ class Dataset(Environment):
 
     tags = ("dataset", "no-code")
     parts = {  # noqa: RUF012 - environments declare their parts so
-        "correct": Part(1.0, description="1 when the scorer calls the answer right"),
-        "parsed": Part(0.0, description="1 when an answer could be read at all; shown, not rewarded"),
+        "correct": Part(1.0, description="1 if the scorer accepts the answer"),
+        "parsed": Part(0.0, description="1 if an answer was found; shown, not rewarded"),
     }
 
     def __init__(self, target: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Dataset(Environment):
                 prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
             reference = self._value(knobs.reference, row, number)
             if not prompt.strip() or reference is None or reference == "":
-                continue  # a row without a question or without an answer teaches nothing
+                continue  # A row without question or answer teaches nothing.
             system = [{"role": "system", "content": knobs.system}] if knobs.system else []
             messages: Messages = [*system, {"role": "user", "content": prompt}]
             yield Task(
@@ -144,10 +144,10 @@ class Dataset(Environment):
         return itertools.islice(rows, knobs.limit) if knobs.limit else rows
 
     def _check_columns(self) -> None:
-        """Every column that the knobs name is in the first rows.
+        """Check that the first rows have every column that the knobs name.
 
         Raises:
-            InvalidRequest: One is not; the message names the columns there are.
+            InvalidRequest: A column is missing; the message names the available ones.
         """
         first = list(itertools.islice(self._rows(), _LOOK_AT))
         if not first:
@@ -177,13 +177,13 @@ class Dataset(Environment):
                 options = [one.strip() for one in options.split("|")]
         if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
             raise InvalidRequest(
-                f"Row {number}: the options in {self.knobs.choices!r} are no list of 2 to 26: {str(options)[:80]!r}. "
-                "In a CSV file write them as JSON, or separated by |."
+                f"Row {number}: options in {self.knobs.choices!r} are not a list of 2 to 26: {str(options)[:80]!r}. "
+                "In a CSV file, write them as JSON or separated by |."
             )
         return [str(option) for option in options]
 
     def _shown(self, row: Mapping[str, Any], reference: Any, number: int) -> Any:
-        """A text that answers the task rightly, where there is one."""
+        """Return a right answer to the task, if known."""
         if self.knobs.scorer == "unit_tests":
             return self._value(self.knobs.solution, row, number) if self.knobs.solution else None
         if self.knobs.scorer == "regex":
@@ -191,7 +191,7 @@ class Dataset(Environment):
         return reference[0] if isinstance(reference, list | tuple) and reference else reference
 
     def _value(self, given: str, row: Mapping[str, Any], number: int) -> Any:
-        """A column's value as it is, or a template filled in."""
+        """Return the value of a column, or a filled-in template."""
         return self._filled(given, row, number) if _PLACE.search(given) else self._cell(given, row, number)
 
     def _filled(self, given: str, row: Mapping[str, Any], number: int) -> str:
@@ -209,15 +209,15 @@ class Dataset(Environment):
     def _there(self) -> str:
         found = _rows.files_below(self._folders)
         if found:
-            return f"Files there are: {', '.join(found)}."
-        return f"There are no data files below {', '.join(map(str, self._folders)) or 'any folder'} yet."
+            return f"Available files: {', '.join(found)}."
+        return f"No data files below {', '.join(map(str, self._folders)) or 'any folder'} yet."
 
 
 def make(target: str) -> Dataset:
-    """The environment of a target. See the module.
+    """Make the environment of a target. See the module.
 
     Raises:
-        LoadError: The target is none.
+        LoadError: Not a valid target.
     """
     try:
         given = json.loads(target)
@@ -232,23 +232,23 @@ def make(target: str) -> Dataset:
 
 
 def knob_names() -> list[str]:
-    """Names of all knobs, for whoever checks an owner's file."""
+    """Return the names of all knobs, to validate an owner's file."""
     return [str(one["name"]) for one in describe_knobs(DatasetKnobs)]
 
 
 def _knobs(values: Mapping[str, Any], folders: list[Path]) -> type:
-    """The knobs with an owner's values as defaults, and with the files there are in the description of `path`."""
+    """Return the knobs with an owner's values as defaults and the available files in the help of `path`."""
     checked = make_knobs(DatasetKnobs, values)
     there = _rows.files_below(folders)
     fields = []
     for field in dataclasses.fields(DatasetKnobs):
         metadata = dict(field.metadata)
         if field.name == "path" and there:
-            metadata["help"] = f"{metadata['help']}; there are: {', '.join(there)}"
+            metadata["help"] = f"{metadata['help']}; available: {', '.join(there)}"
         default = getattr(checked, field.name)
         fields.append((field.name, field.type, dataclasses.field(default=default, metadata=metadata)))
     made = dataclasses.make_dataclass("Knobs", fields, bases=(DatasetKnobs,))
-    made.__module__ = __name__  # the annotations are texts, which are looked up there
+    made.__module__ = __name__  # String annotations are resolved in this module.
     return made
 
 

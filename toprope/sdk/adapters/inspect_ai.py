@@ -1,11 +1,11 @@
-"""Evaluations written for inspect-ai: a data set, a solver, scorers, as inspect runs them.
+"""Tasks of inspect-ai with their data set, solver and scorers.
 
-The target is a task as inspect names it: `/path/task.py@name`, or `package/name` of an installed package. Every scorer
-is a part of the reward. inspect allows one evaluation at a time in a process, so rollouts that come while one runs
-wait, and go together into the next; within it they run side by side, each under its own key. Made for evaluation;
-training works too, as fast as that allows.
+The target is inspect's name of a task: `/path/task.py@name`, or `package/name` of an installed package. Each scorer is
+a part of the reward. inspect allows one evaluation per process at a time, so rollouts that arrive meanwhile wait and
+form the next evaluation; within one they run concurrently, each with its own key. inspect is made for evaluation, which
+limits the speed of training.
 
-It uses what inspect does not promise to keep (its OpenAI-compatible provider): tested with 0.3.285.
+This relies on an undocumented interface of inspect (its OpenAI-compatible provider), tested with 0.3.285.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ REQUIREMENTS = ("inspect-ai>=0.3.285,<0.4", "openai")
 PACKAGE = "inspect_ai"
 _PROVIDER = "toprope"
 _TOGETHER = 256
-"""Rollouts of one evaluation."""
+"""Most rollouts in one evaluation."""
 
 
 @dataclass
 class InspectKnobs:
-    """What an inspect task can be told."""
+    """Knobs of an inspect task."""
 
-    args: dict[str, Any] = knob({}, help="the task's own parameters")
+    args: dict[str, Any] = knob({}, help="parameters of the task")
     turns: int = knob(32, ge=1, le=1000, help="most answers in a rollout")
-    limit: int = knob(0, ge=0, help="samples to read at most; 0: all")
+    limit: int = knob(0, ge=0, help="most samples to read; 0: all")
     reward_low: float = knob(0.0, help="smallest value of a score")
     reward_high: float = knob(1.0, help="largest value of a score")
 
@@ -79,16 +79,16 @@ class Inspect(OwnLoop):
         sandbox = self._task.sandbox
         if sandbox is not None and sandbox.type != "local":
             raise InvalidRequest(
-                f"The task runs its tools in a sandbox of type {sandbox.type}; here they run on this machine, without."
+                f"The task runs its tools in a sandbox of type {sandbox.type}; here they run without one."
             )
         scorers = self._task.scorer or []
         if not scorers:
-            raise EnvironmentMistake(f"{self._target} has no scorer: nothing would tell right from wrong.")
+            raise EnvironmentMistake(f"{self._target} has no scorer, so answers cannot be judged.")
         low, high = self.knobs.reward_low, self.knobs.reward_high
         if low >= high:
             raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
-        names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
-        self.parts = {name: Part(1.0 / len(names), low, high, "a scorer") for name in names}
+        scorer_names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
+        self.parts = {name: Part(1.0 / len(scorer_names), low, high, "a scorer") for name in scorer_names}
         self.max_turns = self.knobs.turns
         self._desk = _Desk()
 
@@ -111,7 +111,9 @@ class Inspect(OwnLoop):
         truncated = sample.limit is not None or sample.output.stop_reason == "max_tokens"
         if sample.error is not None:
             last = (sample.error.message or "").strip().rpartition("\n")[2]
-            return Played({}, messages=messages, turns=turns, truncated=truncated, error=last or "inspect says no more")
+            return Played(
+                {}, messages=messages, turns=turns, truncated=truncated, error=last or "inspect gives no reason"
+            )
         to_float, parts = value_to_float(), {}
         scores = list((sample.scores or {}).values())
         for place, name in enumerate(self.parts):
@@ -125,14 +127,14 @@ class Inspect(OwnLoop):
 
 
 class _Desk:
-    """Takes rollouts in and has inspect play what has gathered, one evaluation after the other."""
+    """Collects rollouts and runs them in consecutive evaluations of inspect."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Session, asyncio.Future[Any]]] = []
         self._working: asyncio.Task[None] | None = None
 
     async def played(self, task: Any, sample: Any, session: Session, turns: int) -> Any:
-        """The sample as inspect's log has it."""
+        """Return the sample of inspect's log."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, session, done))
         if self._working is None or self._working.done():
@@ -140,7 +142,7 @@ class _Desk:
         return await done
 
     async def _work(self, task: Any, turns: int) -> None:
-        await asyncio.sleep(0)  # a group comes in one go
+        await asyncio.sleep(0)  # The rollouts of a group arrive together.
         while self._waiting:
             first = self._waiting[0][1]
             alike = [one for one in self._waiting if _alike(one[1], first)][:_TOGETHER]
@@ -169,7 +171,7 @@ def _alike(one: Session, other: Session) -> bool:
 
 
 async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) -> list[Any]:
-    """Has inspect play samples, each with its session; their logs, in that order."""
+    """Run samples in inspect, each with its session; return their logs in order."""
     from inspect_ai import eval_async, task_with
     from inspect_ai.dataset import MemoryDataset
     from inspect_ai.model import get_model
@@ -177,7 +179,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
 
     if not asked:
         return []
-    init_display_type("none")  # it would draw what it does, for a terminal that is not there
+    init_display_type("none")  # There is no terminal for its progress display.
     _register()
     sessions = {f"rollout-{number}": session for number, (_, session) in enumerate(asked)}
     samples = [sample.model_copy(update={"id": name}) for name, (sample, _) in zip(sessions, asked, strict=True)]
@@ -226,11 +228,11 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
 def _copied(task: Any) -> Any:
     import copy
 
-    return copy.copy(task)  # task_with changes what it is given
+    return copy.copy(task)  # task_with modifies its argument
 
 
 def _register() -> None:
-    """Makes known a provider that asks with the key of the sample's rollout."""
+    """Register a provider that uses the key of the sample's rollout."""
     from inspect_ai._util.registry import registry_lookup
     from inspect_ai.log._samples import sample_active
     from inspect_ai.model import modelapi
@@ -245,7 +247,7 @@ def _register() -> None:
             super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
 
         def service_model_name(self) -> str:
-            return self.model_name
+            return str(self.model_name)
 
         def request_headers(self, config: Any) -> dict[str, str]:
             return {**super().request_headers(config), "Authorization": f"Bearer {self._session().api_key}"}
@@ -258,16 +260,17 @@ def _register() -> None:
         def _session(self) -> Session:
             active = sample_active()
             if active is None:
-                raise RuntimeError("a model was asked outside of any sample")
+                raise RuntimeError("a model was called outside any sample")
             return self._sessions[str(active.sample.id)]
 
-    @modelapi(name=_PROVIDER)
     def toprope() -> Any:
         return SessionAPI
 
+    modelapi(name=_PROVIDER)(toprope)
+
 
 def make(target: str) -> Inspect:
-    """The environment of a task. See the module.
+    """Make the environment of a task. See the module.
 
     Raises:
         LoadError: inspect-ai or its OpenAI client is not installed.
@@ -284,7 +287,7 @@ def make(target: str) -> Inspect:
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """Functions of a user's file that carry inspect's `@task`."""
+    """List functions with inspect's `@task` in a user's file."""
     decorators = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
@@ -301,7 +304,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """Tasks that installed packages register with inspect, where their registry names them."""
+    """List tasks that installed packages register with inspect."""
     from toprope.sdk.discovery import parse
 
     found = []
@@ -349,7 +352,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _number(value: Any, to_float: Any) -> float:
-    """A score as a number; of several (a dict, a list) their mean."""
+    """Return a score as a number; the mean of a dict or list."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -360,5 +363,5 @@ def _number(value: Any, to_float: Any) -> float:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Names of scorers; inspect numbers those that come again, too."""
+    """Return unique names of scorers; repeated ones are numbered, as in inspect."""
     return [name if names.index(name) == place else f"{name}{place}" for place, name in enumerate(names)]

@@ -1,20 +1,20 @@
-"""NeMo Gym's resources servers, by their address: `/seed_session`, the tools that a server has, `/verify`.
+"""Resources servers of NeMo Gym by address: `/seed_session`, the server's tools, `/verify`.
 
-The server is started by its owner, in its own interpreter. The target is a JSON object:
+The owner starts the server in its own interpreter. The target is a JSON object:
 
     {"url": "http://127.0.0.1:8000",    the resources server
      "rows": "/path/train.jsonl",       NeMo Gym's rows: each with `responses_create_params` and what `/verify` needs
-     "range": [0, 1], "clip": false,    bounds of the reward; a value beyond is an error of its rollout, or is moved
-     "success": 1.0,                    from which reward on a rollout counts as solved; the highest by default
-     "shown": ["score"],                further numbers of what `/verify` answers, recorded with every rollout
+     "range": [0, 1], "clip": false,    bounds of the reward; a value outside is an error of its rollout, or clipped
+     "success": 1.0,                    reward from which a rollout counts as solved; the highest by default
+     "shown": ["score"],                further numbers of `/verify`, recorded with each rollout
      "reference": "expected_answer",    column of the right answer, for people and checks
      "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
 
-An address with the rows behind it, `http://127.0.0.1:8000#/path/train.jsonl`, will do as well.
+A short form is an address with the rows: `http://127.0.0.1:8000#/path/train.jsonl`.
 
-We play NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy, each call of
-a tool as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses form. A
-rollout's cookies hold its session. The verifications of a group go on beside each other.
+The adapter acts as NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy,
+each tool call as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses
+form. Cookies hold a rollout's session. The verifications of a group run concurrently.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["KEYS", "NemoGym", "make"]
 
 KEYS = ("url", "rows", "range", "clip", "success", "shown", "reference", "max_turns", "timeout_s", "name",
          "description")  # fmt: skip
-"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
+"""Keys of a target, and of an owner's YAML file."""
 _PARAMETERS = "responses_create_params"
 _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -59,7 +59,7 @@ class NemoGym(ToolEnvironment):
         self._server = JsonServer(str(target.get("url") or ""), float(timeout))
         self._rows = Path(str(target.get("rows") or "")).expanduser().absolute()
         if not self._rows.is_file():
-            raise LoadError(f"rows: there is no file {str(target.get('rows') or '')!r}; give NeMo Gym's JSON lines.")
+            raise LoadError(f"rows: no file {str(target.get('rows') or '')!r}; give NeMo Gym's JSON lines file.")
         self.files = (str(self._rows),)
         self.name = str(target.get("name") or "nemo_gym")  # type: ignore[misc]
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {self._server.url}: {self._rows.name}")
@@ -69,14 +69,14 @@ class NemoGym(ToolEnvironment):
         self._reference = str(target.get("reference") or "")
         self.max_turns = int(target.get("max_turns") or 10)
         self.tool_timeout_s = float(timeout) + 5
-        shown = {name: Part(0.0, -_MANY, _MANY, "as /verify answers; shown") for name in self._shown}
-        self.parts = {"reward": self._bounds.part(1.0, "what /verify answers"), **shown, **TOOL_PARTS}
+        shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
+        self.parts = {"reward": self._bounds.part(1.0, "the reward of /verify"), **shown, **TOOL_PARTS}
 
     def setup(self) -> None:
         try:
             self._server.check()
         except Unreachable as error:
-            raise LoadError(f"{error} Start the resources server first, or mend `url` in the target.") from None
+            raise LoadError(f"{error} Start the resources server first, or fix `url` in the target.") from None
 
     def tasks(self) -> Iterator[Task]:
         rows = _rows.rows_of(str(self._rows), [self._rows.parent], [self._rows], "", "train")
@@ -92,7 +92,7 @@ class NemoGym(ToolEnvironment):
     def reset(self, task: Task) -> Messages:
         self._cookies: dict[str, str] = {}
         answer = self._server.post("seed_session", task.data["row"], self._cookies)
-        if answer.status != 404:  # a server without state may not have it
+        if answer.status != 404:  # a stateless server may lack it
             answer.value("/seed_session")
         first = self.with_tools(task.prompt)
         self._first = len(first)
@@ -102,7 +102,7 @@ class NemoGym(ToolEnvironment):
         return [self._tool(given) for given in self.task.data["row"][_PARAMETERS].get("tools") or ()]
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
-        """Verifies rollouts beside each other; one that cannot be verified is an error of its own."""
+        """Verify rollouts concurrently; a failed verification is an error of its rollout alone."""
         played = [one for one in rollouts if isinstance(one, NemoGym)]
         with ThreadPoolExecutor(min(_BESIDE, len(played)), thread_name_prefix="verify") as threads:
             return list(threads.map(_verified, played))
@@ -113,7 +113,7 @@ class NemoGym(ToolEnvironment):
     def _tool(self, given: Mapping[str, Any]) -> Tool:
         name = given.get("name")
         if given.get("type") != "function" or not isinstance(name, str):
-            raise EnvironmentMistake(f"The row has a tool that is no function of the server: {str(given)[:120]}.")
+            raise EnvironmentMistake(f"The row has a tool that the server does not provide: {str(given)[:120]}.")
 
         def call(arguments: str) -> str:
             return self._server.post(quote(name), json.loads(arguments), self._cookies).text
@@ -122,18 +122,18 @@ class NemoGym(ToolEnvironment):
         return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
     def verify(self) -> dict[str, float]:
-        """Asks for the reward of this rollout.
+        """Request the reward of this rollout.
 
         Raises:
-            EnvironmentMistake: The server does not answer, or answers no reward.
+            EnvironmentMistake: The server does not answer, or gives no reward.
         """
         row = self.task.data["row"]
         found = self._server.post("verify", {**row, "response": self._response()}, self._cookies).value("/verify")
         if not isinstance(found, Mapping) or found.get("reward") is None:
-            raise EnvironmentMistake(f"/verify answered no reward: {str(found)[:200]}")
+            raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
         if found.get("mask_sample"):
             why = found.get("failure_reason") or found.get("failure_kind") or "no reason given"
-            raise EnvironmentMistake(f"/verify says that this rollout does not count: {why}")
+            raise EnvironmentMistake(f"/verify rejected this rollout: {why}")
         values = {"reward": self._bounds.value(found["reward"], "/verify")}
         for name in self._shown:
             value = found.get(name)
@@ -141,7 +141,7 @@ class NemoGym(ToolEnvironment):
         return values
 
     def _response(self) -> dict[str, Any]:
-        """What was said, in the form of OpenAI's Responses, as NeMo Gym's agents hand it on."""
+        """Return the conversation in the form of OpenAI's Responses, as NeMo Gym's agents send it."""
         parameters = self.task.data["row"][_PARAMETERS]
         output: list[dict[str, Any]] = []
         waiting: list[str] = []
@@ -166,16 +166,16 @@ class NemoGym(ToolEnvironment):
 
 
 def make(target: str) -> NemoGym:
-    """The environment of a target. See the module.
+    """Make the environment of a target. See the module.
 
     Raises:
-        LoadError: The target is none.
+        LoadError: Not a valid target.
     """
     if not target.lstrip().startswith("{"):
         url, _, rows = target.partition("#")
         if not rows:
             raise LoadError(
-                f"{target!r} says where the server is; give its rows as well: {url or 'http://...'}#/path/rows.jsonl"
+                f"{target!r} gives only the server; give its rows as well: {url or 'http://...'}#/path/rows.jsonl"
             )
         return NemoGym({"url": url, "rows": rows})
     return NemoGym(parsed(target, "nemo_gym", KEYS))
@@ -189,7 +189,7 @@ def _verified(rollout: NemoGym) -> Any:
 
 
 def _messages(parameters: Mapping[str, Any], number: int) -> Messages:
-    """The input of a row as messages."""
+    """Return the input of a row as messages."""
     given, messages = parameters["input"], []
     if parameters.get("instructions"):
         messages.append({"role": "system", "content": str(parameters["instructions"])})
@@ -205,9 +205,7 @@ def _messages(parameters: Mapping[str, Any], number: int) -> Messages:
         elif kind == "message" and item.get("role") in _ROLES:
             messages.append({"role": _ROLES[item["role"]], "content": _text(item.get("content"), number)})
         elif kind != "reasoning":
-            raise EnvironmentMistake(
-                f"Row {number} has an input of the type {kind!r}, which cannot be shown as a text."
-            )
+            raise EnvironmentMistake(f"Row {number} has an input of the type {kind!r}, which cannot be shown as text.")
     return messages
 
 
@@ -215,13 +213,14 @@ def _text(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
     texts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-    if not all(isinstance(text, str) for text in texts):
-        raise EnvironmentMistake(f"Row {number} holds what is no text, such as an image; only texts can be shown.")
-    return "".join(texts)
+    words = [text for text in texts if isinstance(text, str)]
+    if len(words) != len(texts):
+        raise EnvironmentMistake(f"Row {number} has content other than text, such as an image; only text is supported.")
+    return "".join(words)
 
 
 def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:
-    """An answer of the policy as items of a response; ids of its calls go to `waiting`."""
+    """Convert an answer of the policy into response items; append the ids of its calls to `waiting`."""
     calls = calls_in(text)
     plain = text.split("<tool_call>", 1)[0].strip() if calls else text
     items: list[dict[str, Any]] = []

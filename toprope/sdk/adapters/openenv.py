@@ -1,9 +1,9 @@
-"""Environments that are served over OpenEnv's protocol: reset, step, state, on a WebSocket.
+"""Environments behind OpenEnv's protocol: reset, step and state over a WebSocket.
 
-The target is a server's URL; a user's file with its `app` (`/path/server.py:app`), which is started with this
-interpreter's uvicorn and ends with the worker; or a JSON object with `url`, or `command` (words, `{port}` filled in)
-and `folder`. A task is a seed of `reset`. Observations and actions are objects whose fields differ from environment to
-environment: knobs name the field that the policy reads and the one that it writes, where the schema does not tell.
+The target is a server's URL; a user's file with its `app` (`/path/server.py:app`), served by this interpreter's uvicorn
+for the life of the worker; or a JSON object with `url`, or with `command` (a list of words; `{port}` is filled in) and
+`folder`. A task is a seed of `reset`. The fields of observations and actions differ between environments: knobs name
+the ones that the policy reads and writes if the schema does not determine them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,28 +32,28 @@ __all__ = ["PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"
 REQUIREMENTS = ("openenv==0.10.*",)
 PACKAGE = "openenv"
 _LOOK_AT = 4
-"""First observations that are compared to see whether seeds make different ones."""
+"""Number of first observations compared to see if seeds make a difference."""
 _NOT_SHOWN = ("done", "reward", "metadata")
 
 
 @dataclass
 class OpenEnvKnobs:
-    """What an OpenEnv environment can be told."""
+    """Knobs of an OpenEnv environment."""
 
-    observation: str = knob("", help="field of the observation that the policy reads, dotted; empty: by the schema")
-    action: str = knob("", help="field of the action that takes the answer; empty: by the schema")
+    observation: str = knob("", help="observation field that the policy reads, dotted; empty: by the schema")
+    action: str = knob("", help="action field for the answer; empty: by the schema")
     action_json: bool = knob(False, help="the answer is the whole action, as a JSON object")
     action_fields: dict[str, Any] = knob({}, help="further fields of every action")
-    reset: dict[str, Any] = knob({}, help="parameters of reset beside the seed")
+    reset: dict[str, Any] = knob({}, help="parameters of reset besides the seed")
     system: str = knob("", help="system message before the first observation")
     turns: int = knob(16, ge=1, le=10_000, help="most actions in an episode")
-    reward: Literal["sum", "last"] = knob("sum", help="of the steps' rewards")
+    reward: Literal["sum", "last"] = knob("sum", help="how to combine the steps' rewards")
     reward_low: float = knob(0.0, help="smallest reward of an episode")
     reward_high: float = knob(1.0, help="largest reward of an episode")
     success_reward: float | None = knob(None, help="reward that counts as solved; null: reward_high")
     tasks: int = knob(0, ge=0, help="seeds; 0: endless")
-    by_seed: bool | None = knob(None, help="tasks differ by seed though observations do not; null: looked at")
-    sessions: int = knob(16, ge=1, le=1000, help="episodes at a time; a server may allow fewer")
+    by_seed: bool | None = knob(None, help="tasks differ by seed although observations do not; null: find out")
+    sessions: int = knob(16, ge=1, le=1000, help="concurrent episodes; a server may allow fewer")
 
 
 class OpenEnv(OwnLoop):
@@ -89,7 +89,7 @@ class OpenEnv(OwnLoop):
         if not self._write and not knobs.action_json:
             fields = ", ".join((schema.get("action") or {}).get("properties") or {}) or "not told"
             raise InvalidRequest(
-                f"Which field of the action takes the answer? Set the knob `action` (fields: {fields}), or action_json."
+                f"Set the knob `action` to the field that takes the answer (fields: {fields}), or action_json."
             )
         self._gate = []
 
@@ -105,10 +105,10 @@ class OpenEnv(OwnLoop):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         wanted = self.knobs.success_reward
-        return parts["reward"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9
+        return bool(parts["reward"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9)
 
     async def rollout(self, session: Session) -> Played:
-        if not self._gate:  # of all copies: an environment plays on one event loop
+        if not self._gate:  # shared by all copies, which run on one event loop
             self._gate.append(asyncio.Semaphore(self.knobs.sessions))
         async with self._gate[0]:
             return await self._episode(session)
@@ -122,7 +122,7 @@ class OpenEnv(OwnLoop):
                 try:
                     said = await ask(session, messages)
                 except PolicyRefused as refusal:
-                    if turns and "no room for an answer" in str(refusal):  # the conversation has outgrown the context
+                    if turns and "no room for an answer" in str(refusal):  # the conversation exceeds the context
                         truncated = True
                         break
                     raise
@@ -166,16 +166,16 @@ class OpenEnv(OwnLoop):
         try:
             action = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"the answer is no JSON: {error}") from None
+            raise ValueError(f"the answer is not JSON: {error}") from None
         if not isinstance(action, dict):
-            raise ValueError("the answer is no JSON object")
+            raise ValueError("the answer is not a JSON object")
         return {**self.knobs.action_fields, **action}
 
 
 class _Opened:
-    """A connection to a server, waited for while the server plays as many episodes as it can.
+    """Yield a connection, waiting while the server is at its limit of episodes.
 
-    Servers say that they are full in answer to the first message, and hang up.
+    A full server says so in answer to the first message and closes the connection.
     """
 
     def __init__(self, server: Server | None) -> None:
@@ -208,16 +208,16 @@ class _Opened:
 
 
 def make(target: str) -> OpenEnv:
-    """The environment behind a server. See the module.
+    """Make the environment behind a server. See the module.
 
     Raises:
-        LoadError: The target is none, or this interpreter has no `websockets`.
+        LoadError: Not a valid target, or this interpreter has no `websockets`.
     """
     try:
         import websockets  # noqa: F401
     except ModuleNotFoundError as error:
         raise LoadError(
-            f"OpenEnv is spoken over a WebSocket, and {sys.executable} has no `websockets`. "
+            f"OpenEnv needs a WebSocket, and {sys.executable} has no `websockets`. "
             f"Make it an interpreter of its own with {', '.join(REQUIREMENTS)}."
         ) from error
     if target.startswith(("http://", "https://")):
@@ -226,17 +226,17 @@ def make(target: str) -> OpenEnv:
         try:
             given = json.loads(target)
         except ValueError as error:
-            raise LoadError(f"The target is no JSON: {error}") from None
-        command = given.get("command") or ()
+            raise LoadError(f"The target is not JSON: {error}") from None
+        command: Sequence[Any] = given.get("command") or ()
         if isinstance(command, str) or bool(command) == bool(given.get("url")):
-            raise LoadError('The target names either "url", or "command" as a list of words.')
+            raise LoadError('The target needs either "url", or "command" as a list of words.')
         name = given.get("name") or given.get("url") or Path(command[0]).name
         return OpenEnv(str(name), given.get("url") or "", tuple(map(str, command)), str(given.get("folder") or ""))
     file, _, attribute = target.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(
-            f"{target!r} is no OpenEnv server: give its URL, /path/server.py:app, or a JSON object with url or command."
+            f"{target!r} is not an OpenEnv server: give a URL, /path/server.py:app, or JSON with url or command."
         )
     environment = OpenEnv(path.stem, "", _uvicorn(f"{path.stem}:{attribute}"), str(path.parent))
     environment.files = (str(path),)
@@ -248,7 +248,7 @@ def _uvicorn(app: str) -> tuple[str, ...]:
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """Packages that bring an `openenv.yaml`, which names their server's app."""
+    """List packages with an `openenv.yaml`, which names their server's app."""
     found = []
     for file in sorted(site_packages.glob("*/openenv.yaml")):
         try:
@@ -267,7 +267,7 @@ def installed(site_packages: Path) -> list[Listed]:
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """Apps that a user's file makes with OpenEnv's `create_app` or `create_fastapi_app`."""
+    """List apps that a user's file creates with OpenEnv's `create_app` or `create_fastapi_app`."""
     makers = {
         one.asname or one.name
         for node in tree.body
@@ -287,12 +287,12 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 
 def _only_text(schema: Any, *, all_of: bool) -> str:
-    """The one field of a schema that is a text and, unless `all_of`, the one that an action must have."""
+    """Return the only text field of a schema; unless `all_of`, the only required one."""
     if not isinstance(schema, Mapping):
         return ""
     fields = {name: field for name, field in (schema.get("properties") or {}).items() if name not in _NOT_SHOWN}
     if all_of and len(fields) > 1:
-        return ""  # what the policy is not shown it cannot use
+        return ""  # The policy cannot use what it does not see.
     required = [name for name in schema.get("required") or fields if name in fields]
     texts = [name for name in required if isinstance(fields[name], Mapping) and fields[name].get("type") == "string"]
     return texts[0] if len(texts) == 1 else ""
@@ -303,9 +303,9 @@ def _number(value: Any) -> float:
         return float(value)
     if value is None:
         return 0.0
-    raise EnvironmentMistake(f"A step's reward is {value!r:.80}, which is no number.")
+    raise EnvironmentMistake(f"A step's reward is {value!r:.80}, which is not a number.")
 
 
 def _alone(playing: Any) -> Any:
-    """Runs a coroutine to its end, where no event loop runs yet."""
+    """Run a coroutine without a running event loop."""
     return asyncio.run(playing)

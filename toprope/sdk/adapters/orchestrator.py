@@ -1,8 +1,7 @@
-"""Tasks that are solved with tools, for no more tools than they need: the environment `orchestrator`.
+"""The environment `orchestrator`: tasks to solve with as few tools as possible.
 
-The target says in JSON what the owner allows and has declared: {"folders": [...], "tools": {name: declaration}}. Which
-of these tools are in play, and what they cost, is the agent's to choose by knobs; what they are is the owner's alone,
-because a tool can be a program.
+The target is a JSON object with the owner's permissions and tools: {"folders": [...], "tools": {name: declaration}}.
+Knobs select tools and set their prices; only the owner can declare tools, because a tool can be a program.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DESCRIPTION = "Solve tasks with tools, well and cheaply: accuracy against cost, 
 _SYMBOLS = "+-*"
 _COMPUTING = ("calculator", "code_interpreter")
 _MOST = 1e12
-"""Bound of what is only shown."""
+"""Upper bound of parts that are only shown."""
 
 
 class Orchestrator(Environment):
@@ -44,15 +43,15 @@ class Orchestrator(Environment):
     parts = {
         **declared(Weights()),
         "readable": Part(0.0, description="share of the answers that were an action; shown, not rewarded"),
-        "intelligence_per_joule": Part(0.0, 0.0, _MOST, "1 / energy of a right answer, 0 of a wrong one; shown"),
-        # The same again in plain units, whatever the scales are.
+        "intelligence_per_joule": Part(0.0, 0.0, _MOST, "1 / energy of a right answer, 0 for a wrong one; shown"),
+        # The same in plain units, independent of the scales.
         "usd": Part(0.0, 0.0, _MOST, "money spent on tools, in USD; shown"),
         "joules": Part(0.0, 0.0, _MOST, "energy used by tools, in J; shown"),
-        "turns": Part(0.0, 0.0, 1000.0, "answers that the policy gave, the final one included; shown"),
+        "turns": Part(0.0, 0.0, 1000.0, "number of answers of the policy, the final one included; shown"),
     }
 
     class Knobs:
-        tools: list[str] = knob(["calculator", "think"], help="tools in play, by name")
+        tools: list[str] = knob(["calculator", "think"], help="names of the tools in use")
         path: str = knob("", help="file of tasks below the owner's dataset folders, or hf:<id>; empty: arithmetic")
         prompt: str = knob("question", help="column of the task's text")
         reference: str = knob("answer", help="column of the right answer")
@@ -63,16 +62,16 @@ class Orchestrator(Environment):
             "structured", help="THOUGHT/TOOL/INPUT lines, or the <tool_call> of chat templates"
         )
         system_prompt: Literal["descriptions", "names", "none"] = knob(
-            "descriptions", help="what the policy is told of its tools"
+            "descriptions", help="description of the tools for the policy"
         )
-        max_turns: int = knob(10, ge=1, le=1000, help="answers that the policy may give, the final one included")
-        tolerance: float = knob(1e-6, ge=0, le=1, help="how far a number may be off, as a share of the right one")
-        thoughts: float = knob(0.25, ge=0, le=1, help="demonstrations: share in which the tool `think` comes first")
+        max_turns: int = knob(10, ge=1, le=1000, help="most answers of the policy, the final one included")
+        tolerance: float = knob(1e-6, ge=0, le=1, help="tolerance of a number, as a share of the right one")
+        thoughts: float = knob(0.25, ge=0, le=1, help="demonstrations: share that begins with the tool `think`")
         compute_with: list[str] = knob(
-            [], help="demonstrations: tools that answer an expression with its value; empty: the built-in ones in play"
+            [], help="demonstrations: tools that evaluate expressions; empty: the built-in ones in use"
         )
-        usd: dict[str, float] = knob(None, help="USD of a call by tool, instead of what the owner declared")
-        seconds: dict[str, float] = knob(None, help="seconds of a call by tool, instead of the measured ones")
+        usd: dict[str, float] = knob(None, help="USD per call by tool, instead of the owner's price")
+        seconds: dict[str, float] = knob(None, help="seconds per call by tool, instead of the measured ones")
         watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
         scale_usd: float = knob(0.1, ge=1e-9, help="money that counts as one unit of the reward's part `cost`")
         scale_joules: float = knob(100.0, ge=1e-9, help="energy that counts as one unit")
@@ -82,7 +81,7 @@ class Orchestrator(Environment):
         def __post_init__(self) -> None:
             self.usd, self.seconds, self.watts = self.usd or {}, self.seconds or {}, self.watts or {}
             if not self.tools or len(set(self.tools)) < len(self.tools):
-                raise ValueError("tools must name one tool at least, and none twice")
+                raise ValueError("tools must name at least one tool, and none twice")
             for tool in self.compute_with:
                 if tool not in self.tools:
                     raise ValueError(f"compute_with names {tool!r}, which is not in tools")
@@ -107,7 +106,7 @@ class Orchestrator(Environment):
         for name in knobs.tools:
             if name not in there:
                 extra = " It needs a corpus or a provider in the owner's settings." if name == "web_search" else ""
-                raise InvalidRequest(f"There is no tool {name!r} here.{extra} {nearest(name, there, 'Tools')}")
+                raise InvalidRequest(f"Unknown tool {name!r} here.{extra} {nearest(name, there, 'Tools')}")
             tool = _tool(name, self._declared[name]) if name in self._declared else BUILT_IN[name]()
             price = Price(
                 usd=knobs.usd.get(name, tool.price.usd),
@@ -181,7 +180,7 @@ class Orchestrator(Environment):
         }
 
     def solve(self, variant: int = 0) -> str | None:
-        """Someone who knows the tools but not what they cost: any tool that computes, a thought first now and then."""
+        """Demonstrate with random computing tools regardless of cost, sometimes with a thought first."""
         asked = self.task.data.get("expression")
         computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
         if asked is None or not computing:
@@ -206,7 +205,7 @@ class Orchestrator(Environment):
 
 
 def _value(question: str) -> int:
-    """The value of `a + b * c`, numbers and operators alternating: products first."""
+    """Evaluate alternating numbers and operators, products first."""
     words = question.split()
     terms, signs = [int(words[0])], [1]
     for symbol, number in zip(words[1::2], words[2::2], strict=True):
@@ -219,7 +218,7 @@ def _value(question: str) -> int:
 
 
 def _tool(name: str, told: Mapping[str, Any]) -> Tool:
-    """A tool that the owner declared. Its keys have been checked where the settings were read."""
+    """Make a tool that the owner declared; the settings have validated its keys."""
     price = Price(**{key: told[key] for key in ("usd", "seconds", "joules", "watts") if told.get(key) is not None})
     limit = float(told.get("timeout_s") or 30.0)
     if told.get("corpus"):
@@ -235,7 +234,7 @@ def _tool(name: str, told: Mapping[str, Any]) -> Tool:
 
 
 def _function(target: str) -> Callable[..., Any]:
-    """`path/to/file.py:function` of the owner's."""
+    """Load the owner's `path/to/file.py:function`."""
     file, _, attribute = target.rpartition(":")
     specification = importlib.util.spec_from_file_location(f"owners_tool_{Path(file).stem}", file)
     if specification is None or specification.loader is None:
@@ -245,7 +244,8 @@ def _function(target: str) -> Callable[..., Any]:
     found = getattr(module, attribute, None)
     if not callable(found):
         raise InvalidRequest(f"{file} has no function {attribute!r}.")
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def _from_mcp(name: str, told: Mapping[str, Any], limit: float) -> Tool:
@@ -260,10 +260,10 @@ def _from_mcp(name: str, told: Mapping[str, Any], limit: float) -> Tool:
 
 
 def make(target: str) -> Orchestrator:
-    """The environment of a target. See the module.
+    """Make the environment of a target. See the module.
 
     Raises:
-        LoadError: The target is none.
+        LoadError: Not a valid target.
     """
     try:
         given = json.loads(target or "{}")

@@ -1,12 +1,11 @@
-"""Every task of reasoning-gym as an environment: its name is the target, its configuration's fields are the knobs.
+"""Tasks of reasoning-gym: the target is a task's name, and its configuration's fields are the knobs.
 
 reasoning-gym generates tasks from `seed + index`, so its seeds overlap and cannot separate training from held-out
-tasks; the seed is therefore pinned, the stream is read on past `size`, and toprope.sdk.worker.splits separates by
-content.
-Its scorers differ: many give partial credit, some reward junk, two raise on it. What they say is shown as the part
-`partial`; `exact` counts only what they call entirely right.
+tasks. The seed is therefore fixed, the stream continues past `size`, and toprope.sdk.worker.splits separates by
+content. Its scorers differ: many give partial credit, some reward junk, two raise on it. Their score is the part
+`partial`; `exact` counts full scores only.
 
-Where a task has a curriculum, the knob `difficulty` sets its level. The target `composite` is a mixture of tasks.
+If a task has a curriculum, the knob `difficulty` sets its level. The target `composite` is a mixture of tasks.
 
 Names are listed by reading the package's files: importing it takes more than a second.
 """
@@ -74,7 +73,7 @@ class ReasoningGym(Environment):
             except IndexError:
                 if index < len(self._dataset):
                     raise
-                return  # a few draw what they need for so many tasks beforehand
+                return  # some tasks generate a fixed number in advance
             yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
 
     def score(self) -> dict[str, float]:
@@ -86,10 +85,10 @@ class ReasoningGym(Environment):
 
 
 def make(target: str) -> Environment:
-    """The environment of one task, or of a mixture: `composite`, or a JSON object that says what it is made of.
+    """Make the environment of a task or a mixture (`composite`, or a JSON object with its tasks).
 
     Raises:
-        LoadError: reasoning-gym is not installed, or has no such task.
+        LoadError: reasoning-gym is not installed, or the task is unknown.
     """
     try:
         from reasoning_gym.factory import DATASETS
@@ -108,7 +107,7 @@ def make(target: str) -> Environment:
 def _description(name: str, dataset: type, config: type) -> str:
     module = sys.modules.get(dataset.__module__)
     texts = (module.__doc__ if module else "", dataset.__doc__, config.__doc__)
-    # A dataclass without a docstring gets its signature for one.
+    # A dataclass without a docstring has its signature instead.
     written = (line for line in map(first_line, texts) if line and not line.startswith(f"{config.__name__}("))
     return next(written, _fallback(name))
 
@@ -119,7 +118,7 @@ def _fallback(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ListedTask:
-    """A task as the package's files declare it."""
+    """A task declared in the package's files."""
 
     name: str
     description: str
@@ -128,13 +127,13 @@ class ListedTask:
 
 
 class Listing:
-    """Lists the tasks of the installed reasoning-gym without importing it; files are read again when they change."""
+    """Lists the tasks of the installed reasoning-gym without importing it; changed files are read again."""
 
     def __init__(self) -> None:
         self._read: dict[Path, tuple[int, list[ListedTask]]] = {}
 
     def folder(self) -> Path | None:
-        """Where the package lies, None when it is not installed for this interpreter."""
+        """Return the package's folder; None if this interpreter lacks it."""
         try:
             spec = importlib.util.find_spec(PACKAGE)
         except (ImportError, ValueError):
@@ -143,10 +142,10 @@ class Listing:
         return Path(places[0]) if places else None
 
     def tasks(self, folder: Path | None = None) -> list[ListedTask]:
-        """All tasks by name; none when the package is not installed.
+        """Return all tasks by name; empty if the package is not installed.
 
         Args:
-            folder: The package's folder; looked up by default.
+            folder: The package's folder; searched by default.
         """
         folder = folder or self.folder()
         if folder is None:
@@ -164,7 +163,7 @@ class Listing:
 
 
 def _listed(file: Path, category: str) -> list[ListedTask]:
-    """The tasks that one file registers; none where it cannot be read."""
+    """Return the tasks that a file registers; empty if it cannot be read."""
     try:
         if b"register_dataset(" not in file.read_bytes():
             return []

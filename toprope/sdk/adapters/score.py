@@ -1,19 +1,19 @@
-"""A plain function `score(prompt, completion) -> float` with its prompts, as an environment of one turn.
+"""Single-turn environments from a function `score(prompt, completion) -> float` and prompts.
 
 The target is a JSON object:
 
     {"file": "/path/grade.py",       the user's file
-     "function": "score",            what scores; sync or async
+     "function": "score",            the scorer; sync or async
      "rows": "prompts.jsonl",        see toprope.sdk.adapters._shared.user_files
      "prompt": "prompt",             column of the prompt: a text, or messages
-     "reference": "answer",          column of the right answer, where there is one
-     "range": [0, 1],                bounds of the score; a value beyond is an error of its rollout,
-     "clip": false,                  or is moved to the bound
-     "success": 1.0,                 from which score on a rollout counts as solved; the highest by default
+     "reference": "answer",          column of the right answer, if any
+     "range": [0, 1],                bounds of the score; a value outside is an error of its rollout,
+     "clip": false,                  or is clipped
+     "success": 1.0,                 score from which a rollout counts as solved; the highest by default
      "name": "...", "description": "..."}
 
-The function gets the prompt and the completion, and whatever of the row it names as further parameters:
-`def score(prompt, completion, answer)`; one with `**columns` gets all of it.
+The function receives the prompt, the completion, and the columns that its further parameters name:
+`def score(prompt, completion, answer)`; with `**columns` it receives all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from toprope.sdk.errors import EnvironmentMistake, LoadError
 __all__ = ["KEYS", "Score", "declared", "make"]
 
 KEYS = ("file", "function", "rows", "prompt", "reference", "range", "clip", "success", "name", "description")
-"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
+"""Keys of a target, and of an owner's YAML file."""
 _REFERENCES = ("reference", "answer", "solution", "ground_truth", "label")
 
 
 class Score(Environment):
-    """A plain score function."""
+    """A score function."""
 
     tags = ("score-function", "single-turn")
 
@@ -85,7 +85,9 @@ class Score(Environment):
         columns = {name: value for name, value in taken.items() if name not in ("prompt", "completion")}
         for name in self._must:
             if name not in row and name != "reference":
-                raise EnvironmentMistake(f"{self._label} wants {name!r}, which is no column of the rows: {list(row)}.")
+                raise EnvironmentMistake(
+                    f"{self._label} wants {name!r}, which is not a column of the rows: {list(row)}."
+                )
             columns[name] = row[name] if name in row else self.task.reference
         returned = self._function(self.task.prompt, self.answer, **columns)
         if inspect.isawaitable(returned):
@@ -97,16 +99,16 @@ class Score(Environment):
 
 
 def make(target: str) -> Score:
-    """The environment of a target. See the module.
+    """Make the environment of a target. See the module.
 
     Raises:
-        LoadError: The target is none, or the file does not have what it names.
+        LoadError: Not a valid target, or the file lacks a name in it.
     """
     return Score(parsed(target, "score", KEYS))
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """A file with a function `score(prompt, completion, ...)` and rows."""
+    """List a file with a function `score(prompt, completion, ...)` and rows."""
     parameters = functions(tree).get("score")
     if parameters is None or parameters[:2] not in (["prompt", "completion"], ["prompt", "answer"]):
         return []
@@ -134,7 +136,7 @@ def _rows_named(user: UserFile) -> Iterator[str]:
 
 
 def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
-    """The parameters beyond prompt and completion: those that must be given, those that may, and whether all may."""
+    """Return required and optional parameters besides prompt and completion, and True if it takes any column."""
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

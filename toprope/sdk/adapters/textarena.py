@@ -1,14 +1,14 @@
-"""TextArena's games for one player, turn by turn.
+"""Single-player games of TextArena.
 
-The target is the id of a game, such as `GuessTheNumber-v0`. Task n is the game that begins with seed n; games that
-begin alike count as one, so that what is held out has not been trained on. Rollouts of a group play the same game with
-the same luck.
+The target is the id of a game, such as `GuessTheNumber-v0`. Task n is the game with seed n; games with the same
+beginning count as one task, so that held-out games are not trained on. Rollouts of a group play the same game with the
+same randomness.
 
-TextArena's games draw from the global generator of random numbers and share a process here: each rollout has states of
-its own, put in place around every call. A game is made once and begun once for a task; rollouts play on copies of it.
+TextArena uses global random generators and shares a process here, so each rollout has its own generator states, which
+are set around every call. A game is created and started once per task; rollouts play on copies.
 
-What starts: `installed` says it of each game, read from the package's files. Some need word lists of NLTK (a download),
-some a model at OpenRouter (a key), two need numpy, which the package does not ask for, and some do not parse with every
+`installed` reports from the package's files which games can start: some need word lists of NLTK (a download), some a
+model at OpenRouter (a key), two need numpy, which the package does not require, and some do not parse with every
 Python.
 """
 
@@ -41,15 +41,15 @@ PACKAGE = "textarena"
 REQUIREMENTS = ("textarena==0.7.*", "numpy")
 _ONE_PLAYER = "SinglePlayerState"
 _VARIANTS = ("-train", "-raw")
-"""Ends of ids that are the same game with its observations in another form; the knob `show` chooses that here."""
+"""Suffixes of ids for the same game with other observations; the knob `show` selects those instead."""
 _LIMITS = ("max_turns", "num_guesses", "num_turns", "num_hands")
 _UNKNOWN_LIMIT, _LARGEST_LIMIT = 200, 1000
 _LARGE = 1000
-"""Containers with more elements are word lists, which games do not change: copies share them."""
+"""Containers with more elements are word lists; games do not change them, so copies share them."""
 _BEGUN = 64
-"""So many games that have begun are kept, to be copied by the rollouts of a group."""
+"""Number of started games to cache for copies."""
 _ALIKE = 8
-"""So many first games are looked at to see whether seeds make a difference at all."""
+"""Number of first games compared to see if seeds make a difference."""
 _WORDS, _TAGGER = "corpora/words", "taggers/averaged_perceptron_tagger_eng"
 
 
@@ -59,10 +59,10 @@ class TextArena(Environment):
     tags = ("textarena", "game", "multi-turn")
     packages = ("textarena",)
     parts = {  # noqa: RUF012 - environments declare their parts so
-        "reward": Part(1.0, -1.0, 1.0, "what the game gives: 1 when it is won, the share that was done otherwise"),
-        "won": Part(0.0, description="1 when the game is won"),
-        "forfeited": Part(0.0, description="1 when the game ended by a second invalid move in a row; shown"),
-        "invalid_moves": Part(0.0, 0.0, 1e6, "answers that were no valid move; shown"),
+        "reward": Part(1.0, -1.0, 1.0, "the game's reward: 1 if it is won, otherwise the share done"),
+        "won": Part(0.0, description="1 if the game is won"),
+        "forfeited": Part(0.0, description="1 if a second consecutive invalid move ended the game; shown"),
+        "invalid_moves": Part(0.0, 0.0, 1e6, "number of invalid moves; shown"),
     }
 
     def __init__(self, target: str, specification: Any, kind: type) -> None:
@@ -95,7 +95,7 @@ class TextArena(Environment):
         alike = len({key for _, key in first}) == 1
         for seed in itertools.count():
             text, key = first[seed] if seed < _ALIKE else self._task(seed)
-            # Where every game begins alike, what differs is luck alone: then the seeds tell tasks apart.
+            # If every game begins alike, tasks differ by randomness alone: use seeds as keys.
             yield Task(text, data={"seed": seed}, key=f"{key} {seed}" if alike else key)
 
     def reset(self, task: Task) -> Messages:
@@ -118,13 +118,13 @@ class TextArena(Environment):
         with self._luck:
             rewards, told = self._game.close()
             given = None if not rewards else rewards.get(0)
-            if given is None:  # the answers ran out before the game did: the share that was done, where it knows
+            if given is None:  # Ran out of answers: give partial credit if reported.
                 share = getattr(self._game, "_get_percentage_completion", None) or getattr(
                     self._game, "_progress", None
                 )
                 given = share() if callable(share) else 0.0
         mine: Mapping[str, Any] = (told or {}).get(0, {})
-        # One game gives its reason where the reward belongs; an invalid move costs 1 by default.
+        # One game gives a reason instead of a reward; an invalid move costs 1 by default.
         value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else -1.0
         return {
             "reward": value,
@@ -137,7 +137,7 @@ class TextArena(Environment):
         return parts["won"] >= 1.0
 
     def _task(self, seed: int) -> tuple[str, str]:
-        """What the player sees first, and what tells this game from others."""
+        """Return the first observation, and the key of the game."""
         begun, luck = self._begin(seed)
         game = self._copied(begun)
         with copy.copy(luck):
@@ -145,7 +145,7 @@ class TextArena(Environment):
         return text, _fingerprint(game, text)
 
     def _begin(self, seed: int) -> tuple[Any, OwnRandom]:
-        """The game of a seed, begun and not to be played on, and the states of random numbers from there on."""
+        """Return the started game of a seed, which must only be copied, with its generator states."""
         if seed not in self._begun:
             while len(self._begun) >= _BEGUN:
                 del self._begun[next(iter(self._begun))]
@@ -156,22 +156,22 @@ class TextArena(Environment):
         return self._begun[seed]
 
     def _copied(self, game: Any) -> Any:
-        """A game of one's own; what is large and is not changed is shared."""
+        """Copy a game; large constant containers are shared."""
         shared = {id(one): one for one in _large(vars(game).values())}
         return copy.deepcopy(game, shared)
 
     def _seen(self) -> str:
-        """What the player sees now: what is new, or all again as TextArena's own agents get it."""
+        """Return the new observation, or all observations as TextArena's own agents see them."""
         if not self._whole:
             return _text(self._game, self._game.get_observation())
         return str(self._wrapped.get_observation()[1]).strip() or "(nothing)"
 
 
 def make(target: str) -> TextArena:
-    """The environment of one game.
+    """Make the environment of a game.
 
     Raises:
-        LoadError: TextArena is not installed, has no such game, or its file does not load.
+        LoadError: TextArena is not installed, the game is unknown, or its file does not load.
     """
     try:
         with OwnRandom(0):
@@ -196,12 +196,12 @@ def make(target: str) -> TextArena:
         raise LoadError(f"{target} needs {error.name}: {sys.executable} -m pip install {error.name}") from error
     source = Path(sys.modules[module].__file__ or "")
     if _ONE_PLAYER not in source.read_text("utf-8", "replace"):
-        raise LoadError(f"{target} is a game for several players; one policy plays those for one.")
+        raise LoadError(f"{target} is a game for several players; only single-player games are supported.")
     return TextArena(target, specification, kind)
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """The games for one player, with what is known against each."""
+    """List the single-player games, with known problems."""
     folder = site_packages / PACKAGE
     try:
         tree = parse(folder / "envs" / "__init__.py")
@@ -236,12 +236,12 @@ def installed(site_packages: Path) -> list[Listed]:
 
 
 def _problem(site_packages: Path, entry: str) -> tuple[str, str] | None:
-    """What is known against a game by its file: (needs, problem); None where it is for several players."""
+    """Return known problems of a game from its file as (needs, problem); None for multi-player games."""
     file = site_packages / (entry.partition(":")[0].replace(".", "/") + ".py")
     try:
         text = file.read_text("utf-8", "replace")
     except OSError:
-        return None  # whom it is for cannot be told
+        return None  # The number of players is unknown.
     if _ONE_PLAYER not in text:
         return None
     of_ours = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -274,9 +274,13 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def _nltk_has(data: str, site_packages: Path) -> bool:
-    """Whether NLTK would find the data for an interpreter with these packages."""
+    """Return True if NLTK finds its data for an interpreter with these packages."""
     prefix = site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
-    places = [*os.environ.get("NLTK_DATA", "").split(os.pathsep), Path.home() / "nltk_data", prefix / "nltk_data"]
+    places: list[str | Path] = [
+        *os.environ.get("NLTK_DATA", "").split(os.pathsep),
+        Path.home() / "nltk_data",
+        prefix / "nltk_data",
+    ]
     places += [
         prefix / "share/nltk_data",
         prefix / "lib/nltk_data",
@@ -292,7 +296,7 @@ def _nltk_has(data: str, site_packages: Path) -> bool:
 def _described(name: str, arguments: Mapping[str, Any]) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.partition("-v")[0])
     said = ", ".join(f"{key} {value}" for key, value in arguments.items() if isinstance(value, int | float | str))
-    return f"{words}, a game for one player" + (f" ({said})" if said else "")
+    return f"{words}, a single-player game" + (f" ({said})" if said else "")
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,10 +304,10 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _knobs(arguments: Mapping[str, Any]) -> type:
-    """A dataclass of what the game is made with, as far as JSON can say it, and of ours."""
+    """Return a dataclass of our knobs and of the game's parameters with JSON values."""
     fields: list[tuple[str, Any, Any]] = [
         ("show", Literal["new", "whole"],
-         knob("new", help="new: each turn shows what is new; whole: all so far again, as TextArena's agents see it")),
+         knob("new", help="new: each turn shows new observations; whole: all so far, as TextArena's agents see them")),
         ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: twice the game's own limit")),
     ]  # fmt: skip
     for name, value in _plain(arguments).items():
@@ -313,14 +317,14 @@ def _knobs(arguments: Mapping[str, Any]) -> type:
 
 
 def _limit(arguments: Mapping[str, Any], state: Any) -> int:
-    """Most answers: room for one invalid move beside each valid one."""
+    """Return the limit of answers: one invalid move per valid one."""
     own = next((arguments[name] for name in _LIMITS if isinstance(arguments.get(name), int)), None)
     own = getattr(state, "max_turns", None) or own
     return min(2 * own + 1, _LARGEST_LIMIT) if isinstance(own, int) else _UNKNOWN_LIMIT
 
 
 def _text(game: Any, observed: tuple[int, Any]) -> str:
-    """Observations as a text; the player's own moves are left out, since the conversation has them."""
+    """Return observations as text without the player's own moves, which the conversation has."""
     player, messages = observed
     lines = []
     for sender, message, _ in messages or ():
@@ -334,14 +338,14 @@ def _text(game: Any, observed: tuple[int, Any]) -> str:
 
 
 def _fingerprint(game: Any, text: str) -> str:
-    """What a game that has begun holds, as a hash; alike for games that begin alike."""
+    """Return a hash of a started game's state; equal for games that begin alike."""
     kept = {name: value for name, value in vars(game).items() if name != "state"}
     held = json.dumps([_held(kept), _held(getattr(game.state, "game_state", None)), text], default=str)
     return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _held(value: Any, depth: int = 8) -> Any:
-    """A value as JSON can say it, the same in every process; word lists are left out."""
+    """Return a JSON form of a value that is equal in every process, without word lists."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):  # arrays
@@ -358,7 +362,7 @@ def _held(value: Any, depth: int = 8) -> Any:
 
 
 def _large(values: Any, depth: int = 2) -> Iterator[Any]:
-    """Containers of more than `_LARGE` elements among some values, and in objects there."""
+    """Return containers of more than `_LARGE` elements in values and their attributes."""
     for value in values:
         if isinstance(value, list | tuple | set | frozenset | dict):
             if len(value) > _LARGE:

@@ -1,25 +1,24 @@
-"""TRL's conventions: reward functions over a batch, and environment classes whose public methods are tools.
+"""TRL's conventions: batch reward functions, and environment classes whose public methods are tools.
 
-What was written for GRPOTrainer runs here as it is. The target is a JSON object:
+Code written for GRPOTrainer runs unchanged. The target is a JSON object:
 
     {"file": "/path/rewards.py",        the user's file
      "reward_funcs": ["accuracy"],      functions f(prompts, completions, completion_ids, **columns), sync or async
      "weights": [1.0],                  one for each; 1 by default
-     "environment": "Game",             what GRPOTrainer calls environment_factory: a class or function; or an object of
-                                        them by name, chosen by the rows' column `environment`
-     "tools": ["search"],               functions that the policy may call beside the environment's methods
-     "rows": "train.jsonl",             see toprope.sdk.adapters._shared.user_files; with an environment they may be
-                                        left out
-     "tasks": 1000,                     how many tasks there are then
-     "ranges": {"accuracy": [0, 1]},    bounds of a reward, 0 to 1 by default; one beyond is an error of its rollout,
-     "clip": false,                     or is moved to the bound
-     "success": "accuracy",             whose highest value counts as solved; by default the whole reward's
+     "environment": "Game",             GRPOTrainer's environment_factory: a class or function; or an object of
+                                        several by name, selected by the rows' column `environment`
+     "tools": ["search"],               functions that the policy may call besides the environment's methods
+     "rows": "train.jsonl",             see toprope.sdk.adapters._shared.user_files; optional with an environment
+     "tasks": 1000,                     number of tasks without rows
+     "ranges": {"accuracy": [0, 1]},    bounds of a reward, 0 to 1 by default; a value outside is an error,
+     "clip": false,                     or is clipped
+     "success": "accuracy",             the reward whose highest value counts as solved; the total by default
      "reference": "solution",           column of the right answer, for people and checks
      "max_turns": 10, "name": "...", "description": "..."}
 
 As in TRL 1.16: rewards of a group are computed in one call, None means that a function does not apply, an environment
-is made once and reset often, what `reset(**row)` returns is put after the last message of the user, `get_reward()` is
-one more reward with weight 1. Differences: `trainer_state` is not known here, and images are not shown.
+is created once and reset often, the result of `reset(**row)` is appended to the last user message, and `get_reward()`
+is a further reward with weight 1. Differences: `trainer_state` is not available, and images are not supported.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ __all__ = ["KEYS", "Trl", "declared", "make"]
 
 KEYS = ("file", "reward_funcs", "weights", "environment", "tools", "rows", "tasks", "ranges", "clip", "success",
          "reference", "max_turns", "name", "description")  # fmt: skip
-"""Keys of a target; an owner\'s YAML file in a folder of environments may have them too."""
+"""Keys of a target, and of an owner's YAML file."""
 _REFERENCES = ("solution", "answer", "reference", "ground_truth", "label")
 _TASKS = 1000
 _TURNS = 10
 
 
 class _NoTrainer:
-    """Stands where a reward function expects the trainer's state, which the environment's process does not know."""
+    """Placeholder for the trainer's state, which is unknown in the environment's process."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -72,7 +71,7 @@ class _NoTrainer:
 
 
 class Trl(ToolEnvironment):
-    """Reward functions and environments as TRL has them."""
+    """Reward functions and environments written for TRL."""
 
     tags = ("trl",)
 
@@ -127,7 +126,7 @@ class Trl(ToolEnvironment):
 
     def reset(self, task: Task) -> Messages:
         row, self._environment, self._chosen = task.data["row"], None, None
-        self._own_random = OwnRandom(f"{self.seed}:{task.id}")  # alike for a group: its rollouts get the same task
+        self._own_random = OwnRandom(f"{self.seed}:{task.id}")  # equal within a group, whose rollouts get the same task
         messages = _chat(row.get("prompt") or [{"role": "user", "content": ""}], "the row")
         self._plain = isinstance(messages, str)
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -165,7 +164,7 @@ class Trl(ToolEnvironment):
         return str({"error": why})
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
-        """All rewards of all rollouts, one call a function."""
+        """Compute all rewards of all rollouts, with one call per function."""
         played: list[Trl] = [one for one in rollouts if isinstance(one, Trl)]
         columns = self._columns(played)
         values: dict[str, list[Any]] = {}
@@ -199,7 +198,7 @@ class Trl(ToolEnvironment):
         return super().success(parts, reward)
 
     def _name_rewards(self, target: Mapping[str, Any]) -> None:
-        """Settles the parts of the reward: one for each function, and one for each class with a `get_reward`."""
+        """Set the parts of the reward: one per function, and one per class with `get_reward`."""
         weights = target.get("weights")
         if weights is not None and (not isinstance(weights, list) or len(weights) != len(self._functions)):
             raise LoadError(f"`weights` must have a number for each of {len(self._functions)} reward functions.")
@@ -221,7 +220,7 @@ class Trl(ToolEnvironment):
             self._pool[chosen].append(probe)
             if hasattr(type(probe), "get_reward") and type(probe) not in self._classes:
                 self._classes.append(type(probe))
-                described[type(probe).__name__] = 1.0, "what get_reward() of the environment returns"
+                described[type(probe).__name__] = 1.0, "get_reward() of the environment"
         if not described:
             raise LoadError("No reward: give `reward_funcs`, or an environment with a get_reward() method.")
         for name in ranges:
@@ -229,13 +228,13 @@ class Trl(ToolEnvironment):
                 raise LoadError(f"`ranges` names {name!r}. {nearest(name, described, 'Rewards')}")
         self._bounds = {name: Bounds(ranges.get(name), clip, f"`ranges`.{name}") for name in described}
         self.parts = {name: self._bounds[name].part(*described[name]) for name in described}
-        for name, part in self.parts.items():  # 0 stands for a reward that does not apply
+        for name, part in self.parts.items():  # 0 means that a reward does not apply
             self.parts[name] = Part(part.weight, min(part.low, 0.0), max(part.high, 0.0), part.description)
         if self._factories or self.tools:
             self.parts |= {name: part for name, part in TOOL_PARTS.items() if name not in self.parts}
 
     def _columns(self, played: Sequence[Trl]) -> dict[str, Any]:
-        """The arguments of a reward function, for these rollouts."""
+        """Return the arguments of a reward function for these rollouts."""
         rows = [one.task.data["row"] for one in played]
         keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")]
         columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in keys}
@@ -248,18 +247,20 @@ class Trl(ToolEnvironment):
         return columns
 
     def _completion(self) -> Any:
-        """What the policy said, in the form of the prompt: a text, or messages with their tool calls."""
+        """Return the completion in the form of the prompt: text, or messages with tool calls."""
         if self._plain:
             return self.answer
         return [_as_trl(message) for message in self.messages[self._first :]]
 
     def _own_rewards(self) -> dict[str, Any] | Exception:
-        """What the rollout's environment itself gives; None for the classes that it is not of."""
+        """Return the reward of the rollout's environment by class; None for other classes."""
         found: dict[str, Any] = {}
         try:
             for kind in self._classes:
-                mine = type(self._environment) is kind
-                found[kind.__name__] = self._resolved(self._environment.get_reward()) if mine else None
+                environment: Any = self._environment
+                found[kind.__name__] = None
+                if environment is not None and type(environment) is kind:
+                    found[kind.__name__] = self._resolved(environment.get_reward())
         except Exception as error:
             return error
         return found
@@ -277,7 +278,7 @@ class Trl(ToolEnvironment):
         return self._loop.run(value) if inspect.iscoroutine(value) else value
 
     def _taken(self, chosen: str | None) -> Any:
-        """An environment for one rollout: constructed once, reset often."""
+        """Return an environment for a rollout: created once, reset often."""
         if chosen not in self._factories:
             there = nearest(str(chosen), [str(name) for name in self._factories], "There are")
             raise EnvironmentMistake(f"The row has environment={chosen!r}. {there}")
@@ -285,7 +286,7 @@ class Trl(ToolEnvironment):
         return pool.pop() if pool else self._factories[chosen]()
 
     def _given_back(self) -> None:
-        """Lets another rollout have the environment, unless a call that was too slow may still be busy in it."""
+        """Return an environment to the pool, unless a timed-out call may still use it."""
         late = any(call.failed and "did not answer within" in call.content for call in self.__dict__.get("calls", ()))
         if self._environment is not None and not late:
             self._pool[self._chosen].append(self._environment)
@@ -293,16 +294,16 @@ class Trl(ToolEnvironment):
 
 
 def make(target: str) -> Trl:
-    """The environment of a target. See the module.
+    """Make the environment of a target. See the module.
 
     Raises:
-        LoadError: The target is none, or the file does not have what it names.
+        LoadError: Not a valid target, or the file lacks a name in it.
     """
     return Trl(parsed(target, "trl", KEYS))
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """A file with reward functions over `completions`, or a class with `reset` and `get_reward`, and its rows."""
+    """List a file with reward functions over `completions`, or a class with `reset` and `get_reward`, and rows."""
     rewards = [name for name, taken in functions(tree).items() if "completions" in taken and not name.startswith("_")]
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and _looks_like_one(node)]
     if not rewards and not classes:
@@ -346,7 +347,8 @@ def _callable(user: UserFile, name: str, what: str) -> Callable[..., Any]:
     found = user.get(name, what)
     if not callable(found):
         raise LoadError(f"{user.path.name}: {name} is {type(found).__name__}, not {what} that can be called.")
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def _reward(user: UserFile, name: str) -> Callable[..., Any]:
@@ -372,7 +374,7 @@ def _own_rows(user: UserFile) -> str:
 
 
 def _methods(kind: type) -> list[str]:
-    """The methods that are tools: all public ones but `reset` and `get_reward`."""
+    """Return the tool methods: all public ones but `reset` and `get_reward`."""
     return [
         name
         for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)
@@ -381,7 +383,7 @@ def _methods(kind: type) -> list[str]:
 
 
 def _chat(prompt: Any, whose: str) -> Any:
-    """A prompt as a text, or as messages of texts. TRL also has messages in blocks; those with images are refused."""
+    """Return a prompt as text or text messages. TRL also has messages of blocks; those with images are refused."""
     if isinstance(prompt, str) or not isinstance(prompt, list):
         return prompt
     return [{**message, "content": _text(message.get("content"), whose)} for message in prompt]
@@ -393,7 +395,7 @@ def _text(content: Any, whose: str) -> str:
     blocks = content if isinstance(content, list) else [content]
     if all(isinstance(block, Mapping) and block.get("type") == "text" for block in blocks):
         return "".join(str(block["text"]) for block in blocks)
-    raise EnvironmentMistake(f"{whose} holds what is no text, such as an image; only texts can be shown here.")
+    raise EnvironmentMistake(f"{whose} has content other than text, such as an image; only text is supported.")
 
 
 def _observed(message: Mapping[str, Any], observation: Any) -> dict[str, Any]:
@@ -402,7 +404,7 @@ def _observed(message: Mapping[str, Any], observation: Any) -> dict[str, Any]:
 
 
 def _as_trl(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as TRL hands it to reward functions: calls apart from the text."""
+    """Return a message as TRL passes it to reward functions, with calls separate from text."""
     calls = calls_in(message["content"]) if message["role"] == "assistant" else []
     good = [call for call in calls if not call.problem]
     if not good:
@@ -413,7 +415,7 @@ def _as_trl(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unlogged(*arguments: Any, **named: Any) -> None:
-    """Stands for TRL's log_extra and log_metric: what matters is a part of the reward here."""
+    """Ignore TRL's log_extra and log_metric."""
 
 
 def _said(environment: Trl) -> str:

@@ -1,11 +1,11 @@
-"""Environments written for verifiers 0.4: a taskset with its rewards and metrics, and whatever environment it brings.
+"""Tasksets of verifiers 0.4 with their rewards, metrics and environments.
 
-The target is the module that exports a taskset (an installed package, as `vf-eval` takes it), or a user's file, with
-`:Class` where it has several. verifiers plays, with the session's key; by default through a harness in this process
-(see _verifiers_play), or through one of its own, which the knob `harness` names. Nothing of it leaves the machine: its
-remote runtime, which is its default, is replaced by the local one, and results are pushed nowhere.
+The target is a module that exports a taskset (an installed package, as for `vf-eval`), or a user's file, with `:Class`
+if it has several. verifiers runs the rollouts with the session's key, by default through a harness in this process (see
+_verifiers/harness.py), or through one of its own, which the knob `harness` names. Nothing leaves the machine: its
+default remote runtime is replaced by the local one, and results are not uploaded.
 
-Every reward is a part with the weight that its author gave it, every metric one of weight 0.
+Each reward is a part with its author's weight, each metric a part of weight 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Verifiers(OwnLoop):
         self.Knobs = knobs  # type: ignore[assignment]
         self._env: Any = None
         self._open: dict[str, Any] = {}
-        """What rollouts share once the first one has begun: they play on copies of this environment."""
+        """State that rollouts share; they run on copies of this environment."""
 
     def setup(self) -> None:
         from pydantic import ValidationError
@@ -79,10 +79,10 @@ class Verifiers(OwnLoop):
             raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
         self._open = {}
         if first is None:
-            raise EnvironmentMistake(f"The taskset {self._taskset_id} holds no tasks.")
+            raise EnvironmentMistake(f"The taskset {self._taskset_id} has no tasks.")
         if type(first).NEEDS_CONTAINER:
             raise InvalidRequest(
-                f"{type(first).__name__} needs a container, and environments run on this machine: take another taskset."
+                f"{type(first).__name__} needs a container, but environments run without: choose another taskset."
             )
         self.parts = self._parts(first)
         taskset = self._env.taskset
@@ -97,7 +97,7 @@ class Verifiers(OwnLoop):
             yield Task(_messages(task.data), reference=_reference(task.data), data={"task": task})
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        """Whether the reward is what `success_reward` asks for: by default the most that the rewards can give."""
+        """Return True if the reward reaches `success_reward`, by default the largest possible reward."""
         wanted = self.knobs.success_reward
         if wanted is None:
             wanted = sum(
@@ -130,7 +130,7 @@ class Verifiers(OwnLoop):
         return self._played(episode)
 
     def _at_home(self, config: Any, harness: str) -> Any:
-        """The configuration with every agent on this machine, and with the harness that was chosen."""
+        """Return the configuration with every agent on this machine and the chosen harness."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.configs.env import default_agent_harness
         from verifiers.v1.runtimes import SubprocessConfig
@@ -143,7 +143,7 @@ class Verifiers(OwnLoop):
             if harness != "auto":
                 chosen = harness_config_type(harness).model_validate({"id": harness})
             elif chosen is None and default.id == "bash":
-                # Its author named none. verifiers would take bash, which lets the model run commands on this machine.
+                # The author named none; the default of verifiers, bash, would let the model run commands here.
                 chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS})
             update[name] = agent.model_copy(update={"harness": chosen, "runtime": SubprocessConfig()})
         return config.model_copy(update=update)
@@ -160,9 +160,9 @@ class Verifiers(OwnLoop):
                 keyed = True
             parts[function.__name__] = Part(weight, low, high, first_line(function.__doc__))
         for judge in task.plugged_judges():
-            parts[judge.reward_name] = Part(float(judge.config.weight), low, high, "a judge's verdict")
+            parts[judge.reward_name] = Part(float(judge.config.weight), low, high, "verdict of a judge")
         if keyed or not parts:
-            parts[_OTHER] = Part(1.0, -_OTHER_LIMIT, _OTHER_LIMIT, "rewards whose names its author does not declare")
+            parts[_OTHER] = Part(1.0, -_OTHER_LIMIT, _OTHER_LIMIT, "rewards with undeclared names")
         for function in task.hooks("metric"):
             parts.setdefault(
                 function.__name__, Part(0.0, -_OTHER_LIMIT, _OTHER_LIMIT, first_line(function.__doc__) or "a metric")
@@ -170,7 +170,7 @@ class Verifiers(OwnLoop):
         return parts
 
     async def _served(self) -> None:
-        """Brings up what rollouts share, once, on the event loop that they run on."""
+        """Start the shared state once, on the event loop of the rollouts."""
         if "ready" not in self._open:
             ready = self._open["ready"] = asyncio.get_running_loop().create_future()
             self._open["serving"] = asyncio.create_task(self._serve(self._env, ready))
@@ -200,9 +200,7 @@ class Verifiers(OwnLoop):
         if not episode.ok:
             failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), None)
             said = (
-                f"{failed.type}: {failed.message}"
-                if failed
-                else "verifiers calls the episode failed without saying why"
+                f"{failed.type}: {failed.message}" if failed else "verifiers reports a failed episode without a reason"
             )
             return Played({}, turns=turns, truncated=truncated, error=said)
         from verifiers.v1.dialects.chat import message_to_wire
@@ -238,10 +236,10 @@ class Verifiers(OwnLoop):
 
 
 def make(target: str) -> Verifiers:
-    """The environment of a taskset. See the module.
+    """Make the environment of a taskset. See the module.
 
     Raises:
-        LoadError: verifiers is not installed, is too old, or finds no such taskset.
+        LoadError: verifiers is not installed or too old, or the taskset is unknown.
     """
     try:
         import verifiers
@@ -263,7 +261,7 @@ def make(target: str) -> Verifiers:
 
 
 def _taskset(target: str) -> tuple[str, str]:
-    """The id by which verifiers finds the taskset, and the user's file that became a module which it can import."""
+    """Return the id by which verifiers finds the taskset, and the user's file if it was made importable."""
     file, _, attribute = target.partition(".py")
     if not target.startswith("/") and ".py" not in target:
         return target, ""
@@ -273,7 +271,7 @@ def _taskset(target: str) -> tuple[str, str]:
     folder = str(path.parent)
     if folder not in sys.path[:1]:
         sys.path.insert(0, folder)
-    _prepend("PYTHONPATH", folder)  # verifiers starts tool servers as programs that import the module
+    _prepend("PYTHONPATH", folder)  # verifiers starts tool servers as processes that import the module.
     module = importlib.import_module(path.stem)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
@@ -295,13 +293,17 @@ def _taskset(target: str) -> tuple[str, str]:
 
 
 def _knobs(config: Any) -> tuple[dict[str, str], type]:
-    """The taskset's own settings that JSON can say, as field by knob, and the knobs with ours before them."""
+    """Return the taskset's settings with JSON values by knob, and a dataclass of our knobs and these."""
     ours: list[tuple[str, Any, Any]] = [
-        ("harness", str, knob("auto", help="auto: the taskset's own, else one in this process; or an id of verifiers")),
+        (
+            "harness",
+            str,
+            knob("auto", help="auto: the taskset's own, otherwise one in this process; or an id of verifiers"),
+        ),
         ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
         ("reward_low", float, knob(0.0, help="smallest value of a reward")),
         ("reward_high", float, knob(1.0, help="largest value of a reward")),
-        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the most there is")),
+        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
         ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
     ]
     fields, made = {}, ours

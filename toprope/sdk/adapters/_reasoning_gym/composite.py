@@ -43,7 +43,8 @@ class Composite(Environment):
         self.parts = parts_of("partial")
         members = target.get("tasks") or [{"name": name} for name in _FIRST]
         fields: list[tuple[str, Any, Any]] = [
-            ("tasks", list[dict], knob(members, help="each {name, weight, knobs}; weight 1 and no knobs by default")),
+            ("tasks", list[dict[str, Any]],
+             knob(members, help="each {name, weight, knobs}; weight 1 and no knobs by default")),
             ("scoring", Literal["exact", "partial", "both"],
              knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each")),
             ("difficulty", int,
@@ -94,7 +95,7 @@ class Composite(Environment):
         if not isinstance(knobs, Mapping):
             raise InvalidRequest(f"The knobs of {name} must be an object of settings, not {knobs!r}.")
         config = DATASETS[name][1]
-        levels = levels_of(name, config)
+        levels = levels_of(str(name), config)
         try:
             made = make_knobs(settings_of(config, levels), knobs)
         except InvalidRequest as error:

@@ -1,8 +1,8 @@
-"""The curricula of reasoning-gym as one knob: `difficulty`, 0 as configured, n the n-th level of every attribute.
+"""Curricula of reasoning-gym as the knob `difficulty`: 0 as configured, n for level n of every attribute.
 
-A curriculum of reasoning-gym names attributes of a task, each with a list of levels and the fields of the configuration
-that a level sets. All attributes move together here, as `set_global_level` moves them; where one has fewer levels than
-another it stays at its last. A range begins at its easiest level, so that harder settings still have easy tasks.
+A curriculum names attributes of a task, each with a list of levels and the configuration fields that a level sets. All
+attributes move together, as in `set_global_level`; one with fewer levels stays at its last. A range begins at its
+easiest level, so that harder settings still contain easy tasks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LONGEST_HELP = 400
 
 
 class Levels:
-    """The levels of one task that its own configuration accepts.
+    """The levels of a task that its configuration accepts.
 
     Args:
-        curriculum: Its class of reasoning-gym.
-        config: The class of its configuration.
+        curriculum: Curriculum class of reasoning-gym.
+        config: Configuration class of the task.
     """
 
     def __init__(self, curriculum: type, config: type) -> None:
@@ -41,18 +41,18 @@ class Levels:
         return len(self._made)
 
     def values(self, difficulty: int, configured: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the configuration at a difficulty; those that are not governed as they were.
+        """Return the configuration fields at a difficulty; other fields keep their values.
 
         Args:
-            difficulty: 0 as configured; beyond `count` the last level.
-            configured: Values of the fields as they were set.
+            difficulty: 0 as configured; above `count` the last level.
+            configured: Configured values.
         """
         governed = self._made[min(difficulty, self.count) - 1] if difficulty and self.count else {}
         return {**configured, **governed}
 
 
 def levels_of(name: str, config: type) -> Levels | None:
-    """The levels of a task, None where it has no curriculum that works. Imports reasoning-gym."""
+    """Return the levels of a task; None without a working curriculum. Imports reasoning-gym."""
     from reasoning_gym.factory import CURRICULA
 
     found = CURRICULA.get(name)
@@ -61,7 +61,7 @@ def levels_of(name: str, config: type) -> Levels | None:
 
 
 def _governed(curriculum: type, level: int) -> dict[str, Any]:
-    """The fields that a curriculum sets at a level, each attribute at its last where it has fewer."""
+    """Return the fields that a curriculum sets at a level; attributes with fewer levels stay at their last."""
     placed = curriculum()
     placed.set_global_level(level)
     made = placed.generate_configuration()
@@ -71,7 +71,7 @@ def _governed(curriculum: type, level: int) -> dict[str, Any]:
 
 
 def _accepted(config: type, values: Mapping[str, Any]) -> bool:
-    """Whether a configuration with these values is one. Some curricula have levels that their own tasks refuse."""
+    """Return True if a configuration accepts these values; some curricula have levels that their tasks refuse."""
     try:
         made = config(**values)
         if hasattr(made, "validate"):

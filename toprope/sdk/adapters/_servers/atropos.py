@@ -1,7 +1,7 @@
-"""What an Atropos environment asks in place of its own server: the policy, with the keys of its group's rollouts.
+"""The server object of an Atropos environment: it samples from the policy with the keys of a group's rollouts.
 
-Atropos knows one server and no rollouts: `collect_trajectories` may ask for n answers in one request, or for one n
-times, and goes on with any of them. Which rollout a request belongs to is told by what it goes on from.
+Atropos knows a server but no rollouts: `collect_trajectories` may request n answers at once, or one answer n times, and
+continue any of them. The text that a request continues shows which rollout it belongs to.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ class _Rollout:
 
 
 class Group:
-    """The rollouts of one group."""
+    """The rollouts of a group."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.rollouts = [_Rollout(session) for session in sessions]
 
     def take(self, count: int, before: str) -> list[_Rollout]:
-        """Rollouts that `count` answers belong to.
+        """Return the rollouts of `count` answers.
 
         Args:
-            count: How many are asked for.
-            before: What the request goes on from, as text.
+            count: Number of requested answers.
+            before: Text that the request continues.
         """
         taken: list[_Rollout] = []
         if count == 1:
             going = [one for one in self.rollouts if one.said and not one.busy and one.said[-1].strip()]
-            # The longest first: a short answer is easily found in what another one said.
+            # Longest first: a short answer may be contained in another.
             going.sort(key=lambda one: -len("".join(one.said)))
             taken = [one for one in going if all(said in before for said in one.said)][:1]
-        for free in (lambda one: not one.said and not one.busy, lambda one: not one.busy, lambda one: True):
-            left = [one for one in self.rollouts if one not in taken and free(one)]
+        for said, busy in ((False, False), (True, False), (True, True)):  # what a free rollout may have
+            left = [
+                one for one in self.rollouts if one not in taken and (said or not one.said) and (busy or not one.busy)
+            ]
             taken += left[: count - len(taken)]
-        while len(taken) < count:  # more answers than the group has rollouts
+        while len(taken) < count:  # more answers than rollouts
             taken.append(self.rollouts[len(taken) % len(self.rollouts)])
         for one in taken:
             one.busy = True
         return taken
 
     def whose(self, texts: Sequence[str]) -> list[int | None]:
-        """For each text of a scored sequence the rollout whose answers are in it, each rollout once."""
+        """Assign to each scored text the rollout whose answers it contains, each rollout once."""
         left = set(range(len(self.rollouts)))
         found: list[int | None] = []
         for text in texts:
@@ -67,7 +69,7 @@ class Group:
             if fitting:
                 left.discard(fitting[0])
             found.append(fitting[0] if fitting else None)
-        for place, owner in enumerate(found):  # what cannot be told goes by its place
+        for place, owner in enumerate(found):  # assign the rest by position
             if owner is None and place in left:
                 left.discard(place)
                 found[place] = place
@@ -77,21 +79,21 @@ class Group:
 
 
 GROUP: ContextVar[Group | None] = ContextVar("group", default=None)
-"""The group that the present task plays."""
+"""The group of the present asyncio task."""
 
 
 def server_class(tokenizer: Callable[[], Any]) -> type:
-    """A server in the terms of atroposlib, which has to be importable.
+    """Return an atroposlib server class; atroposlib must be importable.
 
     Args:
-        tokenizer: Gives the environment's.
+        tokenizer: Returns the environment's tokenizer.
     """
     import httpx
     import openai
     from atroposlib.envs.server_handling.server_baseline import APIServer
 
     class PolicyServer(APIServer):  # type: ignore[misc]
-        """Asks for one answer a request, under the key of its rollout."""
+        """Requests one answer at a time with the key of its rollout."""
 
         def __init__(self, config: Any, reasoning_config: Any = None) -> None:
             super().__init__(config, reasoning_config=None)
@@ -151,7 +153,7 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
         ) -> list[tuple[_Rollout, Any]]:
             group = GROUP.get()
             if group is None:
-                raise RuntimeError("the environment asked its server outside of collect_trajectories")
+                raise RuntimeError("the environment used its server outside collect_trajectories")
             rollouts = group.take(int(asked.pop("n", 1) or 1), before)
             try:
                 answers = await asyncio.gather(*(self._one(asked, one.session, method) for one in rollouts))

@@ -1,7 +1,7 @@
-"""Servers of OpenEnv: started as a program of the worker's, and spoken to over their WebSocket.
+"""OpenEnv servers: started by the worker if needed, and used over their WebSocket.
 
-Their HTTP endpoints make a new environment at every request, so that a step fails where the environment has a state;
-over the WebSocket a connection is an episode. https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
+Their HTTP endpoints create a new environment for each request, which breaks stateful environments; over the WebSocket,
+a connection is an episode. https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _LARGEST = 100 * 2**20
 
 
 class Full(Exception):
-    """The server plays as many episodes as it can."""
+    """The server is at its limit of episodes."""
 
 
 class Server:
-    """An OpenEnv server, by its address or by the command that starts it.
+    """An OpenEnv server by address or start command.
 
     Args:
-        url: Its address; empty where a command starts it.
-        command: Words of a command; `{port}` and `{python}` in them are filled in.
-        folder: Where it is started.
+        url: Address; empty with a command.
+        command: Words of a command; `{port}` and `{python}` are filled in.
+        folder: Working folder of the command.
 
     Raises:
-        LoadError: It does not start, or does not answer.
+        LoadError: The server does not start or answer.
     """
 
     def __init__(self, url: str, command: Sequence[str] = (), folder: str = "") -> None:
@@ -52,7 +52,7 @@ class Server:
         self._wait()
 
     def schema(self) -> dict[str, Any]:
-        """JSON schemas of `action` and `observation`; empty where the server does not tell."""
+        """JSON schemas of `action` and `observation`; empty if the server gives none."""
         try:
             with urllib.request.urlopen(f"{self.url}/schema", timeout=10) as answer:
                 found = json.loads(answer.read())
@@ -64,7 +64,7 @@ class Server:
         return Connection("ws" + self.url.removeprefix("http") + "/ws")
 
     def close(self) -> None:
-        """Ends the server, if it was started here."""
+        """End the server if it was started here."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -80,7 +80,7 @@ class Server:
         words = [word.replace("{port}", str(port)).replace("{python}", sys.executable) for word in command]
         surroundings = os.environ | {"ENABLE_WEB_INTERFACE": "false"}
         try:
-            # In the worker's process group, which ends as a whole.
+            # It runs in the worker's process group, which ends as a whole.
             self._process = subprocess.Popen(
                 words, cwd=folder or None, env=surroundings, stdin=subprocess.DEVNULL, stdout=2, stderr=2
             )
@@ -92,23 +92,23 @@ class Server:
         deadline, why = time.monotonic() + _WAIT_S, ""
         while time.monotonic() < deadline:
             if self._process is not None and (code := self._process.poll()) is not None:
-                raise LoadError(f"The OpenEnv server ended with exit code {code} before it served; see the log.")
+                raise LoadError(f"The OpenEnv server ended with exit code {code} before it was ready; see the log.")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
             except urllib.error.HTTPError:
-                return  # it answers
+                return  # the server answers
             except (OSError, ValueError) as error:
                 why = str(error)
                 if self._process is None and "refused" not in why:
                     break
             time.sleep(0.05)
         self.close()
-        raise LoadError(f"The OpenEnv server at {self.url} does not answer: {why}. Is it running, and is that its URL?")
+        raise LoadError(f"The OpenEnv server at {self.url} does not answer: {why}. Check that it runs at this URL.")
 
 
 class Connection:
-    """One episode. `async with` it."""
+    """An episode; use it with `async with`."""
 
     def __init__(self, url: str) -> None:
         self._url, self._socket = url, None
@@ -126,18 +126,18 @@ class Connection:
             await self._socket.send('{"type": "close"}')  # type: ignore[attr-defined]
             await self._socket.close()  # type: ignore[attr-defined]
         except (OSError, WebSocketException):
-            pass  # it has gone first
+            pass  # the server closed first
 
     async def reset(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Begins the episode: {observation, reward, done}."""
+        """Begin the episode; return {observation, reward, done}."""
         return await self._say("reset", parameters)
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes an action: {observation, reward, done}."""
+        """Take an action; return {observation, reward, done}."""
         return await self._say("step", action)
 
     async def state(self) -> dict[str, Any]:
-        """The environment's own account of the episode."""
+        """Return the environment's state of the episode."""
         return await self._say("state", None)
 
     async def _say(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -148,10 +148,10 @@ class Connection:
             try:
                 await self._socket.send(json.dumps(message))  # type: ignore[attr-defined]
             except ConnectionClosed:
-                pass  # it may have said why before
+                pass  # it may have sent a reason before
             raw = await asyncio.wait_for(self._socket.recv(), _MESSAGE_S)  # type: ignore[attr-defined]
         except ConnectionClosed as error:
-            raise ConnectionError(f"the OpenEnv server hung up at {kind}: {error}") from error
+            raise ConnectionError(f"the OpenEnv server closed the connection at {kind}: {error}") from error
         except TimeoutError:
             raise TimeoutError(f"the OpenEnv server did not answer {kind} within {_MESSAGE_S:g} s") from None
         answer = json.loads(raw)

@@ -1,4 +1,4 @@
-"""JSON over HTTP with the standard library: for adapters that speak to servers which their owner started.
+"""JSON over HTTP with the standard library, for adapters of servers that the owner starts.
 
 No proxy is asked, redirects are not followed, and every way in which it can fail is one sentence that says what to do.
 """
@@ -28,35 +28,35 @@ class Unreachable(EnvironmentMistake):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     text: str
 
     def value(self, what: str) -> Any:
-        """Its JSON, where it was a success.
+        """Return the JSON of a successful answer.
 
         Raises:
-            EnvironmentMistake: It was none, or is no JSON.
+            EnvironmentMistake: The request failed, or the answer is not JSON.
         """
         if not 200 <= self.status < 300:
             raise EnvironmentMistake(f"{what} answered {self.status}: {' '.join(self.text.split())[:400]}")
         try:
             return json.loads(self.text)
         except ValueError:
-            raise EnvironmentMistake(f"{what} answered no JSON: {self.text[:200]!r}") from None
+            raise EnvironmentMistake(f"{what} did not answer with JSON: {self.text[:200]!r}") from None
 
 
 class JsonServer:
     """A server at an address.
 
     Args:
-        url: `http://host:port`, perhaps with a path.
-        timeout_s: Seconds for a connection, and for each answer.
-        headers: Sent with every request.
+        url: `http://host:port`, optionally with a path.
+        timeout_s: Time limit in seconds of a connection and of each answer.
+        headers: Headers of every request.
 
     Raises:
-        LoadError: The address is none.
+        LoadError: Not a valid address.
     """
 
     def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
@@ -64,19 +64,19 @@ class JsonServer:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise LoadError(f"{url!r} is no address of a server: {error}.") from None
+            raise LoadError(f"{url!r} is not a server address: {error}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise LoadError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000.")
+            raise LoadError(f"{url!r} is not a server address such as http://127.0.0.1:8000.")
         self.url = url.rstrip("/")
         self._host, self._port, self._safe = parts.hostname, port, parts.scheme == "https"
         self._path, self._timeout = parts.path.rstrip("/"), timeout_s
         self._headers = dict(headers or {})
 
     def check(self) -> None:
-        """Whether something listens there.
+        """Check that a server listens at the address.
 
         Raises:
-            Unreachable: Nothing does.
+            Unreachable: No server listens.
         """
         try:
             with socket.create_connection((self._host, self._port or (443 if self._safe else 80)), self._timeout):
@@ -85,15 +85,15 @@ class JsonServer:
             raise Unreachable(f"Nothing answers at {self.url}: {error.strerror or error}.") from None
 
     def post(self, path: str, body: Any, cookies: dict[str, str] | None = None) -> Answer:
-        """Sends JSON.
+        """Send JSON and return the answer.
 
         Args:
-            path: Below the address.
-            body: What JSON can say.
-            cookies: Sent along; those that the answer sets are put there.
+            path: Path below the address.
+            body: A JSON value.
+            cookies: Cookies to send; updated with those of the answer.
 
         Raises:
-            Unreachable: There was no answer in time.
+            Unreachable: No answer in time.
         """
         headers = {**self._headers, "Content-Type": "application/json", "Accept": "application/json"}
         if cookies:

@@ -1,14 +1,14 @@
-"""How an ecosystem's environments are listed without importing it: what an adapter reads out of files.
+"""Listing of an ecosystem's environments from files, without importing it.
 
-An adapter says where its ecosystem comes from and what of it there is:
+An adapter module declares:
 
-    REQUIREMENTS = ("verifiers==0.4.*",)      what pip is given for an interpreter of its own
-    PACKAGE = "verifiers"                     what must be importable there
+    REQUIREMENTS = ("verifiers==0.4.*",)      pip requirements of a separate interpreter
+    PACKAGE = "verifiers"                     package that must be importable there
 
-    def installed(site_packages: Path) -> list[Listed]      what an interpreter's packages hold
-    def declared(file: Path, tree: ast.Module) -> list[Listed]      what a user's file declares
+    def installed(site_packages: Path) -> list[Listed]      environments in installed packages
+    def declared(file: Path, tree: ast.Module) -> list[Listed]      environments in a user's file
 
-Both functions are optional, read files alone and run in the server: they import nothing of the ecosystem's.
+Both functions are optional. They run in the server, read files only, and import nothing of the ecosystem.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["Listed"]
 
 @dataclass(frozen=True)
 class Listed:
-    """An environment as files tell of it."""
+    """An environment found in files."""
 
     name: str
-    """Within the ecosystem; the catalog puts the adapter's name and a slash before it where it comes from packages."""
+    """Name within the ecosystem; for packages the catalog prefixes the adapter's name and a slash."""
     target: str
-    """What the adapter's `make` is given."""
+    """Argument of the adapter's `make`."""
     description: str = ""
     turns: int | None = None
-    """Most answers in a rollout; None where files do not tell."""
+    """Most answers in a rollout; None if unknown from files."""
     tools: bool = False
-    """Whether the policy gets tools."""
+    """True if the policy gets tools."""
     tasks: int | None = None
-    """How many there are, where files tell."""
+    """Number of tasks; None if unknown from files."""
     tags: tuple[str, ...] = ()
     problem: str = ""
-    """Why it would not run, and what to do; empty where nothing is known against it."""
+    """Known problem with its remedy; empty if none is known."""
     needs: str = ""
-    """`install`, `network` or `key`, where the problem is one of these."""
+    """`install`, `network` or `key` if the problem is one of these."""

@@ -1,8 +1,8 @@
-"""Keeps the global generators of random numbers apart for rollouts that share a process.
+"""Separate states of the global random generators for rollouts that share a process.
 
-Environments of other ecosystems draw from `random` and `numpy.random` as if they were alone. Each rollout gets states
-of its own, which are put in place around every call into its code and taken away after it: neither other rollouts
-nor the process itself are disturbed. Calls go one after the other; threads that a call leaves behind are not covered.
+Environments of other ecosystems use `random` and `numpy.random` as if they were alone. Each rollout has its own states,
+which are set before each call into its code and restored afterwards. Calls are sequential; threads that outlive a call
+are not covered.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["OwnRandom"]
 
 
 class OwnRandom:
-    """The states of one rollout. Use it with `with`; it can be entered within itself.
+    """The generator states of a rollout, as a reentrant context manager.
 
     Args:
-        seed: What they begin with.
+        seed: Initial seed.
     """
 
     def __init__(self, seed: Any) -> None:
@@ -60,6 +60,6 @@ class OwnRandom:
 
 
 def _numpy() -> Any:
-    """numpy.random, if somebody has loaded it: loading it costs every environment a tenth of a second."""
+    """Return numpy.random if it is loaded already; importing it would cost a tenth of a second."""
     numpy = sys.modules.get("numpy")
     return getattr(numpy, "random", None)

@@ -1,7 +1,6 @@
-"""Reads the rows of a data set: JSON lines, CSV, Parquet, or a data set of the Hugging Face Hub.
+"""Read rows of JSON lines, CSV, Parquet, or a data set of the Hugging Face Hub.
 
-Which files may be read is the owner's decision: only those below the folders that the owner allows, after links are
-followed. An agent names files, and must not get at others that way.
+Only files below the folders that the owner allows may be read, after links are resolved, because agents name the files.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 __all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of"]
 
 HUB = "hf:"
-"""Begins the name of a data set of the Hugging Face Hub."""
+"""Prefix of a Hub data set."""
 
 KINDS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -28,7 +27,7 @@ _LONGEST_CELL = 16 << 20
 
 
 def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
-    """Data files that may be read, as an agent would name them; some of them where there are many."""
+    """Return readable data files as an agent would name them; only some if there are many."""
     found: list[str] = []
     for folder in folders:
         for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
@@ -40,15 +39,15 @@ def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
 
 
 def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ()) -> Path:
-    """The file of that name, if the owner allows it to be read.
+    """Return the file of this name if the owner allows reading it.
 
     Args:
         path: Absolute, or relative to one of the folders.
-        folders: Those below which files may be read.
-        files: More files that may be read.
+        folders: Folders below which files may be read.
+        files: Further files that may be read.
 
     Raises:
-        InvalidRequest: It lies elsewhere, is not there, or is of an unknown kind.
+        InvalidRequest: The file is elsewhere, missing, or of an unknown kind.
     """
     given = Path(path).expanduser()
     places = [given] if given.is_absolute() else [folder / given for folder in folders]
@@ -62,28 +61,28 @@ def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ())
         inside = real in known or any(real.is_relative_to(root) for root in roots)
         if inside and real.is_file():
             if real.suffix.lower() not in KINDS:
-                raise InvalidRequest(f"{path} is of no kind that can be read: {', '.join(KINDS)}.")
+                raise InvalidRequest(f"{path} has no supported suffix: {', '.join(KINDS)}.")
             return real
     there = files_below(folders)
     listed = f" There are: {', '.join(there)}." if there else " They hold no data files yet."
     raise InvalidRequest(
-        f"{path!r} is no file below the folders that the owner allows ({', '.join(map(str, folders))}).{listed} The "
+        f"{path!r} is not a file below the folders that the owner allows ({', '.join(map(str, folders))}).{listed} The "
         "owner adds folders under `datasets` in settings.yaml."
     )
 
 
 def rows_of(path: str, folders: Sequence[Path], files: Sequence[Path], config: str, split: str) -> Iterator[Any]:
-    """The rows in their order, each a dict.
+    """Return the rows in order as dicts.
 
     Args:
-        path: A file, or HUB and a data set's id.
+        path: A file, or HUB and a data set id.
         folders: See `allowed_file`.
         files: See `allowed_file`.
-        config: Of a data set of the Hub; empty for its default.
-        split: Of a data set of the Hub.
+        config: Configuration of a Hub data set; empty for its default.
+        split: Split of a Hub data set.
 
     Raises:
-        InvalidRequest: It cannot be read as what its name says; the message names the line.
+        InvalidRequest: The content does not match the suffix; the message names the line.
         LoadError: A library is missing.
     """
     if path.startswith(HUB):
@@ -106,7 +105,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise InvalidRequest(f"{file.name}, line {number}: no JSON ({error}).") from None
+                raise InvalidRequest(f"{file.name}, line {number}: not JSON ({error}).") from None
             if not isinstance(row, dict):
                 raise InvalidRequest(f"{file.name}, line {number}: a row is an object, not {type(row).__name__}.")
             yield row
@@ -135,26 +134,26 @@ def _parquet(file: Path) -> Iterator[Any]:
             for batch in table.iter_batches(batch_size=512):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise InvalidRequest(f"{file.name} is no Parquet file: {str(error)[:300]}") from None
+        raise InvalidRequest(f"{file.name} is not a Parquet file: {str(error)[:300]}") from None
 
 
 def _hub(name: str, config: str, split: str) -> Iterator[Any]:
     if not _HUB_ID.fullmatch(name) or ".." in name:
-        raise InvalidRequest(f"{name!r} is no id of a data set of the Hugging Face Hub, such as openai/gsm8k.")
-    if Path(name).exists():  # the library would read that folder instead, which nobody allowed
-        raise InvalidRequest(f"{name!r} is also a folder here; give a data set of the Hub that is not.")
+        raise InvalidRequest(f"{name!r} is not a data set id of the Hugging Face Hub such as openai/gsm8k.")
+    if Path(name).exists():  # The library would read the local folder instead, which is not allowed.
+        raise InvalidRequest(f"{name!r} is also a folder here; give the id of a Hub data set.")
     _need("datasets", "datasets", "data sets of the Hugging Face Hub")
     import datasets
 
     try:
         table = datasets.load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # the library raises its own, the Hub's and its HTTP client's errors
+    except Exception as error:  # The library raises its own errors and those of the Hub and HTTP clients.
         why = (str(error).strip() or "no reason given").splitlines()[0][:300]
         raise InvalidRequest(
-            f"The data set {name!r} (config {config or 'default'!r}, split {split or 'train'!r}) could not be had from "
-            f"the Hugging Face Hub: {type(error).__name__}: {why}. "
-            "Check id, config, split and the network; HF_TOKEN may be needed. A file below the owner's folders needs "
-            "none of these."
+            f"The data set {name!r} (config {config or 'default'!r}, split {split or 'train'!r}) could not be loaded "
+            f"from the Hugging Face Hub: {type(error).__name__}: {why}. "
+            "Check id, config, split and the network; HF_TOKEN may be needed. A local file below the owner's folders "
+            "avoids this."
         ) from None
     yield from table
 

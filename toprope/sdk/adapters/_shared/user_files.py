@@ -1,11 +1,11 @@
-"""A user's own file as an adapter sees it: what it defines, the rows that go with it, and what its rewards may be.
+"""Users' files for adapters: definitions, rows, and reward bounds.
 
-Two adapters run functions that were written for something else. What their targets have in common is read here:
+The targets of the adapters `trl` and `score` share these keys:
 
     {"file": "/path/rewards.py", "rows": "train.jsonl", "range": [0, 1], "clip": false, "name": ..., "description": ...}
 
-`rows` is a file beside the user's (JSON lines, CSV, Parquet) or anywhere, `hf:<id>` of the Hugging Face Hub, or the
-name of a list, a data set or a function without parameters in the user's file.
+`rows` is a file (JSON lines, CSV, Parquet; relative to the user's file), `hf:<id>` of the Hugging Face Hub, or the name
+of a list, a data set or a parameterless function in the user's file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from toprope.sdk.errors import EnvironmentMistake, LoadError
 __all__ = ["Bounds", "UserFile", "assigned", "data_beside", "functions", "parsed", "public_name"]
 
 ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
-"""How the rows are called in files that do not say."""
+"""Default names of rows in a file."""
 
 
 def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
-    """The target of an adapter.
+    """Parse the target of an adapter.
 
     Raises:
-        LoadError: It is no JSON object, or has a key that the adapter does not know.
+        LoadError: Not a JSON object, or a key is unknown.
     """
     try:
         given = json.loads(target)
@@ -51,13 +51,13 @@ def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
 
 
 class UserFile:
-    """A user's file, loaded.
+    """A loaded file of a user.
 
     Args:
         path: The file.
 
     Raises:
-        LoadError: It does not load.
+        LoadError: The file does not load.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,10 +67,10 @@ class UserFile:
         self.module: ModuleType = module_of(self.path)
 
     def get(self, name: str, what: str) -> Any:
-        """What the file defines, or what it names with dots: `rewards.accuracy`.
+        """Return a definition of the file by name, dotted for attributes: `rewards.accuracy`.
 
         Raises:
-            LoadError: It does not.
+            LoadError: The name is not defined.
         """
         found: Any = self.module
         for part in name.split("."):
@@ -84,17 +84,17 @@ class UserFile:
         return found
 
     def files(self, rows: Any) -> tuple[str, ...]:
-        """The file itself, and the one that its rows come from."""
+        """The file itself, and the file of its rows."""
         beside = self._data(rows)
         return (str(self.path),) if beside is None else (str(self.path), str(beside))
 
     def rows(self, given: Any) -> Iterator[dict[str, Any]]:
-        """The rows that a target names, each time anew.
+        """Yield the rows that a target names.
 
         Raises:
-            InvalidRequest: They cannot be read.
-            LoadError: There is nothing of that name.
-            EnvironmentMistake: One is no object.
+            InvalidRequest: The rows cannot be read.
+            LoadError: The name is not defined.
+            EnvironmentMistake: A row is not an object.
         """
         found: Any = given
         if isinstance(given, str) and (given.startswith(_rows.HUB) or self._data(given) is not None):
@@ -122,15 +122,15 @@ class UserFile:
 
 
 class Bounds:
-    """Between which numbers a user's rewards lie.
+    """Bounds of a user's reward.
 
     Args:
         given: `[low, high]`; None for 0 to 1.
-        clip: Whether a value beyond is moved to the bound, instead of being an error of its rollout.
-        key: How a target declares it, for errors.
+        clip: Clip values outside instead of failing the rollout.
+        key: Key in the target, for messages.
 
     Raises:
-        LoadError: They are none.
+        LoadError: Not two finite numbers.
     """
 
     def __init__(self, given: Any, clip: bool, key: str) -> None:
@@ -144,17 +144,17 @@ class Bounds:
         self.clip, self._key = bool(clip), key
 
     def part(self, weight: float, description: str) -> Part:
-        """The part of a reward that these are the bounds of."""
+        """Return the reward part with these bounds."""
         return Part(weight, self.low, self.high, description)
 
     def value(self, given: Any, whose: str) -> float:
-        """The value as a number within the bounds.
+        """Return the value as a number within the bounds.
 
         Raises:
-            EnvironmentMistake: It is no finite number, or beyond them and not to be clipped.
+            EnvironmentMistake: Not a finite number, or outside the bounds without `clip`.
         """
         if isinstance(given, str | bytes | complex) or not hasattr(type(given), "__float__"):
-            raise EnvironmentMistake(f"{whose} gave {given!r:.60}, which is no number.")
+            raise EnvironmentMistake(f"{whose} gave {given!r:.60}, which is not a number.")
         number = float(given)
         if not math.isfinite(number):
             raise EnvironmentMistake(f"{whose} gave {number}, which is not finite.")
@@ -169,21 +169,21 @@ class Bounds:
 
 
 def public_name(function: Any) -> str:
-    """How a function, a partial one or a callable object is called, as TRL logs it."""
+    """Return the name of a function, a partial or a callable object, as TRL logs it."""
     while hasattr(function, "func"):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Return True if calling it returns a coroutine."""
     while hasattr(function, "func"):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def functions(tree: ast.Module) -> dict[str, list[str]]:
-    """Names of the parameters of a file's own functions."""
+    """Return the parameter names of a file's functions."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -193,7 +193,7 @@ def functions(tree: ast.Module) -> dict[str, list[str]]:
 
 
 def assigned(tree: ast.Module) -> set[str]:
-    """Names that a file assigns at its top, imports and functions included."""
+    """Return the names that a file defines at the top level."""
     names = set(functions(tree))
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -206,8 +206,7 @@ def assigned(tree: ast.Module) -> set[str]:
 
 
 def data_beside(file: Path, tree: ast.Module) -> str:
-    """Where the rows of a file are that does not say: a list or function of one of the usual names, or a data file of
-    the same name; empty where there is none."""
+    """Return the default rows of a file: a usual definition, or a data file of the same name; empty if none."""
     there = assigned(tree)
     for name in ROWS:
         if name in there:

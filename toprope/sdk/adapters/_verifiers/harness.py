@@ -1,10 +1,10 @@
-"""What verifiers needs of us to play within the worker: a harness without a process, and a key a rollout.
+"""A harness of verifiers without a process, and one key per rollout.
 
-verifiers runs every agent as a program of its own, which takes most of a second. Its contract is not the process but
-the interception server that the program's model calls go through, so that a loop in this process will do: `InProcess`.
-Towards the policy, verifiers knows one key a configuration; `Sessions` gives each rollout the key of its own.
+verifiers runs each agent as a process, which takes most of a second. Its contract is the interception server for model
+calls rather than the process, so a loop in this process suffices: `InProcess`. verifiers has one policy key per
+configuration; `Sessions` gives each rollout its own.
 
-Both are made from the installed verifiers (private API of 0.4), which is imported when they are.
+Both build on the private API of the installed verifiers 0.4, imported on use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 __all__ = ["HARNESS", "client_config", "register_harness", "sessions_server"]
 
 HARNESS = "toprope_in_process"
-"""The id of our harness, as a configuration of verifiers names it."""
+"""Id of the harness in a configuration of verifiers."""
 _LONGEST_RESULT = 50_000
 
 
 def register_harness() -> None:
-    """Makes the harness importable by its id, as verifiers finds its plugins."""
+    """Make the harness importable by its id, as verifiers finds plugins."""
     if HARNESS in sys.modules:
         return
     import httpx
@@ -33,12 +33,11 @@ def register_harness() -> None:
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
     from verifiers.v1.runtimes import ProgramResult
 
-    class Config(HarnessConfig):
-        """No settings beside the general ones."""
+    class Config(HarnessConfig):  # type: ignore[misc]
+        """No further settings."""
 
     class InProcess(Harness[Config]):  # type: ignore[misc]
-        """The chat loop of verifiers' `null` harness, without its process: asks, calls tools, until an answer calls
-        none."""
+        """The chat loop of verifiers' `null` harness, in process: sample and call tools until an answer calls none."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -91,19 +90,19 @@ def register_harness() -> None:
 
 
 def _http(httpx: Any) -> Any:
-    # Loopback without TLS: a context for it would take longer than the request.
+    # Loopback without TLS: creating a TLS context would take longer than the request.
     return httpx.AsyncClient(timeout=None, verify=False, trust_env=False)
 
 
 async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -> Any:
-    """A tool's result, or in words what went wrong: the policy reads it either way."""
+    """Return a tool's result or an error text for the policy."""
     name = function["name"]
     if name not in places:
         return f"error: unknown tool {name!r}; there are {', '.join(places) or 'none'}"
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
-        return f"error: the arguments are no JSON: {error}"
+        return f"error: the arguments are not JSON: {error}"
     if not isinstance(arguments, dict):
         return "error: the arguments must be a JSON object"
     said = await call(name, arguments)
@@ -111,20 +110,20 @@ async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -
 
 
 def client_config(base_url: str, key: str, judge_key: str) -> Any:
-    """An endpoint as verifiers describes it, with the keys of one rollout."""
+    """Return an endpoint configuration of verifiers with the keys of a rollout."""
     from verifiers.v1.clients import EvalClientConfig
 
     config = EvalClientConfig(base_url=base_url, api_key_var="TOPROPE_HAS_NO_SUCH_VARIABLE")
-    # Aside from the model's fields: what verifiers records of a client is not to hold keys.
+    # Not a model field: verifiers records those, and records must not contain keys.
     object.__setattr__(config, "_toprope_keys", (key, judge_key or key))
     return config
 
 
 def sessions_server(secrets: tuple[str, ...]) -> Any:
-    """An interception server that gives each rollout the key of its own; use it with `async with`.
+    """Return an interception server with a key per rollout; use it with `async with`.
 
     Args:
-        secrets: Of the environment's shared tool servers.
+        secrets: Secrets of the environment's shared tool servers.
     """
     import httpx
     from verifiers.v1.clients.eval import EvalClient
@@ -132,7 +131,8 @@ def sessions_server(secrets: tuple[str, ...]) -> Any:
 
     class SessionClient(EvalClient):  # type: ignore[misc]
         def __init__(self, base_url: str, key: str, client: Any) -> None:
-            self.base_url, self.api_key, self.headers, self.client = base_url, key, {}, client
+            self.base_url, self.api_key, self.client = base_url, key, client
+            self.headers: dict[str, str] = {}
 
     class Sessions(InterceptionServer):  # type: ignore[misc]
         def __init__(self) -> None:

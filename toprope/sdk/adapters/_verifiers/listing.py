@@ -1,4 +1,4 @@
-"""Which tasksets of verifiers there are, by reading files."""
+"""List tasksets of verifiers from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = "verifiers"
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """The tasksets of installed packages that require verifiers."""
+    """List tasksets of installed packages that require verifiers."""
     found = []
     for metadata in sorted(site_packages.glob("*.dist-info/METADATA")):
         try:
@@ -54,13 +54,13 @@ def _listed(file: Path, module: str, summary: str) -> Listed | None:
     if any(name.endswith("Taskset") for name in names) or any(node.name in names for node in _tasksets(tree)):
         return Listed(module, module, description, tags=("verifiers",))
     if any(isinstance(node, ast.FunctionDef) and node.name == "load_environment" for node in tree.body):
-        problem = "It is written for verifiers before 0.4 (load_environment); 0.4 wants a taskset."
+        problem = "It is written for verifiers before 0.4 (load_environment); 0.4 needs a taskset."
         return Listed(module, module, description, tags=("verifiers",), problem=problem)
     return None
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """The tasksets that a user's file declares."""
+    """List tasksets in a user's file."""
     found = list(_tasksets(tree))
     return [
         Listed(
