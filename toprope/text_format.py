@@ -6,7 +6,7 @@ import json
 import re
 import time
 import unicodedata
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = ["accuracy", "ago", "call", "clip", "cut", "duration", "moment", "number", "percent", "plural", "value"]
 
@@ -43,9 +43,22 @@ def percent(value: Any) -> str:
     return f"{100 * value:.1f}%"
 
 
-def accuracy(share: float, low: float, high: float) -> str:
+class Measured(Protocol):
+    """A share with the ends of its interval, all between 0 and 1."""
+
+    @property
+    def accuracy(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+def accuracy(measured: Measured) -> str:
     """Format an accuracy with the ends of its interval: 43.0% [33.7%, 52.8%]."""
-    return f"{percent(share)} [{percent(low)}, {percent(high)}]"
+    return f"{percent(measured.accuracy)} [{percent(measured.low)}, {percent(measured.high)}]"
 
 
 def plural(count: int, noun: str, several: str | None = None) -> str:

@@ -225,7 +225,7 @@ def test_wrong_orders_are_refused_before_anything_starts(shop):
     ):
         with pytest.raises(error, match=said):
             ask(data.export_trajectories, shop, **arguments)
-    with pytest.raises(InvalidValue, match="nothing to make"):
+    with pytest.raises(InvalidValue, match="neither sources nor a step"):
         ask(data.build_dataset, shop, name="x")
     with pytest.raises(InvalidValue, match="not a valid data set name"):
         ask(data.build_dataset, shop, name="../x", sources=["run-a"])

@@ -1,6 +1,6 @@
-"""How long a client lets a tool call take, so that a wait comes back before the client gives up on it.
+"""Call limits of clients, so that a wait returns before the client drops the call.
 
-A client says its name in every request or at its handshake. One that nobody knows is taken for the least patient.
+A client gives its name in every request or at its handshake. An unknown client gets the shortest limit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ __all__ = ["LONGEST_S", "UNKNOWN", "Client", "longest_wait_s"]
 UNKNOWN_S = 45.0
 """Claude Desktop (`claude-ai`) and clients on the TypeScript SDK's default drop a call at about 60 s."""
 LONGEST_S = 3600.0
-"""What the owner's settings may allow at most."""
+"""The most that the owner's settings may allow."""
 
-_PATIENT: dict[str, tuple[float, float]] = {
+_KNOWN_LIMITS: dict[str, tuple[float, float]] = {
     # Ends a silent call after 30 minutes on standard input and output, after 5 over HTTP; half and four fifths of it.
     # https://code.claude.com/docs/en/mcp; the name: its client is made with name "claude-code",
     # https://github.com/anthropics/claude-code/issues/43299
@@ -26,7 +26,7 @@ _PATIENT: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Client:
-    """Who called: its name as it gives it, empty where it gave none, and whether it came over HTTP."""
+    """The caller: its name, empty if it gave none, and whether it came over HTTP."""
 
     name: str = ""
     over_http: bool = False
@@ -36,14 +36,14 @@ UNKNOWN = Client()
 
 
 def longest_wait_s(client: Client, owners: Mapping[str, float]) -> float:
-    """Seconds that a call of this client may take.
+    """Return the seconds that a call of this client may take.
 
     Args:
-        client: Who called.
-        owners: The owner's own figures by client's name, which count before ours.
+        client: The caller.
+        owners: The owner's limits by client name, which take precedence.
     """
     if client.name in owners:
         return min(owners[client.name], LONGEST_S)
-    if client.name in _PATIENT:
-        return _PATIENT[client.name][1 if client.over_http else 0]
+    if client.name in _KNOWN_LIMITS:
+        return _KNOWN_LIMITS[client.name][1 if client.over_http else 0]
     return UNKNOWN_S

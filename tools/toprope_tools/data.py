@@ -1,7 +1,7 @@
-"""Rollouts as files, and named data sets: what an agent may ask, waited for as long as a call may take.
+"""Tools that export rollouts to files and build named data sets.
 
-The work is done by a program of its own (`toprope.trajectories`), which goes on when a call ends: the same call again
-waits for it, and hears what came of it once.
+A separate program (`toprope.trajectories`) does the work and goes on when a call ends. The same call again waits for
+it; the first call after its end reports the outcome.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import InvalidValue
+from toprope.text_format import call, clip, duration, plural
 from toprope.trajectories.jobs.jobs import Job, Standing
 from toprope.trajectories.jobs.orders import Outcome
 from toprope.workbench.data import DataOrder, begin, build_order, export_order
-from toprope_tools.answers import data_answers as answers
-from toprope_tools.answers.base import Answer, call, clip, duration
+from toprope_tools.answers import results as answers
+from toprope_tools.answers.answer import Answer
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -46,19 +47,19 @@ async def export_trajectories(
     where: dict[str, Any] | None = None,
     wait_s: float = _WAIT_S,
 ) -> Answer:
-    """Writes rollouts into a file below the home.
+    """Export rollouts to a file below the home.
 
     Args:
         workshop: The server's.
-        sources: Runs, seed groups, data sets.
+        sources: Names of runs, seed groups and data sets.
         format: jsonl, json, csv, parquet or datasets.
         where: Filters.
-        wait_s: How long to wait for it.
+        wait_s: Seconds to wait for the end.
 
     Raises:
         LockedField: The owner forbids it.
-        NotFound, InvalidValue: A name, filter or format is none.
-        NotPossibleNow: The disk is full, or too many of these are going on.
+        NotFound, InvalidValue: Not a valid name, filter or format.
+        NotPossibleNow: The disk is full, or too many exports and builds are running.
     """
     arguments = {"sources": sources, "format": format, **({"where": where} if where else {})}
     standing = await _done(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s)
@@ -66,13 +67,14 @@ async def export_trajectories(
         text = _going_on(standing, "export_trajectories", arguments)
         return Answer(text, answers.Exported(state="running", format=format, read=standing.read, items=standing.kept))
     lines = [
-        f"{outcome.items} items of {', '.join(map(_shown, sources[:4]))} lie in {outcome.path} ({format}, "
-        f"{_bytes(outcome.bytes)}, {duration(outcome.seconds)}).",
+        f"Exported {plural(outcome.items, 'item')} of {', '.join(clip(name, 80) for name in sources[:4])} to "
+        f"{outcome.path} ({format}, {_bytes(outcome.bytes)}, {duration(outcome.seconds)}).",
         *_remarks(outcome),
     ]
     if outcome.simplified:
-        lines.append(f"{outcome.simplified} items have messages with more than role and content: jsonl keeps that.")
-    lines.append(f"Next: {call('build_dataset', name='best', sources=sources[:1])} makes a named data set.")
+        with_more = f"{plural(outcome.simplified, 'item')} with more in a message than role and content"
+        lines.append(f"Simplified {with_more}; jsonl keeps everything.")
+    lines.append(f"Next: {call('build_dataset', name='best', sources=sources[:1])} builds a named data set.")
     data = answers.Exported(
         state="done",
         path=outcome.path,
@@ -96,15 +98,15 @@ async def build_dataset(
     recipe: dict[str, Any] | None = None,
     wait_s: float = _WAIT_S,
 ) -> Answer:
-    """Makes the next version of a data set.
+    """Build the next version of a data set.
 
     Args:
         workshop: The server's.
-        name: The data set's.
-        sources: Runs, seed groups, data sets, `name@inbox`.
+        name: Name of the data set.
+        sources: Names of runs, seed groups and data sets, or `name@inbox`.
         where: Filters.
         recipe: See `toprope.trajectories.synthesis.recipe`.
-        wait_s: How long to wait for it.
+        wait_s: Seconds to wait for the end.
 
     Raises: See `export_trajectories`.
     """
@@ -116,13 +118,13 @@ async def build_dataset(
     if (outcome := standing.outcome) is None:
         text = _going_on(standing, "build_dataset", arguments)
         return Answer(text, answers.BuiltDataset(state="running", read=standing.read, items=standing.kept))
-    made = "is made" if outcome.new else "holds exactly this already; no new version was made"
+    made = "was built" if outcome.new else "already contains exactly this; no new version was built"
     splits = ", ".join(f"{split} {count}" for split, count in outcome.splits.items()) if len(outcome.splits) > 1 else ""
     lines = [
-        f"{outcome.version} {made}: {outcome.items} items{f' ({splits})' if splits else ''}, "
+        f"{outcome.version} {made}: {plural(outcome.items, 'item')}{f' ({splits})' if splits else ''}, "
         f"{outcome.read} read, {outcome.generated} generated.",
         *_remarks(outcome),
-        f"It lies in {outcome.path}; README.md there is its card.",
+        f"It is in {outcome.path}; README.md there is its card.",
     ]
     changes = {"algorithm.name": "sft", "sft.dataset": outcome.version}
     lines.append(f"Next: edit_config with {changes} trains on it; toprope://datasets/{name} shows its card.")
@@ -145,7 +147,7 @@ async def build_dataset(
 
 
 async def _done(workshop: Workshop, order: Callable[[], DataOrder], wait_s: float) -> Standing:
-    """Begins, and waits; raises what made it fail."""
+    """Begin a job and wait for it. Raises: the error that ended it."""
     if not wait_s >= 0:
         raise InvalidValue(f"wait_s must be at least 0, not {wait_s}.")
 
@@ -168,22 +170,18 @@ async def _done(workshop: Workshop, order: Callable[[], DataOrder], wait_s: floa
 def _going_on(standing: Standing, tool: str, arguments: dict[str, Any]) -> str:
     shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
     doing = f"{standing.doing or 'starting'}, {standing.read} read, {standing.kept} kept so far"
-    return f"It goes on ({doing}).\nNext: the same call waits for it: {tool}({clip(shown, 1500)})"
+    return f"Still running ({doing}).\nNext: the same call waits for it: {tool}({clip(shown, 1500)})"
 
 
 def _remarks(outcome: Outcome) -> list[str]:
     lines = []
     if outcome.texts:
         said = "; ".join(f"{count} {_TEXTS.get(source, source)}" for source, count in outcome.texts.items())
-        lines.append(f"Words of what was read: {said}.")
+        lines.append(f"Texts of the items read: {said}.")
     if outcome.left_out:
         said = ", ".join(f"{count} {clip(why, 60)}" for why, count in outcome.left_out.items())
         lines.append(f"Left out of {outcome.read + outcome.generated}: {said}.")
     return [*lines, *(clip(warning, 300) for warning in outcome.warnings[:5])]
-
-
-def _shown(name: str) -> str:
-    return clip(name, 80)
 
 
 def _bytes(size: int) -> str:

@@ -19,7 +19,7 @@ from toprope_server.cli.install import client_lines
 from toprope_server.mcp.roles import Role
 
 if TYPE_CHECKING:
-    from toprope_tools.answers.base import Answer
+    from toprope_tools.answers.answer import Answer
 
 __all__ = ["build"]
 

@@ -17,7 +17,7 @@ from toprope_tools.client_timeouts import Client
 from toprope_server.mcp.arguments import strict
 
 if TYPE_CHECKING:
-    from toprope_tools.answers.base import Answer
+    from toprope_tools.answers.answer import Answer
     from toprope_tools.workshop import Workshop
 
 __all__ = [

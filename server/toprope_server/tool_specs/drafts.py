@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import base as answers
-from toprope_tools.answers import memory_answers
+from toprope_tools.answers import planning as answers
 
 from toprope_server.tool_specs.base import ADDS, READS, DraftId, RunId, ToolGroup, result_of, workshop_of
 
@@ -108,7 +107,7 @@ async def undo_edit(
     ctx: Context,
     draft_id: DraftId,
     revision: Annotated[int, Field(ge=1, description="To go back to; get_config lists them, 1 is the first.")],
-) -> Annotated[CallToolResult, memory_answers.Undone]:
+) -> Annotated[CallToolResult, answers.Undone]:
     """Sets a draft back to an earlier revision by a new edit, so that no history is lost. The owner's locks hold.
 
     Returns what changed. Next: start_training or edit_config.
@@ -128,7 +127,7 @@ async def diff_config(
     ctx: Context,
     a: Annotated[str, Field(description="A draft (draft-7f3k), its revision (draft-7f3k@2), a run or 'preset X'.")],
     b: Annotated[str | None, Field(description="The other; omit for the preset of a.")] = None,
-) -> Annotated[CallToolResult, memory_answers.ConfigDiff]:
+) -> Annotated[CallToolResult, answers.ConfigDiff]:
     """Names the fields in which two configurations differ, with both values: of drafts, revisions, runs, presets.
 
     Use it to see what an edit, a fork or another run changed. Changes nothing.
@@ -139,7 +138,7 @@ async def diff_config(
 
 
 @draft_tools.tool("Fork a run's configuration", ADDS, toolset="plan", on_failure="list_runs lists the runs.")
-async def fork_config(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, memory_answers.Forked]:
+async def fork_config(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Forked]:
     """Makes a new draft with a run's configuration and environment, to change and run again.
 
     The owner's locks are applied as they are now; the answer names what they changed. Next: edit_config,

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import base as answers
-from toprope_tools.answers import check_answers, installing_answers
+from toprope_tools.answers import planning as answers
 
 from toprope_server.tool_specs.base import READS, STARTS, ToolGroup, client_of, result_of, workshop_of
 
@@ -71,7 +70,7 @@ async def check_environment(
     ctx: Context,
     name: Annotated[str, Field(description="An environment's name, or a draft_id to check with its settings.")],
     full: Annotated[bool, Field(description="true: check more tasks, and memory; 45 s.")] = False,
-) -> Annotated[CallToolResult, check_answers.CheckAnswer]:
+) -> Annotated[CallToolResult, answers.CheckAnswer]:
     """Checks that an environment can teach: scores right, empty, junk and nearly right answers, compares splits and
     processes.
 
@@ -89,7 +88,7 @@ async def check_environment(
 async def add_environment(
     ctx: Context,
     what: Annotated[str, Field(description="An ecosystem that needs install, or a requirement: 'textarena'.")],
-) -> Annotated[CallToolResult, installing_answers.Installed]:
+) -> Annotated[CallToolResult, answers.Installed]:
     """Installs an ecosystem or package of environments into an interpreter of its own.
 
     For entries of list_environments that need it. May take minutes: repeat the call with the same argument to keep

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import memory_answers as answers
+from toprope_tools.answers import results as answers
 
 from toprope_server.tool_specs.base import ADDS, READS, NamesOrNone, ToolGroup, result_of, workshop_of
 

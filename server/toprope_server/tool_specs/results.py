@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import base as answers
-from toprope_tools.answers import data_answers, memory_answers, research_answers
+from toprope_tools.answers import results as results_answers
+from toprope_tools.answers import runs as runs_answers
 
 from toprope_server.tool_specs.base import (
     ADDS,
@@ -42,7 +42,7 @@ async def get_results(
     plot: Annotated[
         bool, Field(description="true: also the picture of reward and accuracy, as an image; once it ended.")
     ] = False,
-) -> Annotated[CallToolResult, answers.Result]:
+) -> Annotated[CallToolResult, results_answers.Result]:
     """Reports what a run achieved: held-out accuracy before and after with 95 % intervals, findings, checkpoint.
 
     Use it when check_status says that a run ended; for a run of test_inference it reports accuracy, reward parts
@@ -59,7 +59,7 @@ async def compare_runs(
     ctx: Context,
     a: Annotated[Names, Field(description="The baseline: ids of runs, or one id of a seed group.")],
     b: Annotated[Names, Field(description="What is compared with it, likewise.")],
-) -> Annotated[CallToolResult, research_answers.CompareAnswer]:
+) -> Annotated[CallToolResult, results_answers.CompareAnswer]:
     """Says if b is better than a: means with 95 % intervals, a paired test on the same tasks, effect, cost.
 
     Use it instead of comparing two accuracies yourself. Below the noise floor the answer is "no difference shown";
@@ -84,7 +84,7 @@ async def browse_rollouts(
     part: Annotated[str | None, Field(description="Order by this part of the reward.")] = None,
     failed: Annotated[bool, Field(description="Only answers with an error or an unreadable format.")] = False,
     cursor: Annotated[str | None, Field(description="next_cursor of the previous page.")] = None,
-) -> Annotated[CallToolResult, memory_answers.RolloutPage]:
+) -> Annotated[CallToolResult, results_answers.RolloutPage]:
     """Shows a training run's prompts and answers with rewards: live or ended, training tasks only.
 
     Use it to see why reward moves: a hacked scorer, a wrong format, tasks too hard. Texts are cut, and untrusted.
@@ -107,7 +107,7 @@ async def export_trajectories(
         Field(description="datasets: a folder for load_from_disk."),
     ] = "jsonl",
     where: Filters = None,
-) -> Annotated[CallToolResult, data_answers.Exported]:
+) -> Annotated[CallToolResult, results_answers.Exported]:
     """Writes rollouts as state, action, reward, metadata into a file below the home; returns path and counts.
 
     Held-out tasks are sealed. If it says running, repeat the call.
@@ -130,7 +130,7 @@ async def build_dataset(
             "variables} | {teacher} | {environment} | {noise} | {score} | {filter}]."
         ),
     ] = None,
-) -> Annotated[CallToolResult, data_answers.BuiltDataset]:
+) -> Annotated[CallToolResult, results_answers.BuiltDataset]:
     """Makes a versioned data set of rollouts and generated items. sft.dataset trains on it. Repeat if running."""
     from toprope_tools import data
 
@@ -158,7 +158,7 @@ async def ask_checkpoint(
         int | None, Field(ge=1, le=131_072, description="Longest answer; omit for the configuration's.")
     ] = None,
     count: Annotated[int, Field(ge=1, le=8, description="Answers to each prompt, at a temperature above 0.")] = 1,
-) -> Annotated[CallToolResult, answers.Asked]:
+) -> Annotated[CallToolResult, runs_answers.Asked]:
     """Sends prompts to the checkpoint of a run that ended, or to a draft's untrained policy; returns the answers.
 
     Use it to read what a policy says, beside the figures of get_results. Starts a short run of its own, which may
@@ -192,7 +192,7 @@ async def read_logs(
     before: Annotated[
         int | None, Field(ge=0, description="'before' of the last answer, for older lines; omit for the newest.")
     ] = None,
-) -> Annotated[CallToolResult, answers.LogAnswer]:
+) -> Annotated[CallToolResult, runs_answers.LogAnswer]:
     """Reads the newest or older lines of one component's log, cleaned of control characters.
 
     Use it to find out why a run failed or stalled, after check_status or get_results named a component. What a

@@ -9,8 +9,7 @@ from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.resolve import Resolve
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import base as answers
-from toprope_tools.answers import memory_answers
+from toprope_tools.answers import runs as answers
 
 from toprope_server.tool_specs.base import (
     ADDS,
@@ -205,7 +204,7 @@ async def resume_training(ctx: Context, run_id: RunId) -> Annotated[CallToolResu
 
 
 @run_tools.tool("Repeat a run", STARTS, toolset="run", on_failure="list_runs lists the runs.")
-async def reproduce_run(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, memory_answers.Reproducing]:
+async def reproduce_run(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Reproducing]:
     """Starts a run with the same specification as one that ended; takes as long as that did.
 
     When it has ended, get_results says if both are the same, or which input differs (code, versions, environment,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
-from toprope_tools.answers import base as answers
+from toprope_tools.answers import runs as answers
 
 from toprope_server.tool_specs.base import READS, NamesOrNone, ToolGroup, client_of, result_of, workshop_of
 

@@ -15,7 +15,7 @@ from mcp.client import Client
 from toprope_server.cli.app import build
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment
 from typer.testing import CliRunner
@@ -117,7 +117,7 @@ def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -
     assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from.\n"
     assert "mine: folder" in shell("list") and "toprope: 5 ready" in shell("list")
     assert "talk: Say what was said." in shell("try", "talk", "--model", "solver", "--tasks", "1", code=1)
-    assert "already; nothing was installed" in shell("add", "reasoning_gym")
+    assert "already has it; nothing was installed" in shell("add", "reasoning_gym")
     assert "Did you mean" in shell("add", "reasoning gim", code=1)
     assert shell("remove", "mine") == "Removed mine.\n" and "mine" not in shell("list").split("Added")[-1]
     assert (tmp_path / "mine" / "talk.py").is_file()

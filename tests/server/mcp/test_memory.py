@@ -47,7 +47,7 @@ def test_an_experiment_from_a_fork_to_its_handoff(shop):
         assert page["groups"][0]["rollouts"][0]["answer"] == "yes" and page["untrusted"] is True
         text, forked, _ = await call("fork_config", run_id=run)
         text, _, _ = await call("get_config", draft_id=forked["draft_id"])
-        assert f"It began as {run} was configured." in text
+        assert f"It began with the configuration of {run}." in text
         text, found, _ = await call("diff_config", a=forked["draft_id"], b=f"{draft}@1")
         assert found["fields"] == [{"field": "budget.steps", "a": 30, "b": 1800}]
         text, undone, _ = await call("undo_edit", draft_id=draft, revision="1")

@@ -9,7 +9,7 @@ import pytest
 from mcp.client import Client
 from mcp.shared.exceptions import MCPDeprecationWarning, MCPError
 from toprope_server.mcp.app import TopropeServer
-from toprope_tools.answers.base import TOKEN_BUDGET
+from toprope_tools.answers.answer import TOKEN_BUDGET
 from toprope_tools.resources.resource_changes import Changes
 from toprope_tools.resources.resources import MOST_PLOT_BYTES
 from toprope_tools.status.status import check_status
@@ -118,7 +118,7 @@ def test_resources_keep_the_limit_on_fresh_numbers(talk, house):
         ("toprope://runs/../../etc", "There is no resource"),
         ("{run}/logs/passwords", "There is no resource"),
         ("{run}/logs/trainer", "no log of trainer"),
-        ("{run}/plot.png", "no picture"),
+        ("{run}/plot.png", "no plot"),
     ],
 )
 def test_what_is_not_there_is_said(talk, house, path, text):

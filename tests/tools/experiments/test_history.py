@@ -5,7 +5,7 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.experiments.config_history import diff_config, fork_config, reproduce_run, undo_edit
 from toprope_tools.planning.config import edit_config, get_config
 from toprope_tools.planning.environments import select_environment

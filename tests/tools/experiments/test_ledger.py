@@ -4,7 +4,7 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.experiments.ledger import get_handoff, ledger_of, note_experiment
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
@@ -55,7 +55,7 @@ def test_an_experiment_is_noted_amended_and_handed_over(house):
         question="is it the seed?",
     )  # fmt: skip
     assert amended.data.experiment.accuracy == pytest.approx(0.3)
-    assert amended.data.warnings == ["Kept on a single run: its seed may have made it."]
+    assert amended.data.warnings == ["Kept after a single run: the gain may be luck of its seed."]
     assert f"{run}: 5.0% -> 30.0% [24.1%, 36.7%]" in amended.text
 
     live = do(start_training, shop, draft_id=draft, again=True).data.run_id

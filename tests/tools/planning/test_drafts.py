@@ -4,7 +4,7 @@ import json
 
 import anyio
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.planning.config import edit_config, get_config, open_drafts
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.runs.inference import test_inference as try_inference

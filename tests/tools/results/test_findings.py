@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from toprope_tools.answers.base import TOKEN_BUDGET, Answer, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.results.results import get_results
 from toprope_tools.status.status import check_status
 

@@ -55,7 +55,7 @@ def test_what_has_no_picture_says_why(house):
     assert answer.picture is None
     assert "No picture: it is drawn when the run ends." in answer.text
     folder.plot.write_bytes(b"x" * (MOST_PLOT_BYTES + 1))
-    assert "larger than 1 MiB; it lies at" in results(shop, folder, plot=True).text
+    assert "larger than 1 MiB; it is at" in results(shop, folder, plot=True).text
 
 
 def test_a_run_that_ended_early_is_drawn_for_the_asking_and_nothing_is_left(house):

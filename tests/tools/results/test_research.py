@@ -7,7 +7,7 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.experiments.config_history import fork_config, reproduce_run
 from toprope_tools.planning.config import edit_config
 from toprope_tools.results.compare import compare_runs
@@ -148,14 +148,14 @@ def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, dr
     assert found.a.cost["total"]["cpu_s"] == 450.0 and found.a.cost["total"]["rollouts"] == 19200
     lone = do(compare_runs, shop, a=a.run_ids[:1], b=a.run_ids[1:2])
     assert lone.data.sampled.verdict == "none" and "no difference shown" in lone.text
-    assert any("another seed" in remark for remark in lone.data.remarks)
+    assert any("spread between seeds" in remark for remark in lone.data.remarks)
 
 
 def test_what_cannot_be_compared_is_refused_with_what_differs(house, draft):
     shop, launcher = house
     one = do(start_training, shop, draft_id=draft).data.run_id
     other = do(start_training, shop, draft_id=draft, again=True).data.run_id
-    with pytest.raises(NotPossibleNow, match="not done"):
+    with pytest.raises(NotPossibleNow, match="not ended"):
         do(compare_runs, shop, a=[one], b=[other])
     changed = {"loaded": {"environment": "e2", "toprope": "t1"}, "versions": {}}
     finish(shop, launcher, one, 40)

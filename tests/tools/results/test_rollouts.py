@@ -3,7 +3,7 @@
 import anyio
 import msgspec
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.results.rollouts import browse_rollouts
 from toprope_tools.runs.inference import test_inference as try_inference

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from toprope_tools.results.per_environment import curricula_lines, each_lines
-from toprope_tools.status.progress_line import numbers_line
+from toprope_tools.results.report_sections import curricula_lines, environment_lines
+from toprope_tools.status.snapshot import numbers_line
 
 from toprope.analysis.reports.report import curricula_of, rose_each
 from toprope.analysis.reports.results import Accuracy, EnvironmentAccuracy, Evaluation
@@ -57,11 +57,11 @@ def test_a_report_has_a_line_for_each_environment() -> None:
     before, after = evaluation(sums=0.2, words=0.5), evaluation(sums=0.6, words=0.52)
     rose = rose_each(before, after)
     assert rose == {"sums": True, "words": False} and rose_each(None, after) == {}
-    assert each_lines("after", after, rose) == [
+    assert environment_lines("after", after, rose) == [
         "  sums: 60.0% [55.0%, 65.0%] on 100; rose by more than the intervals.",
         "  words: 52.0% [47.0%, 57.0%] on 100; no difference shown.",
     ]
-    assert each_lines("before", before, rose)[0] == "  sums: 20.0% [15.0%, 25.0%] on 100."
+    assert environment_lines("before", before, rose)[0] == "  sums: 20.0% [15.0%, 25.0%] on 100."
 
 
 def test_a_report_says_where_curricula_stand(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_missing_key_is_said_with_its_place_and_nothing_starts(house):
 @pytest.mark.parametrize("name", ["https://evil.example/v1", "evil.example://x", "HTTP://x"])
 def test_an_agent_gives_names_and_no_urls(house, name):
     shop, launcher = house
-    with pytest.raises(InvalidValue, match="by names, not by URLs.*base, hermes"):
+    with pytest.raises(InvalidValue, match="Name models, not URLs.*base, hermes"):
         do(start_test, shop, draft_id=drafted(shop), models=[name])
     assert not launcher.held
 

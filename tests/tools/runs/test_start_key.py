@@ -120,13 +120,14 @@ def test_two_servers_that_are_asked_at_once_start_one_run(tmp_path):
 def test_a_start_that_is_cancelled_has_started_or_has_not(house):
     """Whatever the moment: never a run without its keeper, nor a key without its run."""
     shop, _ = house
+    shop.home.ensure()
     draft = draft_of(shop)
 
     async def cancelled(after):
         with anyio.move_on_after(after):
             await start_training(shop, draft_id=draft, key=f"k-{after}", again=True)
 
-    for after in (0.0, 0.001, 0.005, 0.02):
+    for after in (0.0, 0.001, 0.005, 0.02, 0.1):
         anyio.run(cancelled, after)
         taken = start_keys.taken(shop.index, f"k-{after}")
         if taken is not None:

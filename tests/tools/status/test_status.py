@@ -4,7 +4,7 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.logs import read_logs
 from toprope_tools.status.status import check_status, list_runs, numbers_line
@@ -306,7 +306,7 @@ def test_results_of_a_run_that_is_not_done_are_what_exists(run):
     write_json(folder.evaluation("before"), evaluation(6))
     answer = do(get_results, shop, run_id=folder.run_id)
     assert answer.data.complete is False
-    assert "not done" in answer.text
+    assert "It has not ended" in answer.text
     assert "before: accuracy 3.0% [1.4%, 6.4%] on 200 heldout tasks" in answer.text
     assert "examples" not in answer.data.results
 
@@ -321,7 +321,7 @@ def test_a_run_that_was_evaluated_a_thousand_times_has_an_answer_of_the_usual_si
     most = 6 if detail == "concise" else 20
     told = [line for line in answer.text.splitlines() if line.startswith("step-")]
     assert len(told) == most and told[0].startswith("step-10:") and told[-1].startswith("step-9990:")
-    assert f"{999 - most} evaluations along the way are left out" in answer.text
+    assert f"{999 - most} evaluations along the way left out" in answer.text
     assert len(answer.data.results["evaluations"]) == most + 1
 
 
@@ -354,7 +354,7 @@ def test_the_keepers_report_is_told_whole_on_request(run):
 def test_a_report_that_is_damaged_is_said_to_be(run):
     shop, folder = run
     folder.results.write_text('{"version": "x"}')
-    with pytest.raises(Corrupt, match="left as it is"):
+    with pytest.raises(Corrupt, match="Nothing was changed"):
         do(get_results, shop, run_id=folder.run_id)
 
 

@@ -8,7 +8,7 @@ from mcp.client import Client as McpClient
 from mcp.types import Implementation
 from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
-from toprope_tools.answers.base import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.client_timeouts import Client, longest_wait_s
 from toprope_tools.status import cursor as places
 from toprope_tools.status.status import check_status, list_runs
@@ -163,7 +163,7 @@ def test_all_of_a_group_are_waited_for_and_the_end_of_one_ends_nothing(house):
         return lambda: become(folder, state, ended_at=time.time())
 
     answer = check(shop, first, second, wait_s=1, until=["all ended"], acts=[end(first, "completed")])
-    assert met(answer) == [] and "Nothing of until was met" in answer.text
+    assert met(answer) == [] and "No condition of until was met" in answer.text
     answer = check(shop, first, second, wait_s=30, until=["all ended"], acts=[end(second, "failed")])
     assert met(answer) == [(second.run_id, "all ended")]
 
@@ -188,7 +188,7 @@ def test_an_end_that_was_told_is_not_met_again_while_others_live(house, until):
     assert first.run_id in {run_id for run_id, _ in met(told)}
     event(first, "end", state="failed")()
     again = check(shop, first, second, wait_s=0.5, until=until, cursor=told.data.cursor)
-    assert met(again) == [] and "Nothing of until was met" in again.text
+    assert met(again) == [] and "No condition of until was met" in again.text
     ends = [lambda: become(second, "completed", ended_at=time.time())]
     last = check(shop, first, second, wait_s=30, until=["end"], cursor=again.data.cursor, acts=ends)
     assert second.run_id in {run_id for run_id, _ in met(last)}
@@ -208,7 +208,7 @@ def test_what_was_not_met_is_said_and_the_end_of_a_run_ends_the_wait(house):
     step(folder, 1)
     answer = check(shop, folder, wait_s=0.3, until=["step 50"])
     assert answer.data.met == []
-    assert "Nothing of until was met in 0 s." in answer.text
+    assert "No condition of until was met in 0 s." in answer.text
     assert 'until=["step 50"], cursor=' in answer.text.splitlines()[-1]
     ended = check(
         shop, folder, wait_s=30, until=["step 50"], acts=[lambda: become(folder, "stopped", ended_at=time.time())]
@@ -345,7 +345,7 @@ def test_a_longer_wish_is_cut_and_that_is_said(house):
     answer = check(shop, folder, wait_s=3000, client=Client("hasty"))
     assert time.monotonic() - began < 20
     assert answer.data.longest_wait_s == 0.4
-    assert "the longest that this client holds out" in answer.text
+    assert "the limit of this client" in answer.text
     assert "wait_s=900" in check(shop, folder, client=PATIENT).text
 
 

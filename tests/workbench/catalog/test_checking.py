@@ -98,7 +98,7 @@ def test_time_is_bounded_and_what_there_was_no_time_for_is_said(tmp_path: Path) 
 
 
 def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Path) -> None:
-    from toprope_tools.answers.base import tokens
+    from toprope_tools.answers.answer import tokens
     from toprope_tools.planning.environments import select_environment
 
     shop, launcher = make_workshop(tmp_path)

@@ -21,11 +21,13 @@ from toprope.records.run.status import LIVE, Status
 from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
 from toprope.supervisor.environment_variables import worker_variables
+from toprope.text_format import call, clip, cut, value
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
 from toprope.workbench.launch.start import ConfirmationNeeded
-from toprope_tools.answers import memory_answers as answers
-from toprope_tools.answers.base import Answer, call, clip, cut, fitting, value
+from toprope_tools.answers import planning as planning_answers
+from toprope_tools.answers import runs as runs_answers
+from toprope_tools.answers.answer import Answer, fitting
 from toprope_tools.planning.config import said_changes
 from toprope_tools.runs.sweeps import best_of_sweep
 
@@ -77,7 +79,7 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
         text += f"\nLeft out, because the environment has them no more: {', '.join(gone)}."
     edit, start = call("edit_config", draft_id=draft.id), call("start_training", draft_id=draft.id)
     text += f"\nNext: {edit} with changes, or {start}."
-    data = answers.Forked(
+    data = planning_answers.Forked(
         draft_id=draft.id,
         run_id=run_id,
         environment=entry.name,
@@ -112,7 +114,7 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
         lines.append(f"  and {len(changes) - _SHOWN} more, in the structure.")
     return fitting(
         lambda limit: Answer(
-            "\n".join(lines), answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes, limit))
+            "\n".join(lines), planning_answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes, limit))
         )
     )
 
@@ -141,7 +143,7 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
         if moved:
             text += f"\nKept as the owner's locks have it: {said_changes(moved)}."
         text += f"\nNext: {call('start_training', draft_id=draft_id)}"
-        data = answers.Undone(
+        data = planning_answers.Undone(
             draft_id=draft_id,
             revision=after.revision,
             back_to=revision,
@@ -191,7 +193,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
         )
         return Answer(
             text,
-            answers.Reproducing(run_id=again.run_id, reproduces=run_id, deterministic=exact, state="queued"),
+            runs_answers.Reproducing(run_id=again.run_id, reproduces=run_id, deterministic=exact, state="queued"),
         )
 
     return await to_thread.run_sync(work)
@@ -316,5 +318,8 @@ def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str
     return Side(name, run.environment.name, run.preset, run.config)
 
 
-def _diffs(changes: list[Change], limit: int = _LONGEST) -> list[answers.FieldDiff]:
-    return [answers.FieldDiff(field=one.field, a=cut(one.before, limit), b=cut(one.after, limit)) for one in changes]
+def _diffs(changes: list[Change], limit: int = _LONGEST) -> list[planning_answers.FieldDiff]:
+    return [
+        planning_answers.FieldDiff(field=one.field, a=cut(one.before, limit), b=cut(one.after, limit))
+        for one in changes
+    ]

@@ -1,4 +1,4 @@
-"""What was tried, and what comes next: the ledger of experiments, and the text that hands it over."""
+"""Tools for the ledger of experiments: note one, and hand all of them over to another agent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.experiments import Decision, Experiment, Figures, Ledger
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
+from toprope.text_format import call, clip, percent
 from toprope.workbench.launch.seeds import expand
-from toprope_tools.answers import memory_answers as answers
-from toprope_tools.answers.base import Answer, call, clip, percent
+from toprope_tools.answers import results as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.config import said_changes
 from toprope_tools.status.snapshot import told_numbers
 
@@ -32,7 +33,7 @@ _HANDOFF_RUNS = 400
 
 
 def ledger_of(workshop: Workshop) -> Ledger:
-    """The ledger of a workshop's home."""
+    """Return the ledger of a workshop's home."""
     return Ledger(workshop.index, workshop.home.ledger)
 
 
@@ -48,22 +49,22 @@ async def note_experiment(
     question: str | None = None,
     goal: str | None = None,
 ) -> Answer:
-    """Adds an experiment to the ledger, or amends one; what its runs measured is written down with it.
+    """Add an experiment to the ledger, or amend one, together with the figures of its runs.
 
     Args:
         workshop: The server's.
-        experiment_id: Which to amend; None: a new one.
-        hypothesis: What is tried and why it should help.
-        run_ids: Its runs, or seed groups of them; when amending, they are added.
-        draft_id: The draft that it is tried with.
-        outcome: What came of it.
-        decision: What follows from that.
-        question: What it leaves open.
-        goal: What is to be reached in this environment; replaces the former one.
+        experiment_id: The experiment to amend; None adds one.
+        hypothesis: The change to try and why it should help.
+        run_ids: Its runs or seed groups; amending adds them.
+        draft_id: The draft of the experiment.
+        outcome: The result.
+        decision: The consequence of the result.
+        question: A question that remains open.
+        goal: The goal for this environment; replaces the former one.
 
     Raises:
         NotFound: There is no such experiment, run or draft.
-        InvalidValue: A new experiment needs a hypothesis and a run or draft; nothing was written.
+        InvalidValue: A new experiment lacks a hypothesis, or a run or draft; nothing was written.
     """
 
     def work() -> Answer:
@@ -85,12 +86,12 @@ async def note_experiment(
             entry = Experiment(id=ledger.new_id(), at=now, updated_at=now, environment=environments[0], hypothesis="")
         if len(set(environments)) > 1:
             raise InvalidValue(
-                f"An experiment is about one environment; these are {', '.join(sorted(set(environments)))}.",
-                hint="Note one for each.",
+                f"An experiment concerns one environment; these are {', '.join(sorted(set(environments)))}.",
+                hint="Note one experiment for each.",
             )
         all_runs = list(dict.fromkeys([*entry.runs, *runs]))
         if len(all_runs) > _MOST_RUNS:
-            raise InvalidValue(f"{len(all_runs)} runs are too many for one experiment.", hint=f"{_MOST_RUNS} at most.")
+            raise InvalidValue(f"{len(all_runs)} runs are too many for one experiment.", hint=f"At most {_MOST_RUNS}.")
         workshop.home.ensure()
         given = {"hypothesis": hypothesis, "outcome": outcome, "decision": decision, "question": question}
         amended = {key: one.strip() for key, one in given.items() if one is not None}
@@ -113,7 +114,7 @@ async def note_experiment(
 
 
 async def get_handoff(workshop: Workshop) -> Answer:
-    """The text from which an agent without context goes on."""
+    """Answer the text that lets an agent without context continue."""
 
     def work() -> Answer:
         runs = workshop.statuses()[:_HANDOFF_RUNS]
@@ -125,7 +126,7 @@ async def get_handoff(workshop: Workshop) -> Answer:
             last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
             drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
         locked = [f"{lock.field} {lock.says}" for lock in workshop.home.locks()]
-        text = handoff(Standing(_as_told(workshop, runs), experiments, ledger.goals(), drafts, locked))
+        text = handoff(Standing(_limit_numbers(workshop, runs), experiments, ledger.goals(), drafts, locked))
         data = answers.Handoff(
             live_runs=[run.run_id for run in runs if not run.ended][:20],
             experiments=len(experiments),
@@ -136,28 +137,28 @@ async def get_handoff(workshop: Workshop) -> Answer:
     return await to_thread.run_sync(work)
 
 
-def _as_told(workshop: Workshop, runs: list[Status]) -> list[Status]:
-    """The runs with the numbers that anybody may see now: the limit of check_status holds here, too."""
+def _limit_numbers(workshop: Workshop, runs: list[Status]) -> list[Status]:
+    """Return the runs with the numbers that may be shown now, under the limit of check_status."""
     shown = {run.run_id for run in [run for run in runs if not run.ended][:LIVE]}
     told = []
     for run in runs:
         try:
             numbers = told_numbers(workshop, run.run_id)[0] if run.run_id in shown else run.progress
-        except NotFound:  # removed meanwhile
+        except NotFound:  # removed in the meantime
             continue
         told.append(run.model_copy(update={"progress": numbers}))
     return told
 
 
 def refreshed(workshop: Workshop, entry: Experiment) -> Experiment:
-    """The entry with what its runs have measured since it was noted; it is not written down."""
+    """Return the entry with the present figures of its runs, without storing them."""
     if all(one.accuracy is not None for one in entry.figures.values()) and len(entry.figures) == len(entry.runs):
         return entry
     return entry.model_copy(update={"figures": entry.figures | figures_of(workshop, entry.runs)})
 
 
 def figures_of(workshop: Workshop, runs: list[str]) -> dict[str, Figures]:
-    """What runs have measured by now, by run; those that are gone or cannot be read are left out."""
+    """Return the figures of runs by run id, without runs that are gone or unreadable."""
     found = {}
     for run_id in runs:
         try:
@@ -169,7 +170,7 @@ def figures_of(workshop: Workshop, runs: list[str]) -> dict[str, Figures]:
 
 
 def _figures(specification: Specification, status: Status) -> Figures:
-    after = status.evaluations.get("after") or {}  # what a test measured on validation tasks is another figure
+    after = status.evaluations.get("after") or {}  # the validation accuracy of a test is another figure
     before = status.evaluations.get("before") or {}
     figures = Figures(
         state=status.state,
@@ -188,7 +189,7 @@ def _figures(specification: Specification, status: Status) -> Figures:
 
 
 def _digest(specification: Specification) -> str:
-    """Equal for runs that differ in their seed alone."""
+    """Return a digest that is equal for runs that differ in their seed alone."""
     config = specification.config.model_dump(mode="json")
     config["algorithm"].pop("seed")
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
@@ -213,7 +214,7 @@ def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
     warnings = []
     single = [one for one in entry.figures.values() if one.accuracy is not None]
     if entry.decision == "keep" and len(single) == 1:
-        warnings.append("Kept on a single run: its seed may have made it.")
+        warnings.append("Kept after a single run: the gain may be luck of its seed.")
     lines += warnings
     if entry.decision == "undecided":
         lines.append(f"Next: {call('note_experiment', experiment_id=entry.id)} with outcome and decision.")

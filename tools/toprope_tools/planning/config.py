@@ -1,4 +1,4 @@
-"""Reading and editing drafts."""
+"""Tools that read and edit drafts."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from toprope.settings.changes import Change
 from toprope.settings.fields import KNOBS, Field, get_value
 from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS
+from toprope.text_format import ago, call, cut, value
 from toprope.workbench.drafts import Draft, Edit
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, ago, call, cut, fitting, value
+from toprope_tools.answers import planning as answers
+from toprope_tools.answers.answer import Answer, fitting
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 __all__ = ["edit_config", "get_config", "open_drafts", "said_changes"]
 
-_HISTORY, _FEW = 10, 2
-"""Edits that are shown, and how many where there is little room."""
-_FEW_BELOW = 200
+_HISTORY, _SHORT_HISTORY = 10, 2
+"""Edits in an answer, and in an answer whose values must be short."""
+_SHORT_VALUES = 200
+"""Longest value of such an answer, in characters."""
 
 
 async def get_config(workshop: Workshop, *, draft_id: str, section: str | None = None) -> Answer:
-    """A draft's fields with value, type, bounds and lock, its edits, and what does not fit.
+    """Answer a draft's fields with value, type, bounds and lock, its edits, and its conflicts.
 
     Args:
         workshop: The server's.
-        draft_id: Which draft.
-        section: Only this one, with descriptions.
+        draft_id: Id of the draft.
+        section: Answer only this section, with descriptions.
 
     Raises:
         NotFound: There is no such draft.
         InvalidValue: There is no such section, or the owner's locks cannot be read.
     """
     if section is not None and section not in SECTIONS:
-        raise InvalidValue(f"There is no section {section!r}.", hint=f"There are: {', '.join(SECTIONS)}.")
+        raise InvalidValue(f"There is no section {section!r}.", hint=f"Sections: {', '.join(SECTIONS)}.")
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
     history = await to_thread.run_sync(workshop.drafts.history, draft_id)
     locks = workshop.home.locks()
@@ -54,18 +56,20 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
         f"edited {ago(draft.updated_at)}."
     )
     if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
-        head += f" It began as {origin} was configured."
+        head += f" It began with the configuration of {origin}."
     shown = _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
 
     def answer(limit: int) -> Answer:
-        edits = history[-_HISTORY if limit > _FEW_BELOW else -_FEW :]
+        edits = history[-_HISTORY if limit > _SHORT_VALUES else -_SHORT_HISTORY :]
         lines = [head, *shown]
         if edits:
-            lines.append(f"Edits ({len(history)}), which undo_edit takes back:")
+            lines.append(f"Edits ({len(history)}); undo_edit goes back to a revision:")
             lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in edits]
-        lines += [f"Does not fit: {conflict}" for conflict in conflicts]
+        lines += [f"Conflict: {conflict}" for conflict in conflicts]
         if section is None:
-            lines.append(f"Meanings: {call('get_config', draft_id=draft.id, section='rollout')} and other sections.")
+            lines.append(
+                f"Descriptions: {call('get_config', draft_id=draft.id, section='rollout')} and other sections."
+            )
         lines.append(f"Next: {call('edit_config', draft_id=draft.id)} with changes, or {_start(draft)}.")
         data = answers.ConfigAnswer(
             draft_id=draft.id,
@@ -82,7 +86,7 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
 
 
 async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str, Any]) -> Answer:
-    """Changes fields of a draft, all or none.
+    """Change fields of a draft, all or none.
 
     Raises:
         NotFound: There is no such draft or field.
@@ -98,9 +102,9 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
     if changed:
         text = f"{draft.id} is now at revision {draft.revision}: {said_changes(changed)}."
     else:
-        text = f"{draft.id} stays at revision {draft.revision}: it had these values already."
+        text = f"{draft.id} stays at revision {draft.revision}: it already had these values."
     for conflict in draft.config.conflicts():
-        text += f"\nDoes not fit yet, and would not start: {conflict}"
+        text += f"\nConflict, so it would not start yet: {conflict}"
     text += f"\nNext: {call('test_inference', draft_id=draft.id)} or {_start(draft)}."
 
     def answer(limit: int) -> Answer:
@@ -111,8 +115,8 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
 
 
 async def open_drafts(workshop: Workshop) -> str:
-    """One line that names the drafts there are, for a call that named none."""
-    drafts = await to_thread.run_sync(workshop.drafts.list, 10)
+    """Return one line that names the drafts, for a call that named none."""
+    drafts = await to_thread.run_sync(workshop.drafts.recent, 10)
     if not drafts:
         return "There are no drafts yet; select_environment makes one."
     return "Drafts: " + "; ".join(
@@ -121,7 +125,7 @@ async def open_drafts(workshop: Workshop) -> str:
 
 
 def said_changes(changes: list[Change]) -> str:
-    """Changes as short text: `rollout.group_size 8 -> 16; policy.lora false -> true`."""
+    """Format changes as short text: `rollout.group_size 8 -> 16; policy.lora false -> true`."""
     return "; ".join(f"{one.field} {value(one.before)} -> {value(one.after)}" for one in changes)
 
 
@@ -130,7 +134,7 @@ def _start(draft: Draft) -> str:
 
 
 def _by_section(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
-    """A line a section, values only; then what is locked."""
+    """Return one line of values per section, then the locked fields."""
     lines = []
     for section in SECTIONS:
         own = [field for field in fields if field.name.partition(".")[0] == section]

@@ -14,11 +14,12 @@ from anyio import to_thread
 from toprope.errors import EnvironmentFailed
 from toprope.settings.environment import members_of
 from toprope.supervisor.environment_variables import worker_variables
+from toprope.text_format import call, clip, number, plural
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.entries import Entry
 from toprope.workbench.launch.mixture_sources import own_source
-from toprope_tools.answers.base import Answer, call, clip, number
-from toprope_tools.answers.check_answers import CheckAnswer, CheckFinding
+from toprope_tools.answers.answer import Answer
+from toprope_tools.answers.planning import CheckAnswer, CheckFinding
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -27,29 +28,29 @@ __all__ = ["check_environment"]
 
 _DRAFT = re.compile(r"draft-[a-z0-9]+")
 _BEYOND_S = 8.0
-"""What ending its processes may take a check beyond its time."""
+"""Seconds beyond its time limit that a check may take to end its processes."""
 _MOST_FINDINGS = 20
 _WORDS = {
-    "ok": "nothing stands against training on it",
-    "warning": "it can be trained on, with what follows in mind",
-    "critical": "mend it before training on it",
+    "ok": "no problem found that speaks against training on it",
+    "warning": "training on it is possible, but note the following",
+    "critical": "correct it before training on it",
 }
 
 
 async def check_environment(
     workshop: Workshop, *, name: str, full: bool = False, seconds: float | None = None
 ) -> Answer:
-    """Tries an environment in workers and tells what is wrong with it.
+    """Try an environment in workers and report its faults.
 
     Args:
         workshop: The server's.
-        name: The environment's, or a draft's id: then with the draft's settings.
-        full: Look at more of everything, and at memory.
-        seconds: How long it may take; the form's own time when None.
+        name: Name of the environment, or id of a draft whose settings apply.
+        full: Try more of everything, and measure memory.
+        seconds: Time limit; that of the quick or full check if None.
 
     Raises:
         NotFound: There is no such environment, draft or reward function.
-        InvalidValue: A knob of the draft is wrong.
+        InvalidValue: A knob of the draft has an impossible value.
         EnvironmentFailed: It does not load.
     """
     draft_id, settings, others = None, {}, []
@@ -95,7 +96,7 @@ async def _checked(
             )
     except TimeoutError:
         raise EnvironmentFailed(
-            f"The check of {entry.name} came to no end within {seconds + _BEYOND_S:.0f} s.",
+            f"The check of {entry.name} did not end within {seconds + _BEYOND_S:.0f} s.",
             hint=f"toprope env check {entry.name} --seconds 600 gives it more time.",
         ) from None
 
@@ -106,15 +107,15 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
     again = _repeatable(report)
     lines = [
         f"{report.name}: {report.worst}: {_WORDS[report.worst]} ({form}, {report.seconds:.1f} s: {len(seen.scores)} "
-        f"answers to {seen.tried} tasks"
-        + (", another process agrees)." if again else ", another process does not agree)." if again is False else ").")
+        f"answers to {plural(seen.tried, 'task')}"
+        + (", a second process agrees)." if again else ", a second process disagrees)." if again is False else ").")
     ]
     for finding in report.findings[:_MOST_FINDINGS]:
         lines.append(f"{finding.level} {finding.rule}: {clip(finding.what, 400)}")
         if finding.level != "note":
             lines.append(f"  To do: {finding.next}.")
     if scores := _scores(report):
-        lines.append("Earned of the highest reward: " + ", ".join(f"{kind} {one:.0%}" for kind, one in scores.items()))
+        lines.append("Share of the highest reward: " + ", ".join(f"{kind} {one:.0%}" for kind, one in scores.items()))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in seen.splits.items()]
     prompts = _lengths(task.prompt for split in seen.splits.values() for task in split.tasks)
     if sizes and prompts:
@@ -123,9 +124,9 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
             f"{prompts['longest']}."
         )
     if seen.skipped:
-        lines.append(f"No time for: {'; '.join(seen.skipped)}.")
+        lines.append(f"Not checked for lack of time: {'; '.join(seen.skipped)}.")
     if others:
-        lines.append(f"Not tried: {clip('; '.join(others), 300)}. By name each is tried with its defaults.")
+        lines.append(f"Not tried: {clip('; '.join(others), 300)}. To try one with its defaults, check it by name.")
     lines.append(_next(report, draft_id))
     return "\n".join(lines)
 
@@ -133,7 +134,7 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
 def _next(report: CheckReport, draft_id: str | None) -> str:
     if report.worst == "critical":
         again: dict[str, Any] = {"name": draft_id or report.name}
-        return f"Next: mend it, then {call('check_environment', **again)}; or choose another with list_environments."
+        return f"Next: correct it, then {call('check_environment', **again)}; or choose another with list_environments."
     if draft_id:
         return f"Next: {call('test_inference', draft_id=draft_id)} or {call('start_training', draft_id=draft_id)}"
     return f"Next: {call('select_environment', name=report.name)}"
@@ -146,7 +147,7 @@ def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:
     return CheckAnswer(
         environment=report.name,
         draft_id=draft_id,
-        verdict=report.worst,  # type: ignore[arg-type]
+        verdict=report.worst,
         full=report.full,
         findings=[
             CheckFinding(
@@ -177,7 +178,7 @@ def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:
 
 
 def _scores(report: CheckReport) -> dict[str, float]:
-    """Mean reward by kind of answer, as a share of the highest, in the order in which they were tried."""
+    """Return the mean reward by kind of answer, as a share of the highest, in the order of trial."""
     found: dict[str, list[float]] = {}
     for score in report.seen.scores:
         found.setdefault(score.kind, []).append(report.seen.share(score.reward))

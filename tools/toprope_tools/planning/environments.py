@@ -1,6 +1,6 @@
-"""Finding environments, learning what one is, and making a draft of it.
+"""Tools that list and describe environments and make a draft of one.
 
-What an environment says of itself comes out of somebody's code: it is cut, cleaned and told as untrusted text.
+An environment's description comes from its author's code, so it is cut, cleaned and marked as untrusted text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from toprope.records.worker_messages import Card
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import worker_variables
+from toprope.text_format import call, clip, cut, duration, number, percent, plural, value
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.launch.baseline import baseline_of
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call, clip, cut, duration, number, percent, value
+from toprope_tools.answers import planning as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.config import said_changes
 
 if TYPE_CHECKING:
@@ -35,22 +36,22 @@ _LONGEST_S = 45.0
 _LOAD_S = 30.0
 _MOST_SUMMARY = 120
 _MOST_LINES = 40
-"""Knobs and reward parts that are told."""
+"""Knobs and reward parts in an answer."""
 
 
 async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:
-    """Environments of every source, 20 a page.
+    """List environments from all sources, 20 per page.
 
     Args:
         workshop: The server's.
-        query: Words that name, summary or tags must contain.
-        cursor: `next_cursor` of the page before: how many were shown.
+        query: Words that the name, summary or tags must contain.
+        cursor: `next_cursor` of the previous page: the number of environments shown so far.
 
     Raises:
-        InvalidValue: The cursor is none.
+        InvalidValue: Not a cursor of this list.
     """
     if cursor is not None and not re.fullmatch(r"[0-9]{1,6}", cursor):
-        raise InvalidValue(f"{clip(cursor, 80)!r} is no cursor of this list.", hint="Omit it for the first page.")
+        raise InvalidValue(f"{clip(cursor, 80)!r} is not a cursor of this list.", hint="Omit it for the first page.")
     start = int(cursor or 0)
     entries = await to_thread.run_sync(workshop.catalog.search, query or "")
     page = entries[start : start + _PAGE]
@@ -59,10 +60,10 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     if not items and not start:
         text = f"No environment matches {query!r}. Next: list_environments() for all."
     elif not items:
-        text = f"There are {len(entries)} environments; this page is past the end."
+        text = f"This page is past the end: the list has {plural(len(entries), 'environment')}."
     else:
-        which = f" that match {query!r}" if query else ""
-        lines = [f"{len(entries)} environments{which}, {start + 1} to {start + len(items)}:"]
+        matching = f" for {query!r}" if query else ""
+        lines = [f"{plural(len(entries), 'environment')}{matching}, {start + 1} to {start + len(items)}:"]
         lines += [f"{item.name} [{item.state}]{_facts(item)} {item.summary}" for item in items]
         lacking = next((one.ecosystem for one in page if one.status == "needs install"), None)
         if lacking and workshop.settings().installs == "allow":
@@ -78,16 +79,16 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
 
 
 async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str, Any] | None = None) -> Answer:
-    """What an environment is like, from a worker that loads it.
+    """Describe an environment, from a worker that loads it.
 
     Args:
         workshop: The server's.
-        name: The environment's.
-        knobs: Its own settings to load it with; the defaults for the rest.
+        name: Name of the environment.
+        knobs: The environment's own settings; defaults apply to the others.
 
     Raises:
-        NotFound: There is none of that name.
-        InvalidValue: A knob is wrong.
+        NotFound: There is no environment of that name.
+        InvalidValue: A knob has an impossible value.
         EnvironmentFailed: It does not load, raises or hangs.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
@@ -142,17 +143,17 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
 
 
 async def select_environment(workshop: Workshop, *, name: str, preset: str | None = None) -> Answer:
-    """Makes a draft of an environment from a preset.
+    """Make a draft of an environment from a preset.
 
     Args:
         workshop: The server's.
-        name: The environment's.
-        preset: The preset's; the owner's default when None.
+        name: Name of the environment.
+        preset: Name of the preset; the owner's default if None.
 
     Raises:
         NotFound: There is no such environment or preset.
         EnvironmentFailed: The environment does not load.
-        InvalidValue: The preset does not fit it, or the owner's files cannot be read; no draft was made.
+        InvalidValue: The preset does not fit the environment, or the owner's files cannot be read; no draft was made.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     chosen = _chosen(workshop, preset)
@@ -167,7 +168,7 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
     lines = [
         f"Made {draft.id}: {entry.name} with preset {chosen.name}. {chosen.description}".strip(),
         f"Policy {config.policy.model}, at most {config.budget.steps} steps, {config.rollout.groups_per_step} groups "
-        f"of {config.rollout.group_size} answers a step, learning rate {value(config.optimizer.learning_rate)}.",
+        f"of {config.rollout.group_size} answers per step, learning rate {value(config.optimizer.learning_rate)}.",
     ]
     if config.environment.knobs:
         lines.append("Knobs: " + ", ".join(f"{knob}={value(one)}" for knob, one in config.environment.knobs.items()))
@@ -208,12 +209,12 @@ async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, 
     except TimeoutError:
         raise EnvironmentFailed(
             f"{entry.name} did not answer within {_LONGEST_S:.0f} s.",
-            hint="Look for a download or slow tasks in it; it must load and score quickly.",
+            hint="It must load and score quickly: look for downloads or slow tasks in its code.",
         ) from None
 
 
 def _chosen(workshop: Workshop, preset: str | None) -> Preset:
-    """The preset that a call names, else the one that the owner's settings name."""
+    """Load the preset that a call names, or else the owner's default."""
     if preset is not None:
         return load_preset(preset, workshop.home.preset_folders)
     own = workshop.settings().preset
@@ -221,13 +222,13 @@ def _chosen(workshop: Workshop, preset: str | None) -> Preset:
         return load_preset(own, workshop.home.preset_folders)
     except NotFound as problem:
         raise InvalidValue(
-            f"{workshop.home.settings_file} names a preset that is not there: {problem.message}",
-            hint=f"{problem.hint} Give preset in the call, or mend the file.",
+            f"{workshop.home.settings_file} names a preset that does not exist: {problem.message}",
+            hint=f"{problem.hint} Give preset in the call, or correct the file.",
         ) from None
 
 
 def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
-    """Presets that can be read, with what they are; those tuned for this environment say so."""
+    """Return presets with their descriptions; mark those with values for this environment."""
     found = {}
     for name in list_presets(workshop.home.preset_folders):
         try:
@@ -236,7 +237,7 @@ def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
             found[name] = f"cannot be used: {problem.message}"
             continue
         if preset.models and not preset.values:
-            continue  # names of models for test_inference, and no start for a draft
+            continue  # it only names models for test_inference
         tuned = " Has values for this environment." if environment in preset.environments else ""
         found[name] = f"{preset.description}{tuned}".strip()
     return found
@@ -254,15 +255,15 @@ def _item(entry: Entry) -> answers.EnvironmentItem:
 
 
 def _facts(item: answers.EnvironmentItem) -> str:
-    """What the name does not say already."""
+    """Return facts that the name does not contain."""
     facts = [] if item.ecosystem == "toprope" or item.name.startswith(item.ecosystem) else [item.ecosystem]
     facts += ["tools"] if item.tools else []
-    facts += [f"{item.tasks} tasks"] if item.tasks is not None else []
+    facts += [plural(item.tasks, "task")] if item.tasks is not None else []
     return f" ({', '.join(facts)})" if facts else ""
 
 
 def _nature(described: Description) -> str:
-    """Whose conventions it follows, where it runs, and what it needs."""
+    """Say which ecosystem it follows, where it runs and what it needs."""
     entry = described.entry
     where = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
     versions = ", ".join(f"{name} {one}" for name, one in described.card.versions.items() if name != "sha256")
@@ -284,7 +285,7 @@ def _summary(entry: Entry) -> str:
 
 
 def _knob(knob: dict[str, Any]) -> dict[str, Any]:
-    """A knob for the structure: without empty fields, and with long texts cut."""
+    """Return a knob for the structure, without empty fields and with long texts cut."""
     return {
         key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if one is not None
     }

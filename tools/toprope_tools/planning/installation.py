@@ -1,7 +1,7 @@
-"""Installing an ecosystem or a package for environments, where the owner lets agents do that.
+"""Tool that installs an ecosystem or a package for environments, if the owner lets agents install.
 
-An agent may name ecosystems and plain requirements. Paths, URLs and repositories are the owner's alone: installing one
-runs code of whoever wrote it.
+An agent may name ecosystems and plain requirements. Only the owner may name paths, URLs and repositories, because
+installing one runs its author's code.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.text_format import call, clip, plural
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
-from toprope_tools.answers.base import Answer, call, clip
-from toprope_tools.answers.installing_answers import Installed
+from toprope_tools.answers.answer import Answer
+from toprope_tools.answers.planning import Installed
 from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["add_environment", "count_of", "said"]
+__all__ = ["add_environment", "count_environments", "describe_outcome"]
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~]=?[^@;/\s]+)?")
 _LOOK_S = 1.0
@@ -35,18 +36,18 @@ async def add_environment(
     progress: Callable[[float, float | None, str | None], Awaitable[Any]] | None = None,
     client: Client = UNKNOWN,
 ) -> Answer:
-    """Makes an interpreter for an ecosystem or a package, and lists what it holds.
+    """Make an interpreter for an ecosystem or a package, and count the environments that it adds.
 
     Args:
         workshop: The server's.
         what: An ecosystem's name, or a plain requirement.
-        progress: Called with news while it is installed.
-        client: Who called.
+        progress: Called with news during the installation.
+        client: The caller.
 
     Raises:
         NotPossibleNow: The owner does not let agents install.
-        InvalidValue: It is neither.
-        TopropeError: It cannot be installed.
+        InvalidValue: `what` is neither.
+        TopropeError: The installation failed.
     """
     settings = workshop.settings()
     if settings.installs != "allow":
@@ -56,7 +57,7 @@ async def add_environment(
     if not _PLAIN.fullmatch(what.strip()):
         raise InvalidValue(
             f"{clip(what, 80)!r} is neither an ecosystem nor a plain requirement such as name==1.2.",
-            hint="Paths, URLs and repositories are added by the owner: toprope env add ...",
+            hint="The owner adds paths, URLs and repositories: toprope env add ...",
         )
     order = Order(what.strip(), plain_only=True)
     installation = workshop.installations.of(order, Interpreters(workshop.home))
@@ -68,14 +69,14 @@ async def add_environment(
             await progress(float(told), None, installation.news)
         if time.monotonic() > deadline:
             again = call("add_environment", what=order.given)
-            text = f"{order.given} is still being installed ({clip(installation.news, 120)}). Go on waiting: {again}"
+            text = f"{order.given} is still being installed ({clip(installation.news, 120)}). To keep waiting: {again}"
             return Answer(text, Installed(name=order.given, done=False, news=clip(installation.news, 200)))
     workshop.installations.told(order)
     if installation.error is not None:
         raise installation.error
     assert installation.outcome is not None  # it ended without an error
     outcome = installation.outcome
-    found = await to_thread.run_sync(count_of, workshop, outcome)
+    found = await to_thread.run_sync(count_environments, workshop, outcome)
     made = outcome.made
     data = Installed(
         name=outcome.added.name,
@@ -86,11 +87,11 @@ async def add_environment(
         environments=found,
     )
     query = call("list_environments", query=outcome.added.adapter or outcome.added.name)
-    return Answer(f"{said(outcome, found)}\nNext: {query}", data)
+    return Answer(f"{describe_outcome(outcome, found)}\nNext: {query}", data)
 
 
-def count_of(workshop: Workshop, outcome: Outcome) -> int:
-    """How many environments the catalog lists of what was added."""
+def count_environments(workshop: Workshop, outcome: Outcome) -> int:
+    """Count the environments that the catalog lists from an installation."""
     added = outcome.added
     entries = workshop.catalog.entries()
     if added.python is not None:
@@ -104,23 +105,23 @@ def count_of(workshop: Workshop, outcome: Outcome) -> int:
     )
 
 
-def said(outcome: Outcome, environments: int) -> str:
-    """What became of it, in a line or two."""
+def describe_outcome(outcome: Outcome, environments: int) -> str:
+    """Describe the outcome of an installation in one or two lines."""
     added, made = outcome.added, outcome.made
     if outcome.own and added.kind == "packages":
-        first = f"{added.name}: Toprope's own interpreter has it already; nothing was installed."
+        first = f"{added.name}: Toprope's own interpreter already has it; nothing was installed."
     elif made is not None:
-        how = "shares an interpreter that was there" if outcome.shared else f"installed in {outcome.seconds:.0f} s"
-        first = f"{added.name}: {how}, {len(made.pins)} packages, {made.bytes / 1e6:.0f} MB."
+        how = "shares an existing interpreter" if outcome.shared else f"installed in {outcome.seconds:.0f} s"
+        first = f"{added.name}: {how}, {plural(len(made.pins), 'package')}, {made.bytes / 1e6:.0f} MB."
     elif added.python is not None:
         first = f"{added.name}: runs in {added.python}."
     else:
         first = f"{added.name}: added."
     if environments:
-        return f"{first} {environments} environment{'' if environments == 1 else 's'} to choose from."
+        return f"{first} {plural(environments, 'environment')} to choose from."
     if added.adapter is not None and added.kind == "packages":
         return (
-            f"{first} It brings no environments itself: files in your folders that follow it run in it, and packages "
-            f"of them are added with it (toprope env add PACKAGE -r {added.adapter})."
+            f"{first} It contains no environments itself. Files in your folders that follow its conventions run in it; "
+            f"toprope env add PACKAGE -r {added.adapter} adds packages of environments to it."
         )
-    return f"{first} No environment is found in it; list_environments looks again at every call."
+    return f"{first} It contains no environment so far; list_environments looks again at every call."

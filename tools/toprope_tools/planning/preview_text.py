@@ -7,9 +7,9 @@ from typing import Any
 from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import Usage
+from toprope.text_format import call, duration
 from toprope.workbench.launch.preview import Estimate, Preview
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
-from toprope_tools.answers.base import call, duration
 
 __all__ = ["ask_to_confirm", "said", "structured", "used"]
 

@@ -1,8 +1,8 @@
-"""Which resources have changed since one looked last: for clients that subscribed instead of asking.
+"""Detection of changed resources, for clients that subscribe instead of polling.
 
-A change is what its reader would find new: events, and numbers that may be told again (the limit of check_status holds
-here too, so a run that steps a hundred times a second does not notify as often). Each resource is named at most once in
-some seconds; what changes meanwhile is named when they are over.
+A change is new content for a reader: events, and numbers that the limit of check_status lets through, so a run with a
+hundred steps per second does not notify a hundred times. Each resource is reported at most once in EVERY_S seconds;
+later changes wait until then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Changes"]
 
 EVERY_S = 5.0
-"""Least seconds between two notices of a resource."""
+"""Least seconds between two notifications about a resource."""
 
 
 class Changes:
@@ -29,7 +29,7 @@ class Changes:
 
     Args:
         workshop: The server's.
-        every_s: See the module.
+        every_s: Least seconds between two notifications about a resource.
     """
 
     def __init__(self, workshop: Workshop, every_s: float = EVERY_S) -> None:
@@ -40,7 +40,7 @@ class Changes:
         return len(self._watched)
 
     def add(self, uri: str) -> None:
-        """Watches one more, from how it is now.
+        """Watch a resource from its present content on.
 
         Raises:
             NotFound: There is no such resource.
@@ -50,23 +50,23 @@ class Changes:
         place = resource_at(uri)
         if place.run_id is not None:
             self._workshop.runs.folder(place.run_id)
-        watched = _Watched(_eye(self._workshop, place))
+        watched = _Watched(_detector(self._workshop, place))
         watched.look()
         watched.pending = False
         self._watched[uri] = watched
 
     def remove(self, uri: str) -> None:
-        """Watches one less; nothing where it was none."""
+        """Stop watching a resource, if it is watched."""
         self._watched.pop(uri, None)
 
     def news(self) -> list[str]:
-        """The resources that have changed and may be named now."""
+        """Return the changed resources that may be reported now."""
         now, found = time.monotonic(), []
         for uri, watched in list(self._watched.items()):
             try:
                 watched.look()
             except TopropeError:
-                # Removed, or not to be read: who reads it learns that, once.
+                # Removed or unreadable: notify once, so that a reader learns of it.
                 watched.pending = watched.pending or not watched.gone
                 watched.gone = True
             if watched.pending and now - watched.named_at >= self._every_s:
@@ -75,28 +75,28 @@ class Changes:
         return found
 
 
-_Eye = Callable[[], bool]
-"""Whether it has changed since the last call."""
+_Detector = Callable[[], bool]
+"""Returns whether the resource has changed since the last call."""
 
 
 class _Watched:
-    def __init__(self, eye: _Eye) -> None:
-        self._eye = eye
+    def __init__(self, has_changed: _Detector) -> None:
+        self._has_changed = has_changed
         self.pending = self.gone = False
         self.named_at = -1e9
 
     def look(self) -> None:
-        self.pending = self._eye() or self.pending
+        self.pending = self._has_changed() or self.pending
         self.gone = False
 
 
-def _eye(workshop: Workshop, place: Place) -> _Eye:
+def _detector(workshop: Workshop, place: Place) -> _Detector:
     if place.part == DATASETS:
-        return _Differs(lambda: dataset_versions(workshop, place.component))
+        return _ValueChange(lambda: dataset_versions(workshop, place.component))
     if place.run_id is None:
-        return _Differs(lambda: frozenset((run.run_id, run.state) for run in workshop.statuses()))
+        return _ValueChange(lambda: frozenset((run.run_id, run.state) for run in workshop.statuses()))
     if place.part in ("", "metrics"):
-        return _RunMoves(workshop, place.run_id)
+        return _RunChange(workshop, place.run_id)
     folder = workshop.runs.folder(place.run_id)
     path = {"config": folder.spec, "plot.png": folder.plot}.get(place.part) or folder.log(place.component)
 
@@ -107,11 +107,11 @@ def _eye(workshop: Workshop, place: Place) -> _Eye:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    return _Differs(stat)
+    return _ValueChange(stat)
 
 
-class _Differs:
-    """A value that is another than it was."""
+class _ValueChange:
+    """Detects a changed value."""
 
     def __init__(self, value: Callable[[], object]) -> None:
         self._value = value
@@ -123,8 +123,8 @@ class _Differs:
         return differs
 
 
-class _RunMoves:
-    """A run whose state changed, that had an event, or whose numbers may be told anew."""
+class _RunChange:
+    """Detects a run's new state, new event, or new numbers that may be told."""
 
     def __init__(self, workshop: Workshop, run_id: str) -> None:
         self._workshop, self._run_id = workshop, run_id
@@ -133,7 +133,7 @@ class _RunMoves:
     def __call__(self) -> bool:
         try:
             (look,) = look_at(self._workshop, [self._run_id], {self._run_id: self._place})
-        except InvalidValue:  # other events than those we saw: begin again
+        except InvalidValue:  # the run's events were replaced: start from the first
             self._place = 0
             return True
         due = look.due and look.has_new_numbers and not look.status.ended

@@ -1,16 +1,15 @@
-"""Runs as resources, for clients that show them to a person or attach them to a conversation.
+"""Runs and data sets as resources, for clients that show them to a person or attach them to a conversation.
 
     toprope://runs                              the newest runs
-    toprope://runs/RUN_ID                       how one stands
-    toprope://runs/RUN_ID/config                what it was frozen with
-    toprope://runs/RUN_ID/metrics               a row a step, or rows at even distances
+    toprope://runs/RUN_ID                       the status of a run
+    toprope://runs/RUN_ID/config                its frozen configuration
+    toprope://runs/RUN_ID/metrics               a row per step, or rows at even distances
     toprope://runs/RUN_ID/logs/COMPONENT        the end of a log
-    toprope://runs/RUN_ID/plot.png              its picture
+    toprope://runs/RUN_ID/plot.png              its plot
     toprope://datasets                          the data sets
-    toprope://datasets/NAME                     the card of one: best, best@v2
+    toprope://datasets/NAME                     the card of a data set: best, best@v2
 
-Nothing is told here that a tool would hold back: numbers of a live run come as check_status gives them, and its rows up
-to the last step that was told.
+Resources obey the same limit as check_status: a live run shows the numbers last told, and rows up to that step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from toprope.errors import NotFound
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.trajectories.datasets.store import DatasetStore
-from toprope_tools.answers.base import TOKEN_BUDGET
+from toprope_tools.answers.answer import TOKEN_BUDGET
 from toprope_tools.runs.logs import COMPONENTS, read_logs
 from toprope_tools.status.run_list import run_item
 from toprope_tools.status.snapshot import look_at, told_numbers
@@ -48,7 +47,7 @@ _RUNS = 100
 _ROWS = 100
 _EVENTS = 10
 _EVALUATIONS = 20
-"""Along the way."""
+"""Evaluations along the way in a run's status."""
 _LINES = 100
 _URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
 
@@ -58,19 +57,21 @@ DATASETS = "datasets"
 
 @dataclass(frozen=True)
 class Place:
-    """What a URI names. `run_id` None: all runs; `part` empty: the run itself. `part` DATASETS: a data set by name, or
-    all of them."""
+    """The target of a URI."""
 
     run_id: str | None = None
+    """None for all runs, and for data sets."""
     part: str = ""
+    """Empty for the run itself; DATASETS for data sets."""
     component: str = ""
+    """Component of a log, or name of a data set; empty for all data sets."""
 
 
 def resource_at(uri: str) -> Place:
-    """The place that a URI names.
+    """Parse a URI.
 
     Raises:
-        NotFound: It names none of ours.
+        NotFound: Not a URI of a resource.
     """
     if (dataset := _DATASETS.fullmatch(uri)) is not None:
         return Place(None, DATASETS, dataset[1] or "")
@@ -85,7 +86,7 @@ def resource_at(uri: str) -> Place:
 
 
 async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
-    """A resource's content and its media type.
+    """Read a resource; return its content and media type.
 
     Raises:
         NotFound: There is no such run, log or picture.
@@ -110,22 +111,20 @@ async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
 
 
 def plot_of(workshop: Workshop, run_id: str) -> bytes:
-    """A run's picture, a PNG.
+    """Return a run's plot, a PNG.
 
     Raises:
-        NotFound: There is no such run, no picture yet, or one that is too large to send.
+        NotFound: There is no such run, no plot yet, or a plot too large to send.
     """
     folder = workshop.runs.folder(run_id)
     try:
         size = folder.plot.stat().st_size
         if size > MOST_PLOT_BYTES:
-            raise NotFound(
-                f"The picture of {run_id} has {size} bytes and is not sent.", hint=f"It lies at {folder.plot}."
-            )
+            raise NotFound(f"The plot of {run_id} has {size} bytes and is not sent.", hint=f"It is at {folder.plot}.")
         return folder.plot.read_bytes()
     except OSError:
         raise NotFound(
-            f"{run_id} has no picture.", hint="One is drawn when a training run completes; metrics has its numbers."
+            f"{run_id} has no plot.", hint="It is drawn when a training run completes; metrics has its numbers."
         ) from None
 
 
@@ -147,7 +146,7 @@ def _datasets(workshop: Workshop) -> str:
 
 
 def dataset_versions(workshop: Workshop, name: str) -> tuple[tuple[str, ...], ...]:
-    """The versions that there are: of one data set, or of all where none is named."""
+    """Return the versions of one data set, or of all if `name` is empty."""
     store = DatasetStore(workshop.home.datasets)
     names = [name.partition("@")[0]] if name else store.names()
     return tuple((one, *store.versions(one)) for one in names)
@@ -158,7 +157,7 @@ def _card(workshop: Workshop, name: str) -> str:
     try:
         return version.card.read_text(encoding="utf-8")[: 4 * TOKEN_BUDGET]
     except OSError:
-        raise NotFound(f"{version.name} has no card.", hint=f"It lies at {version.path}.") from None
+        raise NotFound(f"{version.name} has no card.", hint=f"Its folder is {version.path}.") from None
 
 
 def _run(workshop: Workshop, run_id: str) -> str:
@@ -206,7 +205,7 @@ def _metrics(workshop: Workshop, run_id: str) -> str:
 
 
 def _thinned(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows at even distances, the first and the last among them."""
+    """Return at most `most` rows at even distances, including the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(number * (len(rows) - 1) / (most - 1))] for number in range(most)]

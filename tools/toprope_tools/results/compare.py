@@ -1,4 +1,4 @@
-"""Whether one run, or group of seeds, is better than another, said with its certainty and its price."""
+"""Tool that compares two runs, or two groups of seeds, with the certainty and the cost of the difference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from anyio import to_thread
 from toprope.analysis.statistics.comparison import Comparison, Means, Side, compare, unlike
 from toprope.analysis.statistics.run_samples import measured
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.text_format import call, clip, duration, number, percent, plural
 from toprope.workbench.launch.seeds import expand
-from toprope_tools.answers import research_answers as structures
-from toprope_tools.answers.base import Answer, call, clip, duration, number, percent
+from toprope_tools.answers import results as answers
+from toprope_tools.answers.answer import Answer
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -24,7 +25,7 @@ _EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"))
 
 
 async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]) -> Answer:
-    """Holds b against a on the same tasks.
+    """Compare b with a on the same tasks.
 
     Args:
         workshop: The server's.
@@ -33,7 +34,7 @@ async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]
     Raises:
         NotFound: There is no such run or group.
         NotPossibleNow: A run has not been evaluated.
-        InvalidValue: They cannot be compared; every reason is named.
+        InvalidValue: The sides cannot be compared; the message lists every reason.
     """
     return await to_thread.run_sync(_compared, workshop, list(a), list(b))
 
@@ -44,18 +45,18 @@ def _compared(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
     if problems := unlike(one, other):
         raise InvalidValue(
             "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems),
-            hint="Compare runs of the same environment, knobs, tasks and evaluator; for others start both anew.",
+            hint="Compare runs of the same environment, knobs, tasks and evaluator, or start both anew.",
         )
     sampled, greedy = compare(one, other), compare(one, other, greedy=True)
     assert sampled is not None
     split = one.runs[0].conditions["kind of measurement"]
     tasks = len(one.runs[0].sampled.tasks)
     remarks = _remarks(one, other, sampled)
-    lines = [f"b against a on {tasks} {split.replace(' of a test', '')}."]
+    lines = [f"b compared with a on {tasks} {split.replace(' of a test', '')}."]
     lines += _judged("sampled", sampled)
     lines += _judged("greedy", greedy) if greedy is not None else []
     lines += [_cost("a", one), _cost("b", other), *remarks, _next(one, other, sampled)]
-    data = structures.CompareAnswer(
+    data = answers.CompareAnswer(
         a=_structured_side(one),
         b=_structured_side(other),
         tasks=tasks,
@@ -72,12 +73,12 @@ def _side(workshop: Workshop, ids: list[str], which: str) -> Side:
     if not run_ids:
         raise InvalidValue(f"{which} names no run.", hint="list_runs names runs and seed groups.")
     if len(run_ids) > _MOST_RUNS:
-        raise InvalidValue(f"{which} names {len(run_ids)} runs.", hint=f"At most {_MOST_RUNS} on a side.")
+        raise InvalidValue(f"{which} names {len(run_ids)} runs.", hint=f"At most {_MOST_RUNS} per side.")
     statuses = [workshop.runs.status(run_id) for run_id in run_ids]
     live = [status.run_id for status in statuses if not status.ended]
     if live:
         raise NotPossibleNow(
-            f"{', '.join(live)} {'are' if len(live) > 1 else 'is'} not done: held-out tasks are measured at the end.",
+            f"{', '.join(live)} {'have' if len(live) > 1 else 'has'} not ended: held-out tasks are measured last.",
             hint=f"{call('check_status', run_ids=live, wait_s=45)} waits for it.",
         )
     found = [measured(workshop.runs.folder(status.run_id), status.state) for status in statuses]
@@ -94,14 +95,14 @@ def _judged(label: str, found: Comparison) -> list[str]:
     lines = [
         f"{label}: a {_means(found.a)}, b {_means(found.b)}; difference {_points(difference.value)} "
         f"[{_points(difference.low)}, {_points(difference.high)}] points: {verdict}. {found.why}",
-        f"  paired test over tasks p {found.p_tasks:.2g} ({found.only_b} tasks b solves more often, {found.only_a} a); "
-        f"effect size h {found.effect:+.2f} ({_size(found.effect)}); noise floor {100 * found.noise_floor:.1f} points, "
-        f"from {found.floor_basis}.",
+        f"  paired test over tasks p {found.p_tasks:.2g} (b solves {plural(found.only_b, 'task')} more often, "
+        f"a {found.only_a}); effect size h {found.effect:+.2f} ({_size(found.effect)}); noise floor "
+        f"{100 * found.noise_floor:.1f} points, from {found.floor_basis}.",
     ]
     if found.rests_on:
         lines.append(
-            f"  The difference rests on {', '.join(found.rests_on)}: without it less than half is left. A win of one "
-            "seed alone is no gain."
+            f"  The difference rests on {', '.join(found.rests_on)}: without it less than half remains. A win of one "
+            "seed alone does not prove a gain."
         )
     return lines
 
@@ -124,7 +125,7 @@ def _size(effect: float) -> str:
 
 def _cost(which: str, side: Side) -> str:
     total, runs = _total(side), len(side.runs)
-    parts = [f"{total['steps']} steps", f"{total['rollouts']} rollouts"]
+    parts = [plural(total["steps"], "step"), plural(total["rollouts"], "rollout")]
     if total["train_s"] is not None:
         parts.append(f"{duration(total['train_s'])} of training")
     if total["cpu_s"] is not None:
@@ -137,7 +138,7 @@ def _cost(which: str, side: Side) -> str:
 
 
 def _total(side: Side) -> dict[str, Any]:
-    """Sums over the runs; None where it was not measured for every one."""
+    """Sum the costs of the runs; None for a cost that was not measured in every run."""
     costs = [run.cost for run in side.runs]
     found: dict[str, Any] = {}
     for name in ("steps", "rollouts", "wall_s", "train_s", "cpu_s", "gpu_s", "usd"):
@@ -154,11 +155,11 @@ def _remarks(a: Side, b: Side, sampled: Comparison) -> list[str]:
         if len(told) > 1:
             remarks.append(f"They differ in {name} ({', '.join(sorted(told)[:4])}), which is part of the difference.")
     if max(len(a.runs), len(b.runs)) == 1 and runs[0].conditions["kind of measurement"].startswith("held-out"):
-        remarks.append("One seed on each side: what another seed would change was not measured.")
+        remarks.append("One seed on each side: the spread between seeds was not measured.")
     lone = {run_id: won for run_id, won in sampled.lone_wins.items() if won}
     if lone:
         told_wins = ", ".join(f"{run_id} {won}" for run_id, won in lone.items())
-        remarks.append(f"Tasks that one seed of its side alone solves: {told_wins}.")
+        remarks.append(f"Tasks that only one seed of a side solves: {told_wins}.")
     return remarks
 
 
@@ -170,11 +171,11 @@ def _next(a: Side, b: Side, sampled: Comparison) -> str:
     return "Next: keep what won; fork from it with the next change."
 
 
-def _structured_side(side: Side) -> structures.ComparedSide:
+def _structured_side(side: Side) -> answers.ComparedSide:
     by_run = {
         run.run_id: {name: value for name, value in vars(run.cost).items() if value is not None} for run in side.runs
     }
-    return structures.ComparedSide(
+    return answers.ComparedSide(
         name=side.name,
         runs=[run.run_id for run in side.runs],
         seeds=[run.seed for run in side.runs],
@@ -182,7 +183,7 @@ def _structured_side(side: Side) -> structures.ComparedSide:
     )
 
 
-def _structure(found: Comparison) -> structures.Judged:
+def _structure(found: Comparison) -> answers.Judged:
     def means(one: Means) -> dict[str, Any]:
         interval = one.interval
         return {
@@ -194,7 +195,7 @@ def _structure(found: Comparison) -> structures.Judged:
         }
 
     difference = found.difference
-    return structures.Judged(
+    return answers.Judged(
         verdict=found.verdict,
         why=found.why,
         a=means(found.a),

@@ -1,4 +1,4 @@
-"""How the diagnosis of a run is said in its results: what holds, what held once, and what to do next."""
+"""The diagnosis of a run in its results: current findings, past findings, and the next step for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toprope.records.run.status import Event, Finding, Status
-from toprope_tools.answers.base import clip, percent
+from toprope.text_format import clip, percent
 
 __all__ = ["findings_lines", "findings_told", "time_line"]
 
@@ -16,7 +16,7 @@ _MOST = 6
 
 
 def findings_lines(status: Status, events: Sequence[Event]) -> list[str]:
-    """What holds, the gravest first, each with what to do; then one line of what is over."""
+    """Return the current findings, the most severe first, then one line of findings that are over."""
     lines = []
     for finding in status.findings[:_MOST]:
         where = f", since step {finding.step}" if finding.step else ""

@@ -1,7 +1,7 @@
-"""A run's picture for those who look at it in a client: the one that its keeper drew, or one drawn for the asking.
+"""The plot of a run for an answer: the keeper's plot, or one that is drawn on request.
 
-matplotlib is large and would stay in the server, so it draws in a process of its own, into a folder that goes with the
-answer: reading a run leaves nothing behind in it.
+matplotlib is large and would stay loaded in the server, so a separate process draws into a temporary folder. Reading a
+run changes nothing in its folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toprope_tools.answers.base import Answer, clip
+from toprope.text_format import clip
+from toprope_tools.answers.answer import Answer
 from toprope_tools.resources.resources import MOST_PLOT_BYTES
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ _LIMIT_S = 40.0
 
 
 def with_picture(workshop: Workshop, run_id: str, answer: Answer) -> Answer:
-    """The answer with the run's picture, a PNG of at most 1 MiB, or with a line that says why there is none."""
+    """Add the run's plot to an answer, a PNG of at most 1 MiB, or a line that says why it has none."""
     folder, status = workshop.runs.folder(run_id), workshop.runs.status(run_id)
     try:
         picture = folder.plot.read_bytes() if folder.plot.stat().st_size <= MOST_PLOT_BYTES else b""
     except OSError:
         if not status.run_kind.has_plot:
-            return _without(answer, f"a run of kind {status.kind} has none")
+            return _without(answer, f"runs of kind {status.kind} have none")
         if not status.ended:
             return _without(answer, "it is drawn when the run ends")
         try:
@@ -39,12 +40,12 @@ def with_picture(workshop: Workshop, run_id: str, answer: Answer) -> Answer:
         except _NotDrawn as error:
             return _without(answer, f"it could not be drawn: {clip(str(error), 200)}")
     if not 0 < len(picture) <= MOST_PLOT_BYTES:
-        return _without(answer, f"it is larger than {MOST_PLOT_BYTES >> 20} MiB; it lies at {folder.plot}")
+        return _without(answer, f"it is larger than {MOST_PLOT_BYTES >> 20} MiB; it is at {folder.plot}")
     return replace(answer, picture=picture)
 
 
 class _NotDrawn(Exception):
-    """Why there is no picture."""
+    """The plot could not be drawn; the message says why."""
 
 
 def _drawn(run: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""What a run achieved: the report that its keeper wrote at the end, or the same made of what exists so far."""
+"""Tool that answers a run's results: the keeper's final report, or a report on the records so far."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnswersTo
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
+from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
 from toprope.workbench.launch.seeds import expand
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import TOKEN_BUDGET, Answer, ago, call, clip, duration, number, percent, tokens
+from toprope_tools.answers import results as answers
+from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.experiments.config_history import compared_with_original
 from toprope_tools.planning.preview_text import used
 from toprope_tools.results.diagnosis import findings_lines, findings_told, time_line
-from toprope_tools.results.integrity import believed
-from toprope_tools.results.per_environment import curricula_lines, each_lines
 from toprope_tools.results.plots import with_picture
+from toprope_tools.results.report_sections import curricula_lines, environment_lines, integrity_section
 from toprope_tools.runs.ask import answer_lines, shown
 from toprope_tools.runs.sweeps import member_of, sweep_lines, sweep_structure
-from toprope_tools.status.rate_limited_report import as_told
+from toprope_tools.status.snapshot import limit_report
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -38,17 +38,17 @@ __all__ = ["get_results"]
 _MOST_EXAMPLES = 8
 _EXAMPLE_CHARACTERS = 300
 _MOST_ALONG = {False: 6, True: 20}
-"""Evaluations between before and after that are told, concise and detailed."""
+"""Evaluations between before and after in a concise and in a detailed answer."""
 
 
 async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise", plot: bool = False) -> Answer:
-    """The report of a run.
+    """Answer the report of a run.
 
     Args:
         workshop: The server's.
-        run_id: Which run.
-        detail: `detailed` adds history, examples and what differs from the default configuration.
-        plot: The run's picture as well.
+        run_id: Id of the run.
+        detail: `detailed` adds history, examples and the fields that differ from the defaults.
+        plot: Add the run's plot.
 
     Raises:
         NotFound: There is no such run.
@@ -61,7 +61,7 @@ async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise
 def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if (group := expand(workshop.home.runs, [run_id])) != [run_id]:
         raise InvalidValue(
-            f"{run_id} is a seed group; results are a run's.",
+            f"{run_id} is a seed group; only single runs have results.",
             hint=f"Name one of its runs ({', '.join(group)}), or give the group to compare_runs.",
         )
     status = workshop.runs.status(run_id)
@@ -71,7 +71,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     complete = report is not None
     if report is None:
         report = gather(folder, specification, status)
-        report = report if status.ended else as_told(workshop, report)
+        report = report if status.ended else limit_report(workshop, report)
     told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
     left = len(report.evaluations) - len(told)
     report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
@@ -85,7 +85,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
     else:
         lines += _evaluations(report)
-        lines += [f"{left} evaluations along the way are left out; {folder.evaluations} has them."] if left else []
+        lines += (
+            [f"{plural(left, 'evaluation')} along the way left out; {folder.evaluations} has them."] if left else []
+        )
     repeated = compared_with_original(workshop, specification)
     if repeated is not None:
         lines.append(repeated.says)
@@ -102,7 +104,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
     taken, usage = used(folder)
     lines += taken
-    believable, checks = believed(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
+    believable, checks = integrity_section(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
     lines += believable
     left_out = {"version", "integrity"} | (set() if detailed else {"history", "examples", "counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
@@ -116,8 +118,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["sweep"] = sweep_structure(folder, specification.sweep)
     if specification.member is not None:
         structure["member"] = specification.member.model_dump(mode="json", exclude_defaults=True)
-        if (said_to_be := member_of(run_id)) is not None:  # a repetition of a member is not the sweep's
-            lines.insert(1, f"It is {said_to_be}; get_results of that tells all candidates.")
+        if (said_to_be := member_of(run_id)) is not None:  # a repetition of a member does not belong to the sweep
+            lines.insert(1, f"It is {said_to_be}; get_results of the sweep lists all candidates.")
     if findings := findings_told(status, events, detailed=detailed):
         structure["findings"] = findings
     if said:
@@ -128,7 +130,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
         structure["configuration"] = _configuration(specification)
         lines += _history(report) if status.run_kind.samples else []
-        lines += [f"Configuration beside the defaults: {_said(structure['configuration'])}"]
+        lines += [f"Fields that differ from the defaults: {_said(structure['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
     lines.append(_next(status, detailed))
     return _within_budget(
@@ -144,8 +146,8 @@ def _report(folder: RunFolder) -> Results | None:
         return None
     except ValidationError as error:
         raise Corrupt(
-            f"{folder.results} is not a report: {error.error_count()} of its fields do not fit. It was left as it is.",
-            hint=f"{call('check_status', run_ids=[folder.run_id])} tells what the run's status says.",
+            f"{folder.results} is not a report ({plural(error.error_count(), 'invalid field')}). Nothing was changed.",
+            hint=f"{call('check_status', run_ids=[folder.run_id])} answers the run's status.",
         ) from None
 
 
@@ -157,7 +159,7 @@ def _specification(folder: RunFolder) -> Specification:
 
 
 def _within_budget(text: str, data: answers.Result) -> Answer:
-    """Leaves out the longest parts of the structure until the answer fits; the run's folder has them."""
+    """Leave out the longest parts of the structure until the answer fits; the run's folder has them."""
     left_out: list[str] = []
     answer = Answer(text, data)
     while tokens(answer) > TOKEN_BUDGET and len(data.results) > 1:
@@ -176,13 +178,14 @@ def _head(status: Status, report: Results) -> str:
         text += f", ended {ago(status.ended_at)} after {duration(status.ended_at - status.created_at)}"
     text += "."
     if report.steps:
-        text += f" {report.steps} steps" + (f", {report.rollouts} rollouts" if report.rollouts else "")
+        text += f" {plural(report.steps, 'step')}"
+        text += f", {plural(report.rollouts, 'rollout')}" if report.rollouts else ""
         text += f", {duration(report.seconds.training)} of training." if report.seconds.training is not None else "."
     if not status.ended:
-        text += " It is not done; what exists so far:"
+        text += " It has not ended; results so far:"
     elif status.state != "completed":
         reason = f" ({clip(status.reason, 200)})" if status.reason and status.failure is None else ""
-        text += f" It did not complete{reason}; what exists:"
+        text += f" It did not complete{reason}; results so far:"
     return text
 
 
@@ -192,12 +195,12 @@ def _evaluations(report: Results) -> list[str]:
         if evaluation.sampled is None:
             continue
         line = (
-            f"{label}: accuracy {_accuracy(evaluation.sampled)} on {evaluation.sampled.tasks} {evaluation.split} tasks"
+            f"{label}: accuracy {accuracy(evaluation.sampled)} on {evaluation.sampled.tasks} {evaluation.split} tasks"
         )
         if evaluation.greedy is not None:
-            line += f"; greedy {_accuracy(evaluation.greedy)}"
+            line += f"; greedy {accuracy(evaluation.greedy)}"
         lines.append(line + _rest(evaluation.sampled) + ".")
-        lines += each_lines(label, evaluation, report.rose_each)
+        lines += environment_lines(label, evaluation, report.rose_each)
     lines += curricula_lines(report.curricula)
     if report.rose is not None:
         lines.append(
@@ -214,7 +217,7 @@ def _evaluations(report: Results) -> list[str]:
 
 
 def _models(tested: Models) -> list[str]:
-    """A line for each model; what was not measured says why."""
+    """Return one line per model; a model that was not measured says why."""
     lines = []
     for one in tested.models:
         name = one.name if one.name == one.model else f"{one.name} ({clip(one.model, 80)})"
@@ -224,16 +227,16 @@ def _models(tested: Models) -> list[str]:
         if one.cost_usd is not None:
             spent.append(f"{one.cost_usd:.4f} USD")
         if one.retries:
-            spent.append(f"{one.retries} retries")
+            spent.append(plural(one.retries, "retry", "retries"))
         if one.unanswered:
-            spent.append(f"{one.unanswered} tasks unanswered")
+            spent.append(f"{plural(one.unanswered, 'task')} unanswered")
         if one.measured is None:
             lines.append(f"{name}: not measured: {clip(one.error or '', 400)} ({', '.join(spent)})")
         else:
             on = f"on {one.measured.tasks} validation tasks"
-            lines.append(f"{name}: accuracy {_accuracy(one.measured)} {on}{_rest(one.measured)}; {', '.join(spent)}.")
+            lines.append(f"{name}: accuracy {accuracy(one.measured)} {on}{_rest(one.measured)}; {', '.join(spent)}.")
     if tested.best is None:
-        lines.append("No model could be measured, so whether the environment works is not known.")
+        lines.append("No model could be measured, so it is unknown whether the environment works.")
     else:
         works = "works" if tested.environment_works else "does not work: most answers ended in an error"
         lines.append(
@@ -243,7 +246,7 @@ def _models(tested: Models) -> list[str]:
 
 
 def _tested(tested: Models, detailed: bool) -> dict[str, Any]:
-    """The models for the structure: what failed has null, not 0; texts are cut."""
+    """Return the models for the structure, with null instead of 0 for a failure, and texts cut."""
     structure = tested.model_dump(mode="json")
     for entry, one in zip(structure["models"], tested.models, strict=True):
         entry["error"] = None if one.error is None else clip(one.error, 400)
@@ -258,14 +261,10 @@ def _example_answers(one: ModelReport) -> list[dict[str, Any]]:
     ]
 
 
-def _accuracy(measured: Accuracy) -> str:
-    return f"{percent(measured.accuracy)} [{percent(measured.low)}, {percent(measured.high)}]"
-
-
 def _rest(measured: Accuracy) -> str:
     parts = []
     if measured.rollouts is not None:
-        parts.append(f"{measured.rollouts} answers")
+        parts.append(plural(measured.rollouts, "answer"))
     if measured.reward_mean is not None:
         parts.append(f"reward {number(measured.reward_mean)}")
     if len(measured.parts) > 1:
@@ -282,17 +281,17 @@ def _rest(measured: Accuracy) -> str:
     if measured.truncated:
         parts.append(f"{percent(measured.truncated)} cut off")
     if measured.errors:
-        parts.append(f"{measured.errors} errors")
+        parts.append(plural(measured.errors, "error"))
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def _advice(test: Accuracy) -> str:
-    """Whether training has something to start from."""
+    """Say whether training has something to start from."""
     tried = test.rollouts or test.tasks
     if test.errors and test.errors >= tried:
         return (
             "Every answer ended in an error: the environment does not work with this configuration. "
-            "describe_environment says what scoring raises."
+            "describe_environment shows the error of the scorer."
         )
     if test.all_right_share == 1.0:
         return "Every answer is right: there is nothing to learn here; make the tasks harder."
@@ -336,7 +335,7 @@ def _history(report: Results) -> list[str]:
 
 
 def _configuration(specification: Specification) -> dict[str, Any]:
-    """The fields of the run that differ from the schema's defaults, and every knob."""
+    """Return the fields of the run that differ from the schema's defaults, and every knob."""
     default = Config()
     values: dict[str, Any] = {}
     for name, field in all_fields().items():
@@ -348,11 +347,11 @@ def _configuration(specification: Specification) -> dict[str, Any]:
 
 
 def _said(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={answers.value(one)}" for name, one in values.items()) or "nothing"
+    return ", ".join(f"{name}={value(one)}" for name, one in values.items()) or "nothing"
 
 
 def _cut(example: Example) -> dict[str, Any]:
-    """An example with its texts cut: they come from an environment and a model."""
+    """Return an example with its texts cut, because they come from an environment and a model."""
     return {
         key: clip(one, _EXAMPLE_CHARACTERS) if isinstance(one, str) else one
         for key, one in example.model_dump(mode="json", exclude_none=True).items()
@@ -394,4 +393,4 @@ def _next(status: Status, detailed: bool) -> str:
     if not status.run_kind.samples:
         return "Next: edit_config and start_training."
     note, fork = call("note_experiment", run_ids=[run_id]), call("fork_config", run_id=run_id)
-    return f"Next: {note} with a hypothesis and the outcome keeps what was learned; {fork} begins another try."
+    return f"Next: {note} with hypothesis and outcome records what was learned; {fork} starts another try."

@@ -15,8 +15,9 @@ from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.rollout_browser import Browsed, Found, Order, Query, browse
 from toprope.records.run.specification import Specification
-from toprope_tools.answers import memory_answers as answers
-from toprope_tools.answers.base import Answer, call, clip, fitting, number
+from toprope.text_format import call, clip, number
+from toprope_tools.answers import results as answers
+from toprope_tools.answers.answer import Answer, fitting
 
 if TYPE_CHECKING:
     from toprope.records.run.folder import RunFolder
@@ -88,7 +89,8 @@ def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
 
 def _answer(folder: RunFolder, query: Query, found: Browsed, limit: int) -> Answer:
     """The page, with texts of at most `limit` characters."""
-    run_id, asked = folder.run_id, {"order": query.order}
+    run_id = folder.run_id
+    asked: dict[str, Any] = {"order": query.order}
     asked |= {key: one for key, one in (("task", query.task), ("part", query.part)) if one is not None}
     asked |= {"failed": True} if query.failed else {}
     groups = [_group(one, query, limit) for one in found.groups]

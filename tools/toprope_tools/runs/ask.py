@@ -14,10 +14,11 @@ from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnswersTo, read_answers
 from toprope.settings.schema import Config
+from toprope.text_format import call, clip
 from toprope.workbench.launch.freeze import freeze_question
 from toprope.workbench.launch.start import StartRequest
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call, clip
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

@@ -9,10 +9,11 @@ from anyio import to_thread
 from toprope.errors import InvalidValue
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import BASE
+from toprope.text_format import call
 from toprope.workbench.endpoints import require_keys, resolve_models
 from toprope.workbench.launch.start import StartRequest
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

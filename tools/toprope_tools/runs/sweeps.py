@@ -17,11 +17,11 @@ from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply
 from toprope.sweeps.planning import longest_run_steps, make_plan
-from toprope.text_format import plural
+from toprope.text_format import call, clip, number, percent, plural, value
 from toprope.workbench.launch.preview import Preview
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call, number, percent
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.preview_text import said, structured
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def _item(standing: Standing, one: str) -> dict[str, Any]:
     if scored is not None:
         item |= {"steps": scored.measured.steps, "accuracy": scored.measured.accuracy}
         if scored.why:
-            item["why"] = answers.clip(scored.why, 200)
+            item["why"] = clip(scored.why, 200)
     return item
 
 
@@ -333,14 +333,14 @@ def _row(standing: Standing, one: str) -> str:
     if scored is None:
         how = "not measured yet"
     elif scored.score is None:
-        how = f"no score ({answers.clip(scored.why, 120)})"
+        how = f"no score ({clip(scored.why, 120)})"
     else:
         how = f"score {number(scored.score)} after {standing.line_steps(one)} steps"
     return f"{one}{came}, epoch {standing.born[one]}: {how}; {_values(standing, one)}"
 
 
 def _values(standing: Standing, one: str) -> str:
-    return ", ".join(f"{name}={answers.value(value)}" for name, value in standing.candidates[one].values.items())
+    return ", ".join(f"{name}={value(given)}" for name, given in standing.candidates[one].values.items())
 
 
 def _accuracy(accuracy: float | None, tasks: int | None) -> str:

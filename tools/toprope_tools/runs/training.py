@@ -14,11 +14,12 @@ from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.watchers.sweep_members import stop_members
+from toprope.text_format import call, duration
 from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call, duration
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"
-    if step is not None:
+    if status.checkpoint is not None:
         text += f" goes on after step {step} of {budget.steps}, from {status.checkpoint['path']}"
         text += "; its metrics, rollouts and evaluation before training stay."
     elif kind.trains:
@@ -167,14 +168,13 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
     after = await workshop.stop(run_id)
     await to_thread.run_sync(stop_members, folder)
     ids = await to_thread.run_sync(members_in, workshop.home.runs, run_id)
-    statuses = [await to_thread.run_sync(lambda one=one: workshop.runs.status(one, revive=False)) for one in ids]
+    statuses = await to_thread.run_sync(_statuses, workshop, ids)
     async with anyio.create_task_group() as tasks:
-        for status in statuses:
+        for status in statuses.values():
             if not status.ended or status.resume_at is not None:
                 tasks.start_soon(workshop.stop, status.run_id)
     after = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
-    left = {one: await to_thread.run_sync(lambda one=one: workshop.runs.status(one, revive=False)) for one in ids}
-    live = [one for one, status in left.items() if not status.ended]
+    live = [one for one, status in (await to_thread.run_sync(_statuses, workshop, ids)).items() if not status.ended]
     text = f"{run_id}: {after.state}"
     if before.ended and after.state == before.state:
         text = f"{run_id} is not running: it {_ended(before.state)} already"
@@ -183,6 +183,11 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
         text += " What was measured stays, and resume_training goes on from there."
     data = answers.Stopped(run_id=run_id, state=after.state, was_live=not before.ended)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
+
+
+def _statuses(workshop: Workshop, run_ids: Sequence[str]) -> dict[str, Status]:
+    """Read the statuses of runs without reviving any."""
+    return {run_id: workshop.runs.status(run_id, revive=False) for run_id in run_ids}
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:

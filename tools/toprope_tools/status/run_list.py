@@ -1,6 +1,6 @@
-"""Lists of runs: a page of all of them, the open ones in a line, and a run as one row.
+"""Lists of runs: pages of all runs, the live runs in one line, and one run as a row.
 
-Pages are cut by place, not by count: a run that ends or goes while somebody turns the page moves nothing.
+A cursor names the last run of a page, not a count, so runs that end or disappear between two pages shift nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from anyio import to_thread
 from toprope.errors import InvalidValue
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.status import LIVE, Status
+from toprope.text_format import ago, call, clip, percent, plural
 from toprope.workbench.launch.seeds import group_of
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, ago, call, clip, percent
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.runs.sweeps import best_line, member_of
 
 if TYPE_CHECKING:
@@ -30,16 +31,16 @@ _AT = re.compile(r"\d{1,12}(\.\d{1,9})?")
 async def list_runs(
     workshop: Workshop, *, state: str = "any", query: str | None = None, cursor: str | None = None
 ) -> Answer:
-    """Runs on this machine, newest first, 20 a page.
+    """List the runs on this machine, newest first, 20 per page.
 
     Args:
         workshop: The server's.
         state: any, live or ended.
-        query: Text that id, environment, kind or state must contain.
-        cursor: `next_cursor` of the page before: when its last run was made, and its id.
+        query: Words that id, environment, kind or state must contain.
+        cursor: `next_cursor` of the previous page: id and time of its last run.
 
     Raises:
-        InvalidValue: The cursor is none.
+        InvalidValue: Not a cursor of this list.
     """
     runs = await to_thread.run_sync(workshop.statuses)
     if state != "any":
@@ -61,7 +62,7 @@ async def list_runs(
         what = f"{state} runs" if state != "any" else "runs"
         text = f"There are no {what}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
     else:
-        lines = [f"{total} runs, {start + 1} to {start + len(page)}, newest first:"]
+        lines = [f"{plural(total, 'run')}, {start + 1} to {start + len(page)}, newest first:"]
         lines += [run_row(run) for run in page]
         if more:
             asked = {"state": state, "query": query} if query else {"state": state}
@@ -71,7 +72,7 @@ async def list_runs(
 
 
 async def open_runs(workshop: Workshop) -> str:
-    """One line that names the live runs and the last ended ones, for a call that named none."""
+    """Return one line that names the live and the latest ended runs, for a call that named none."""
     runs = await to_thread.run_sync(workshop.statuses)
     live = [run for run in runs if run.state in LIVE]
     if not runs:
@@ -81,19 +82,19 @@ async def open_runs(workshop: Workshop) -> str:
 
 
 def _key(run: Status) -> tuple[float, str]:
-    """Where a run stands in every list."""
+    """Return the sort key of a run in every list."""
     return run.created_at, run.run_id
 
 
 def _place(cursor: str) -> tuple[float, str]:
     run_id, _, created_at = cursor.rpartition("@")
     if not RUN_ID.fullmatch(run_id) or not _AT.fullmatch(created_at):
-        raise InvalidValue(f"{clip(cursor, 80)!r} is no cursor of this list.", hint="Omit it for the first page.")
+        raise InvalidValue(f"{clip(cursor, 80)!r} is not a cursor of this list.", hint="Omit it for the first page.")
     return float(created_at), run_id
 
 
 def run_item(run: Status) -> answers.RunItem:
-    """A run as an entry of a list."""
+    """Return a run as an entry of a list."""
     return answers.RunItem(
         run_id=run.run_id,
         kind=run.kind,
@@ -107,7 +108,7 @@ def run_item(run: Status) -> answers.RunItem:
 
 
 def run_row(run: Status) -> str:
-    """A run as one line of a list."""
+    """Return a run as one line of a list."""
     summary = _summary(run)
     parts = [run.state, run.kind, run.environment, ago(run.created_at), *([summary] if summary else [])]
     if (member := member_of(run.run_id)) is not None:
@@ -118,7 +119,7 @@ def run_row(run: Status) -> str:
 
 
 def _summary(run: Status) -> str:
-    """What is worth a few words in a list; a live run's numbers are check_status's."""
+    """Summarize a run in a few words; check_status has a live run's numbers."""
     if run.failure is not None:
         return clip(f"{run.failure.component}: {run.failure.reason}", 100)
     if run.run_kind.starts_runs:

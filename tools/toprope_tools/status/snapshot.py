@@ -1,7 +1,7 @@
-"""One run at one moment, beside what its caller was told of it: what is new, and what may be told of the numbers.
+"""Snapshots of runs: one run at one moment, with its news for a caller and the numbers that may be told.
 
-The limit on fresh numbers holds for a run, whoever asks (its stamp lies in the index). Events are the caller's own
-affair where it has a cursor; without one, what nobody was told yet is news.
+The limit on fresh numbers applies to a run over all callers (the index keeps the stamp). News are the events after the
+caller's cursor; without a cursor, the events that nobody has seen.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 from toprope.errors import DiskFull
 from toprope.records.index.stamps import Stamp, read_stamps, write_stamps
 from toprope.records.run.status import ENDED, Event, Status
+from toprope.text_format import clip, duration, number, percent
 from toprope_tools.status.cursor import unknown_place
 
 if TYPE_CHECKING:
+    from toprope.analysis.reports.results import Results
     from toprope.settings.owner import StatusLimit
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Look", "look_at", "told_numbers", "work_of"]
+__all__ = ["Look", "limit_report", "look_at", "numbers_line", "told_numbers", "work_of"]
 
 _QUIET = frozenset({"checkpoint", "first_step"})
-"""Events that are no news. All others pass, those of versions to come as well."""
+"""Events that are not news. All others pass, including those of later versions."""
 _WAKING_STATES = frozenset({"paused"}) | ENDED
-"""States whose coming ends a wait. Of the others the next answer tells: an evaluation or numbers follow soon."""
+"""States that end a wait. An evaluation or numbers soon follow the others."""
 _NUMBERS = (
     "step",
     "total_steps",
@@ -43,14 +45,20 @@ _NUMBERS = (
 )
 
 
+_MOST_ENVIRONMENTS = 8
+"""Environments and curricula in one line of numbers."""
+
+
 @dataclass(frozen=True)
 class Look:
-    """See the module. `place`: the caller's own, None where it has none; `events` are those after it."""
+    """A run at one moment, as one caller may see it."""
 
     status: Status
     stamp: Stamp | None
     place: int | None
+    """The caller's place in the events; None without a cursor."""
     events: Sequence[Event]
+    """Events after the place."""
     interval_s: float
     now: float
 
@@ -60,11 +68,11 @@ class Look:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers as they are now, told or not."""
+        """The present numbers, whether told or not."""
         progress = self.status.progress
         shown = {key: progress[key] for key in _NUMBERS if progress.get(key) is not None}
         if self.status.state != "training":
-            shown.pop("eta_s", None)  # it is training's
+            shown.pop("eta_s", None)  # it estimates the end of training alone
         if self.status.curricula:
             shown["curricula"] = self.status.curricula
         if self.status.started_at is not None:
@@ -73,32 +81,31 @@ class Look:
 
     @property
     def news(self) -> list[Event]:
-        """Events that the caller is to be told, oldest first."""
+        """Events to tell the caller, oldest first."""
         return [event for event in self.events if event.kind not in _QUIET]
 
     @property
     def due(self) -> bool:
-        """Whether fresh numbers may be told: it ended, the interval is over, or none were told so far."""
+        """Whether fresh numbers may be told: the run has ended, the interval is over, or none were told."""
         if self.status.ended or self.stamp is None or not work_of(self.stamp.snapshot):
             return True
-        # A stamp ahead of the clock is of before it was set back: it withholds nothing.
+        # The clock was set back since a stamp that lies ahead of it; such a stamp withholds nothing.
         return not 0 <= self.now - self.stamp.at < self.interval_s
 
     @property
     def has_new_numbers(self) -> bool:
-        """Whether there are numbers of work, and others than were last told."""
+        """Whether the work has other numbers than those last told."""
         told = self.stamp.snapshot if self.stamp else {}
         return any(told.get(key) != one for key, one in work_of(self.numbers).items())
 
     @property
     def told_the_end(self) -> bool:
-        """Whether the caller knows already how it ended. Without a cursor nobody can tell, so it is told again."""
+        """Whether the caller knows of the end. Unknown without a cursor, so the end is told again."""
         return self.status.ended and self.place is not None and all(event.kind == "end" for event in self.news)
 
     @property
     def wakes(self) -> bool:
-        """Whether a wait for any news ends here: at an event, the end, the first step, or new numbers once they may be
-        told."""
+        """Whether a wait for any news ends: at an event, the end, the first step, or new numbers that may be told."""
         if self.status.ended:
             return not self.told_the_end
         if any(event.kind != "state" or event.data.get("to") in _WAKING_STATES for event in self.news):
@@ -114,17 +121,17 @@ def look_at(
     places: Mapping[str, int] | None = None,
     limit: StatusLimit | None = None,
 ) -> list[Look]:
-    """Looks at runs, in the order in which they are named.
+    """Take snapshots of runs, in the given order.
 
     Args:
         workshop: The server's.
-        run_ids: Which.
-        places: The caller's own places in their events.
-        limit: The owner's limit on fresh numbers; read from the settings when None.
+        run_ids: Ids of the runs.
+        places: The caller's places in their events.
+        limit: The owner's limit on fresh numbers; read from the settings if None.
 
     Raises:
         NotFound, Corrupt: There is no such run, or its records cannot be read.
-        InvalidValue: A place is beyond a run's events.
+        InvalidValue: A place lies beyond a run's events.
     """
     places, looks = places or {}, []
     statuses = [workshop.runs.status(run_id) for run_id in run_ids]
@@ -139,8 +146,11 @@ def look_at(
 
 
 def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float]:
-    """The numbers of a live run that anybody may see now, and when they were told: fresh ones where they are due, which
-    are then told, else the last ones. For whatever shows a run in another way than check_status does."""
+    """Return the numbers of a live run that may be shown now, and the time they were told.
+
+    Fresh numbers that are due count as told by this call; otherwise the last ones are returned. Everything but
+    check_status that shows a live run calls this.
+    """
     (look,) = look_at(workshop, [run_id])
     if look.stamp is not None and not look.due:
         return look.stamp.snapshot, look.stamp.at
@@ -152,14 +162,14 @@ def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float
 
 
 def work_of(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that work moves; time moves the others."""
+    """Return the numbers that change with work rather than with time."""
     return {key: one for key, one in numbers.items() if key not in ("elapsed_s", "eta_s")}
 
 
 def _events(workshop: Workshop, run_id: str, place: int | None, stamp: Stamp | None) -> list[Event]:
     if not place:
         return list(workshop.runs.events(run_id, stamp.seq if place is None and stamp else 0))
-    # The event of the place itself must be there: a number from elsewhere would hide what comes until it is reached.
+    # The event at the place must exist: a number from elsewhere would hide events until it is reached.
     events = list(workshop.runs.events(run_id, place - 1))
     if not events:
         last = max((event.seq for event in workshop.runs.events(run_id)), default=0)
@@ -168,8 +178,64 @@ def _events(workshop: Workshop, run_id: str, place: int | None, stamp: Stamp | N
 
 
 def _expected_s(workshop: Workshop, status: Status) -> float | None:
-    """How long training will have taken: by its pace so far, else by its budget, else unknown."""
+    """Estimate the seconds of all of training by its pace, or else by its budget; None if unknown."""
     eta = status.progress.get("eta_s")
     if status.training_at is not None and eta is not None:
         return time.time() - status.training_at + float(eta)
     return workshop.longest_s(status.run_id)
+
+
+def limit_report(workshop: Workshop, report: Results) -> Results:
+    """Cut the report of a live run to the last step told, so that no other tool undermines the limit on numbers."""
+    step = int(told_numbers(workshop, report.run_id)[0].get("step") or 0)
+    if report.steps <= step:
+        return report
+    return report.model_copy(
+        update={
+            "steps": step,
+            "rollouts": 0,
+            "rollouts_per_second": None,
+            "metrics": {},
+            "counts": {},
+            "time": {},
+            "history": [point for point in report.history if point.step <= step],
+        }
+    )
+
+
+def numbers_line(numbers: Mapping[str, Any]) -> str:
+    """Format numbers as short text: `step 120/1500, reward 0.43, success 31.0%, 1450 rollouts/s, ETA 52 s`."""
+    parts = []
+    if "what" in numbers:
+        total = f"/{numbers['total']}" if numbers.get("total") else ""
+        parts.append(f"{clip(numbers['what'], 60)} {numbers.get('done', 0)}{total}")
+    if "best" in numbers:
+        parts.append(f"best {number(numbers['best'])}")
+    if "step" in numbers:
+        total = f"/{numbers['total_steps']}" if numbers.get("total_steps") else ""
+        parts.append(f"step {numbers['step']}{total}")
+    if "reward" in numbers:
+        parts.append(f"reward {number(numbers['reward'])}")
+    if "success" in numbers:
+        parts.append(f"success {percent(numbers['success'])}")
+    if "rollouts_per_second" in numbers:
+        parts.append(f"{number(numbers['rollouts_per_second'])} rollouts/s")
+    parts += [
+        _environment(label, one)
+        for label, one in list((numbers.get("environments") or {}).items())[:_MOST_ENVIRONMENTS]
+    ]
+    for label, one in list((numbers.get("curricula") or {}).items())[:_MOST_ENVIRONMENTS]:
+        parts.append(f"{clip(label, 60)} at level {one.get('level', 0) + 1}/{one.get('levels')}")
+    if "elapsed_s" in numbers:
+        parts.append(f"{duration(numbers['elapsed_s'])} so far")
+    if "eta_s" in numbers:
+        parts.append(f"ETA {duration(numbers['eta_s'])}")
+    return ", ".join(parts) or "no numbers yet"
+
+
+def _environment(label: str, own: Mapping[str, Any]) -> str:
+    """Format one of several environments: `sums success 31.0% (a third of the groups)`."""
+    said = f"success {percent(own['success'])}" if "success" in own else ""
+    said = said or (f"reward {number(own['reward'])}" if "reward" in own else "")
+    share = f"share {percent(own['share'])}" if "share" in own else ""
+    return f"{clip(label, 60)} {' '.join(filter(None, (said, share)))}".strip()

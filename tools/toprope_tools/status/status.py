@@ -1,9 +1,9 @@
-"""How runs stand: at once, or when there is news.
+"""Tool that answers the status of runs, at once or when there is news.
 
-Agents poll, and every poll costs them context. So fresh numbers of a run come at most once per interval, whoever asks
-and through whichever server (the stamp lies in the index); within it the last ones are repeated in one line with their
-age. What an agent must know at once always passes: changes of state, evaluations, findings, stalls, the end. Waiting is
-the better call: it returns on news, costs one line when there was none, and with its cursor misses nothing in between.
+Agents poll, and every poll costs them context. Fresh numbers of a run are therefore told at most once per interval,
+over all callers and servers (the index keeps the time); until then the answer repeats the last numbers in one line with
+their age. Urgent news always passes: changes of state, evaluations, findings, stalls, the end. Waiting is cheaper: the
+call returns on news, costs one line otherwise, and its cursor misses nothing in between.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue
 from toprope.records.run.status import LIVE
+from toprope.text_format import call
 from toprope.workbench.launch.seeds import expand
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import Answer, call
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import Answer
 from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
 from toprope_tools.status import cursor as places
-from toprope_tools.status.progress_line import numbers_line
 from toprope_tools.status.run_list import list_runs, open_runs, run_item, run_row
+from toprope_tools.status.snapshot import numbers_line
 from toprope_tools.status.status_text import Patience, tell
 from toprope_tools.status.wait import Progress, wait_for_news
 from toprope_tools.status.wait_conditions import parse
@@ -44,20 +45,20 @@ async def check_status(
     progress: Progress | None = None,
     client: Client = UNKNOWN,
 ) -> Answer:
-    """Where runs stand, now or at the first news of any of them.
+    """Answer the status of runs, now or at the first news of any of them.
 
     Args:
         workshop: The server's.
-        run_ids: Which; none: those of the cursor, and without one the answer names the open runs.
-        wait_s: Longest wait in seconds, cut to what the client holds out; None or 0: none.
-        until: What to wait for, see `toprope_tools.status.wait_conditions`; none: any news.
-        cursor: The caller's place in the runs' events, from its last answer; none: what nobody was told yet is new.
-        progress: Called at once and then at most twice a second while waiting.
-        client: Who calls.
+        run_ids: The runs; if none, those of the cursor; without a cursor the answer lists the open runs.
+        wait_s: Longest wait in seconds, cut to the client's call limit; None or 0 answers at once.
+        until: Conditions that end the wait, see `toprope_tools.status.wait_conditions`; any news if none.
+        cursor: The caller's place in the runs' events, from its last answer; if none, events that nobody has seen.
+        progress: Called at once and then at most twice a second during the wait.
+        client: The caller.
 
     Raises:
         NotFound: There is no such run.
-        InvalidValue: Too many runs, a condition that is none, a cursor that is none.
+        InvalidValue: Too many runs, or not a valid condition or cursor.
     """
     conditions = parse(until or ())
     known = places.parse(cursor) if cursor else {}
@@ -84,8 +85,8 @@ async def check_status(
 def _open(workshop: Workshop, longest_s: float) -> Answer:
     live = [run for run in workshop.statuses() if run.state in LIVE][:MOST_RUNS]
     if live:
-        text = "Open runs (name them in run_ids to see how they stand):\n" + "\n".join(map(run_row, live))
+        text = "Open runs (name them in run_ids to see their status):\n" + "\n".join(map(run_row, live))
         text += f"\nNext: {call('check_status', run_ids=[run.run_id for run in live], wait_s=round(longest_s))}"
     else:
-        text = "No run is open. list_runs names those that ended; start_training starts one from a draft."
+        text = "No run is open. list_runs lists ended runs; start_training starts one from a draft."
     return Answer(text, answers.StatusAnswer(runs=[], open_runs=[run_item(run) for run in live]))

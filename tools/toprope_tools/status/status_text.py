@@ -1,7 +1,7 @@
-"""How a look at runs is said: what was met, each run in a line with its news below, or one line where there is none.
+"""The text of check_status: conditions met, then each run in a line with its news below, or one line without news.
 
-What is told is stamped, and the cursor of the answer says up to which event of each run: what found no room is told at
-the next call.
+The answer's cursor holds the last event told of each run; events without room follow in the next call. The index keeps
+the numbers told, with their time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from toprope.errors import DiskFull
 from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.status import LIVE, Event, Status
-from toprope_tools.answers import base as answers
-from toprope_tools.answers.base import TOKEN_BUDGET, Answer, ago, call, clip, duration, percent, tokens
+from toprope.text_format import ago, call, clip, duration, percent, plural, value
+from toprope_tools.answers import runs as answers
+from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.status import cursor as places
-from toprope_tools.status.progress_line import numbers_line
-from toprope_tools.status.snapshot import Look, work_of
+from toprope_tools.status.snapshot import Look, numbers_line, work_of
 from toprope_tools.status.wait import Met, Waited
 
 if TYPE_CHECKING:
@@ -28,55 +28,61 @@ if TYPE_CHECKING:
 __all__ = ["Patience", "tell"]
 
 _EVENTS = (20, 8, 3, 1)
-"""Events of each run in an answer: as many as it has room for."""
+"""Numbers of events per run to try; the first that fits the budget is used."""
 _SHORT = 3
-"""Runs whose last numbers are repeated when there is no news of any."""
+"""Most runs whose last numbers are repeated in an answer without news."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """What was asked of a wait: seconds asked for, seconds that the client holds out, and its conditions by name."""
+    """The wait that a call asked for."""
 
     asked_s: float
     longest_s: float
+    """Call limit of the client, in seconds."""
     until: tuple[str, ...] = ()
+    """Names of the conditions."""
 
     @property
     def wait_s(self) -> float:
+        """Seconds to wait at most."""
         return min(self.asked_s, self.longest_s)
 
     @property
     def cut(self) -> bool:
+        """Whether the client's limit shortens the wait."""
         return self.asked_s > self.longest_s
 
 
 @dataclass(frozen=True)
 class _Told:
-    """One run's part of an answer. `place`: the last event told; `stamp`: to be kept, None where nothing was told;
-    `new`: there is something that the caller did not know."""
+    """One run's part of an answer."""
 
     text: str
     item: answers.RunStatus
     place: int
+    """Number of the last event told."""
     stamp: Stamp | None
+    """To be stored; None if nothing new was told."""
     new: bool
+    """It contains something that the caller did not know."""
 
 
 def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience: Patience) -> Answer:
-    """The answer of check_status, with as many events as it has room for; keeps the stamps.
+    """Return the answer of check_status with as many events as fit, and store the stamps.
 
     Args:
         workshop: The server's.
-        waited: What was found.
-        known: The caller's cursor, which may name more runs.
-        patience: How long it was to wait.
+        waited: The end of the wait.
+        known: The caller's cursor, which may contain more runs.
+        patience: The wait asked for.
     """
     for most in _EVENTS:
         told = [_told(look, most) for look in waited.looks]
         answer = _answer(told, waited.met, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
-    with suppress(DiskFull):  # how a run stands is told on a full disk, too
+    with suppress(DiskFull):  # answer on a full disk, too
         write_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
     return answer
 
@@ -84,13 +90,13 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
 def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int], patience: Patience) -> Answer:
     live = [one.item.run_id for one in told if one.item.state in LIVE]
     at = {**known, **{one.item.run_id: one.place for one in told}}
-    here = places.written({run_id: at[run_id] for run_id in live})
+    here = places.format_cursor({run_id: at[run_id] for run_id in live})
     goes_on = {"until": list(patience.until)} if patience.until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     data = answers.StatusAnswer(
         runs=[one.item for one in told],
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
-        cursor=places.written(at),
+        cursor=places.format_cursor(at),
         longest_wait_s=patience.longest_s if patience.cut else None,
     )
     if live and not met and not any(one.new for one in told):
@@ -99,9 +105,9 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
     if met:
         lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
     elif patience.until:
-        lines.append(f"Nothing of until was met{_after(patience)}.")
+        lines.append(f"No condition of until was met{_after(patience)}.")
     elif patience.cut:
-        lines.append(f"A wait lasts {duration(patience.longest_s)} at most: this client drops longer calls.")
+        lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in told]
     if live:
         lines.append(following)
@@ -114,18 +120,18 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
 def _after(patience: Patience) -> str:
     if not patience.wait_s:
         return ""
-    return f" in {duration(patience.wait_s)}{', the longest that this client holds out' if patience.cut else ''}"
+    return f" in {duration(patience.wait_s)}{', the limit of this client' if patience.cut else ''}"
 
 
 def _briefly(told: Sequence[_Told]) -> str:
-    """All runs in one line."""
+    """Return all runs in one line."""
     shown = told if len(told) <= _SHORT else told[:1]
     text = " ".join(one.text for one in shown)
-    return text if len(shown) == len(told) else f"{text} And {len(told) - len(shown)} more runs."
+    return text if len(shown) == len(told) else f"{text} And {plural(len(told) - len(shown), 'more run')}."
 
 
 def _told(look: Look, most: int) -> _Told:
-    """One run's lines with at most so many events: the next ones of a caller with a cursor, else the newest."""
+    """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest."""
     status, stamp, known = look.status, look.stamp, look.place is not None
     told = look.news[:most] if known else look.news[-most:]
     left = len(look.news) - len(told)
@@ -136,7 +142,7 @@ def _told(look: Look, most: int) -> _Told:
     else:
         fresh, numbers, at = False, stamp.snapshot, stamp.at
     seq = max(place, stamp.seq if stamp else 0)
-    kept = Stamp(at, seq, numbers)
+    kept: Stamp | None = Stamp(at, seq, numbers)
     if stamp is not None and seq == stamp.seq and (not fresh or (status.ended and numbers == stamp.snapshot)):
         kept = None
     limited = not status.ended and bool(work_of(numbers))
@@ -155,9 +161,11 @@ def _told(look: Look, most: int) -> _Told:
         line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
     line += "".join(f"\n  {text}" for text in _news(told))
     if left and known:
-        line += f"\n  {left} more events: call again with the cursor."
+        line += f"\n  {plural(left, 'more event')}: call again with the cursor."
     elif left:
-        line += f'\n  {left} events before these: cursor="{status.run_id}:{look.events[0].seq - 1}" tells them.'
+        line += (
+            f'\n  {plural(left, "event")} before these: cursor="{status.run_id}:{look.events[0].seq - 1}" shows them.'
+        )
     failure = status.failure
     if failure is not None:
         line += f"\n  failed: {failure.component}: {clip(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
@@ -181,15 +189,14 @@ def _told(look: Look, most: int) -> _Told:
 
 
 def _open_checks(status: Status) -> dict[str, str]:
-    """How a run's checks stand, while they are made and where one failed; empty once all have passed."""
+    """Return the state of a run's checks while they run or if one failed; empty once all have passed."""
     checks: dict[str, str] = dict(checks_of(status))
     made = status.state in ("validating", "starting") or "failed" in checks.values()
     return checks if made and set(checks.values()) != {"passed"} else {}
 
 
 def _structured(event: Event) -> dict[str, Any]:
-    """An event without what tells nothing: empty reasons, microseconds, and of a finding where its limit comes from,
-    which get_results tells in detail."""
+    """Return an event without empty fields and microseconds; get_results has the thresholds of findings."""
     left_out = ("threshold", "source") if event.kind == "finding" else ()
     data = {key: one for key, one in event.data.items() if key not in left_out and one != ""}
     return {"seq": event.seq, "at": round(event.at, 1), "kind": event.kind, "data": data}
@@ -200,7 +207,7 @@ def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
 
 
 def _news(events: Sequence[Event]) -> list[str]:
-    """Events as short lines; a chain of states is one line."""
+    """Format events as short lines; consecutive states are one line."""
     states = [str(event.data.get("to")) for event in events if event.kind == "state"]
     lines = [f"new: {' -> '.join(states[-6:])}"] if states else []
     return lines + [f"new: {_event(event)}" for event in events if event.kind not in ("state", "end")]
@@ -216,12 +223,12 @@ def _event(event: Event) -> str:
         return f"finding {clip(data.get('rule', ''), 60)} {how}: {_what(data)}"
     if isinstance(data.get("what"), str):
         return f"{event.kind}{' is over' if data.get('over') is True else ''}: {_what(data)}"
-    said = ", ".join(f"{key} {answers.value(one)}" for key, one in data.items())
+    said = ", ".join(f"{key} {value(one)}" for key, one in data.items())
     return f"{event.kind}: {clip(said, 200)}"
 
 
 def _what(data: Mapping[str, Any]) -> str:
-    """What is the case, and what to do about it."""
+    """Return the text of an event and its advice."""
     return clip(data.get("what", ""), 240) + (f" Next: {clip(data['next'], 200)}" if data.get("next") else "")
 
 
@@ -230,7 +237,7 @@ def _evaluation(data: Mapping[str, Any]) -> str:
     summary = found if isinstance(found, dict) else data
     label = data.get("label", "")
     if summary.get("accuracy") is None:
-        return f"{label}: {clip(', '.join(f'{key} {answers.value(one)}' for key, one in summary.items()), 200)}"
+        return f"{label}: {clip(', '.join(f'{key} {value(one)}' for key, one in summary.items()), 200)}"
     text = f"{label}: accuracy {percent(summary['accuracy'])}"
     if summary.get("tasks"):
         text += f" on {summary['tasks']} {summary.get('split', '')} tasks".replace("  ", " ")

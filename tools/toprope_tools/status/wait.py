@@ -1,7 +1,7 @@
-"""Waiting for news of runs, so that an agent need not poll: four looks a second, and progress to the client meanwhile.
+"""Waiting for news of runs, so that an agent need not poll: four looks per second, with progress to the client.
 
-A wait ends at what it is for, and at the latest when the client would give up on the call. An evaluation is followed by
-the end of its run within a moment where it was the last one; the two are told together.
+A wait ends when a condition is met, and at the latest before the client drops the call. The last evaluation of a run is
+followed by its end within a moment; both are told together.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
-from toprope_tools.status.progress_line import numbers_line
-from toprope_tools.status.snapshot import Look, look_at
+from toprope_tools.status.snapshot import Look, look_at, numbers_line
 from toprope_tools.status.wait_conditions import Condition
 
 if TYPE_CHECKING:
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Met", "Progress", "Waited", "wait_for_news"]
 
 Progress = Callable[[float, float | None, str], Awaitable[None]]
-"""Tells the client's user how far a wait is: done, total, message."""
+"""Reports the progress of a wait to the client's user: done, total, message."""
 
 _LOOK_EVERY_S = 0.25
 _PROGRESS_EVERY_S = 0.5
 _SIGN_OF_LIFE_S = 15.0
-"""A client counts a call as silent when it hears nothing, and ends it in time."""
+"""Seconds between messages at most; clients drop silent calls."""
 _SETTLE_S = 2.0
-"""Seconds that a wait goes on after it was over, while what belongs to its end is still being written."""
+"""Seconds that a finished wait goes on while the records of the end are still being written."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Waited:
-    """How a wait ended: the runs at that moment, and what was met."""
+    """The end of a wait: the runs at that moment, and the conditions met."""
 
     looks: list[Look]
     met: list[Met]
@@ -61,13 +60,13 @@ async def wait_for_news(
     limit: StatusLimit | None = None,
     progress: Progress | None = None,
 ) -> Waited:
-    """Looks at runs until one has news, or the time is over.
+    """Look at runs until one has news or the time is over.
 
     Args:
         workshop: The server's.
-        run_ids: Which.
-        wait_s: Seconds; 0: one look.
-        until: Ends at the first of these; none: at any news. A run that ends, ends the wait as well.
+        run_ids: Ids of the runs.
+        wait_s: Longest wait in seconds; 0 looks once.
+        until: Conditions of which the first ends the wait; any news if none. The end of a run ends the wait, too.
         places: The caller's own places in the runs' events.
         limit: The owner's limit on fresh numbers.
         progress: Called at once and at every change, at most twice a second.
@@ -75,7 +74,7 @@ async def wait_for_news(
     Raises: see `look_at`.
     """
     deadline = time.monotonic() + wait_s
-    told = _Told(progress)
+    reporter = _ProgressReporter(progress)
     woken_at = None
     while True:
         looks = await to_thread.run_sync(look_at, workshop, run_ids, places, limit)
@@ -87,15 +86,15 @@ async def wait_for_news(
             woken_at = woken_at or time.monotonic()
             if not _unsettled(looks, met) or time.monotonic() - woken_at >= _SETTLE_S:
                 break
-        await told.of(looks)
+        await reporter.report(looks)
         await anyio.sleep(min(_LOOK_EVERY_S, left))
     if wait_s:
-        await told.of(looks, last=True)
+        await reporter.report(looks, last=True)
     return Waited(looks, met)
 
 
 def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
-    """Which run meets what. One whose end its caller knows meets nothing while others live: they are waited for."""
+    """Return the conditions met. A run whose end the caller knows meets none while others live."""
     over = all(look.status.ended for look in looks)
     judged = looks if over else [look for look in looks if not look.told_the_end]
     met = [Met(look.run_id, one.name) for one in until for look in judged if one.met(look.status, look.news)]
@@ -109,14 +108,14 @@ def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
     if all(look.status.ended for look in looks):
         return True
     if any(one.of_all for one in until):
-        return False  # it goes on over the end of one run; whoever wants to know of a failure names that, too
+        return False  # the end of one run does not end it; `failed` is a condition of its own
     if until:
         return any(look.status.ended and not look.told_the_end for look in looks)
     return any(look.wakes for look in looks)
 
 
 def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
-    """Whether an end is on its way: evaluated and not completed, or completed and not yet said to be over."""
+    """Whether an end is near: evaluated and not completed, or completed without its last record."""
     evaluated = not met or any(one.condition == "evaluation" for one in met)
     return any(
         (evaluated and look.status.state == "evaluating")
@@ -125,31 +124,31 @@ def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
     )
 
 
-class _Told:
-    """What the client's user was last told of a wait."""
+class _ProgressReporter:
+    """Reports the progress of a wait to the client's user, without repeating itself."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._at, self._message, self._done = 0.0, "", -1.0
 
-    async def of(self, looks: Sequence[Look], *, last: bool = False) -> None:
-        """Tells how the runs stand, if that is new and the last time is not just past; `last` always, if it is new."""
+    async def report(self, looks: Sequence[Look], *, last: bool = False) -> None:
+        """Report the runs' progress if it is new; at most every half second unless it is the last report."""
         if self._progress is None:
             return
         since = time.monotonic() - self._at
-        done, total, message = _how_far(looks)
+        done, total, message = _progress_of(looks)
         if message == self._message and (last or since < _SIGN_OF_LIFE_S):
             return
         if since < _PROGRESS_EVERY_S and not last:
             return
-        # The protocol asks that it grows with every message.
+        # The protocol demands that `done` grows with every message.
         done = done if done > self._done else self._done + 1e-6
         self._at, self._message, self._done = time.monotonic(), message, done
         await self._progress(done, total, message)
 
 
-def _how_far(looks: Sequence[Look]) -> tuple[float, float | None, str]:
-    """Done, total and message over the runs that are waited for: the live numbers of one, a count of many."""
+def _progress_of(looks: Sequence[Look]) -> tuple[float, float | None, str]:
+    """Return done, total and message: the live numbers of a single run, a count of several."""
     if len(looks) == 1:
         look = looks[0]
         numbers = {key: one for key, one in look.numbers.items() if key != "elapsed_s"}

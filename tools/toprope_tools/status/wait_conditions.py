@@ -1,13 +1,13 @@
-"""What a wait is for: the words of `until`, and whether a run meets them.
+"""Conditions that end a wait: the words of `until`, and a test of whether a run meets them.
 
-    end             the run has ended, however
-    all ended       every run that is waited for has ended
+    end             the run has ended, in any way
+    all ended       all runs of the wait have ended
     evaluation      a new evaluation            finding     a new finding of the keeper's diagnosis
-    stall           it stands still             step 200    training has made so many steps
-    training        it has reached that state (or passed it on its way); any state of a run
+    stall           the run makes no progress   step 200    training has reached this step
+    training        the run has reached or passed this state; any state of a run
 
-Several are alternatives. Words are few and forgiving in how they are written; what is none is refused with all of them,
-because a wait for a word that nobody knows would only end by its time.
+Several conditions are alternatives. Spelling is lenient. An unknown word is refused with a list of all words, because
+the wait would otherwise last until its time limit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from toprope.errors import InvalidValue
 from toprope.records.run.status import ENDED, LIVE, Event, Status
-from toprope_tools.answers.base import clip
+from toprope.text_format import clip
 
 __all__ = ["Condition", "parse"]
 
 EVENTS = ("end", "evaluation", "finding", "stall")
 ALL_ENDED = "all ended"
 _WAY = ("queued", "validating", "starting", "training", "evaluating", "completed")
-"""States in the order in which a run passes them."""
+"""States in the order that a run passes them."""
 _STATES = (*_WAY[:-1], "paused", "stopping", *sorted(ENDED))
 _STEP = re.compile(r"steps?\s*(?:[=:]|>=|==)?\s*(\d{1,9})")
 _STATE = re.compile(r"(?:state\s*[=:]?=?\s*)?([a-z]+)")
@@ -36,29 +36,31 @@ _MOST = 16
 
 @dataclass(frozen=True)
 class Condition:
-    """One alternative. `name` is how it is said back; `step` is set for a step. `of_all`: about all runs of a wait
-    together, so that the end of one of them is not what it is for."""
+    """One alternative."""
 
     name: str
+    """The word in answers."""
     step: int | None = None
+    """Set if the condition is a step."""
 
     @property
     def of_all(self) -> bool:
+        """Whether it concerns all runs of a wait together."""
         return self.name == ALL_ENDED
 
     def met(self, status: Status, news: Sequence[Event]) -> bool:
-        """Whether it holds.
+        """Return whether a run meets it.
 
         Args:
-            status: The run's, now.
-            news: Its events that the caller was not told yet.
+            status: The run's present status.
+            news: Its events that the caller has not seen.
         """
         if self.step is not None:
             return int(status.progress.get("step") or 0) >= self.step
         if self.name == "end":
             return status.ended
         if self.of_all:
-            return False  # no run meets it by itself
+            return False  # one run alone cannot meet it
         if self.name == "finding":
             return any(event.kind == "finding" and event.data.get("level") != "over" for event in news)
         if self.name == "stall":
@@ -76,10 +78,10 @@ class Condition:
 
 
 def parse(words: Sequence[str]) -> list[Condition]:
-    """The conditions in a list of words.
+    """Parse the words of `until`.
 
     Raises:
-        InvalidValue: One is none; the message has all that there are.
+        InvalidValue: Not a condition; the hint lists all conditions.
     """
     if len(words) > _MOST:
         raise InvalidValue(f"until: {len(words)} conditions are too many.", hint=f"Give at most {_MOST}.")
@@ -102,7 +104,7 @@ def _condition(word: str) -> Condition:
         return Condition(found[1])
     near = difflib.get_close_matches(text, [*EVENTS, ALL_ENDED, *_STATES], n=1, cutoff=0.6)
     raise InvalidValue(
-        f"until: {clip(word, 60)!r} is no condition.{f' Did you mean {near[0]!r}?' if near else ''}",
-        hint=f"There are: {', '.join(EVENTS)}, {ALL_ENDED}, 'step N' (such as 'step 200'), and the states "
+        f"until: {clip(word, 60)!r} is not a condition.{f' Did you mean {near[0]!r}?' if near else ''}",
+        hint=f"Conditions: {', '.join(EVENTS)}, {ALL_ENDED}, 'step N' (such as 'step 200'), and the states "
         f"{', '.join(_STATES)}. Several are alternatives; omit until to wait for any news.",
     )

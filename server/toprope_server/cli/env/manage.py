@@ -59,7 +59,7 @@ def add(
 
     A failed installation leaves nothing behind and says which requirement it was.
     """
-    from toprope_tools.planning.installation import count_of, said
+    from toprope_tools.planning.installation import count_environments, describe_outcome
 
     from toprope.workbench.interpreters.adding import Interpreters, Order
     from toprope.workbench.interpreters.installing import Wanted
@@ -83,7 +83,7 @@ def add(
     )
     with open_workshop() as workshop:
         outcome = Interpreters(workshop.home).add(order, _Progress().told)
-        typer.echo(said(outcome, count_of(workshop, outcome)))
+        typer.echo(describe_outcome(outcome, count_environments(workshop, outcome)))
 
 
 def list_environments() -> None:

@@ -227,7 +227,7 @@ def _found(workshop: Workshop, name: str) -> Entry:
 
 
 def _show(made: Made, index: int, card: Card) -> int:
-    from toprope_tools.answers.base import number
+    from toprope.text_format import number
 
     [outcome] = made.outcomes
     typer.echo(f"\n--- task {index} ({made.task_id})")

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from toprope_tools.answers.base import ago
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.index.stamps import forget_stamps
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, is_held
+from toprope.text_format import ago
 from toprope.workbench.interpreters.adding import Interpreters
 
 if TYPE_CHECKING:

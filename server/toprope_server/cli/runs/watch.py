@@ -18,10 +18,10 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from toprope_tools.answers.base import clip, duration, number, percent
 from toprope_tools.status.status import numbers_line
 
 from toprope.records.run.status import Event, Status
+from toprope.text_format import clip, duration, number, percent
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

@@ -1,0 +1,194 @@
+"""Structures of the answers about environments, their installation and check, drafts and configurations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from toprope_tools.answers.answer import Structure
+
+__all__ = [
+    "CheckAnswer",
+    "CheckFinding",
+    "ConfigAnswer",
+    "ConfigDiff",
+    "Description",
+    "DraftAnswer",
+    "EditAnswer",
+    "EditItem",
+    "EnvironmentItem",
+    "Environments",
+    "FieldChange",
+    "FieldDiff",
+    "FieldValue",
+    "Forked",
+    "Installed",
+    "Tested",
+    "Undone",
+]
+
+
+class EnvironmentItem(Structure):
+    name: str
+    summary: str
+    state: str
+    ecosystem: str = "toprope"
+    tools: bool = False
+    tasks: int | None = None
+
+
+class Environments(Structure):
+    environments: list[EnvironmentItem]
+    total: int
+    next_cursor: str | None = None
+
+
+class Tested(Structure):
+    run_id: str
+    policy: str
+    tasks: int
+    group_size: int
+    pass_rate: float
+    all_wrong_share: float
+    all_right_share: float
+
+
+class Description(Structure):
+    name: str
+    summary: str
+    max_turns: int
+    tags: list[str]
+    knobs: list[dict[str, Any]]
+    reward_parts: dict[str, dict[str, Any]]
+    max_reward: float
+    splits: dict[str, dict[str, Any]]
+    examples: list[dict[str, Any]]
+    remarks: list[str]
+    presets: dict[str, str]
+    ecosystem: str = "toprope"
+    state: str = "ready"
+    tools: bool = False
+    versions: dict[str, str] = {}
+    load_seconds: float = 0.0
+    score_seconds: float | None = None
+    memory_mb: int | None = None
+    prompt_characters: list[int] = []
+    answer_characters: list[int] = []
+    tested: Tested | None = None
+
+
+class CheckFinding(Structure):
+    rule: str
+    level: Literal["note", "warning", "critical"]
+    what: str
+    observed: dict[str, Any]
+    threshold: str
+    next: str
+
+
+class CheckAnswer(Structure):
+    environment: str
+    draft_id: str | None = None
+    verdict: Literal["ok", "warning", "critical"]
+    full: bool
+    findings: list[CheckFinding]
+    scores: dict[str, float]
+    """Mean reward by kind of answer, as a share of the highest."""
+    tasks_tried: int
+    splits: dict[str, dict[str, Any]]
+    prompt_characters: dict[str, int]
+    answer_characters: dict[str, int]
+    repeatable: bool | None
+    """None: no other process was held against the first."""
+    start_seconds: float
+    task_seconds: float | None
+    score_seconds: float | None
+    memory_mb: float | None
+    not_checked: list[str]
+    seconds: float
+
+
+class Installed(Structure):
+    """What became of it, or how far it is."""
+
+    name: str
+    done: bool
+    packages: int = 0
+    megabytes: float = 0.0
+    seconds: float = 0.0
+    environments: int = 0
+    news: str = ""
+
+
+class FieldChange(Structure):
+    field: str
+    before: Any
+    after: Any
+
+
+class DraftAnswer(Structure):
+    draft_id: str
+    environment: str
+    preset: str
+    revision: int
+    moved_by_locks: list[FieldChange]
+    locked: dict[str, str]
+
+
+class FieldValue(Structure):
+    field: str
+    value: Any
+    type: str
+    bounds: str = ""
+    lock: str | None = None
+    description: str | None = None
+
+
+class EditItem(Structure):
+    revision: int
+    at: float
+    changes: list[FieldChange]
+
+
+class ConfigAnswer(Structure):
+    draft_id: str
+    environment: str
+    preset: str
+    revision: int
+    fields: list[FieldValue]
+    history: list[EditItem]
+    conflicts: list[str]
+
+
+class EditAnswer(Structure):
+    draft_id: str
+    revision: int
+    changed: list[FieldChange]
+
+
+class FieldDiff(Structure):
+    field: str
+    a: Any
+    b: Any
+
+
+class ConfigDiff(Structure):
+    a: str
+    b: str
+    fields: list[FieldDiff]
+
+
+class Forked(Structure):
+    draft_id: str
+    run_id: str
+    environment: str
+    revision: int
+    moved_by_locks: list[FieldDiff]
+    dropped: list[str]
+
+
+class Undone(Structure):
+    draft_id: str
+    revision: int
+    back_to: int
+    changed: list[FieldDiff]
+    kept_by_locks: list[FieldDiff]

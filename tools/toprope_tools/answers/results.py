@@ -1,0 +1,153 @@
+"""Structures of the answers about results, comparisons, rollouts, experiments, exports and data sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toprope_tools.answers.answer import Structure
+
+__all__ = [
+    "BrowsedGroup",
+    "BuiltDataset",
+    "CompareAnswer",
+    "ComparedSide",
+    "ExperimentAnswer",
+    "ExperimentItem",
+    "Exported",
+    "Handoff",
+    "Judged",
+    "Result",
+    "RolloutPage",
+    "ShownRollout",
+]
+
+
+class Result(Structure):
+    run_id: str
+    kind: str
+    state: str
+    complete: bool
+    results: dict[str, Any]
+
+
+class ComparedSide(Structure):
+    """`cost`: totals over the runs, and by run; null where it was not measured."""
+
+    name: str
+    runs: list[str]
+    seeds: list[int]
+    cost: dict[str, Any]
+
+
+class Judged(Structure):
+    """One kind of answer. Shares of 1; `difference` is b less a. `verdict`: a, b, or none: no difference shown."""
+
+    verdict: str
+    why: str
+    a: dict[str, Any]
+    b: dict[str, Any]
+    difference: dict[str, float]
+    noise_floor: float
+    floor_basis: str
+    p_tasks: float
+    effect_h: float
+    tasks_only_a: int
+    tasks_only_b: int
+    rests_on: list[str]
+    lone_wins: dict[str, int]
+
+
+class CompareAnswer(Structure):
+    a: ComparedSide
+    b: ComparedSide
+    tasks: int
+    split: str
+    sampled: Judged
+    greedy: Judged | None = None
+    remarks: list[str]
+
+
+class ShownRollout(Structure):
+    reward: float
+    parts: dict[str, float] = {}
+    success: bool = False
+    truncated: bool = False
+    error: str | None = None
+    answer: str | None = None
+
+
+class BrowsedGroup(Structure):
+    group: int
+    task: str
+    version: int | None
+    reward_mean: float
+    successes: int
+    size: int
+    prompt: str | None = None
+    rollouts: list[ShownRollout]
+    change: float | None = None
+
+
+class RolloutPage(Structure):
+    run_id: str
+    order: str
+    groups: list[BrowsedGroup]
+    matching: int
+    scanned: int
+    complete: bool
+    next_cursor: str | None = None
+    untrusted: bool = True
+
+
+class ExperimentItem(Structure):
+    id: str
+    environment: str
+    hypothesis: str
+    runs: list[str]
+    outcome: str = ""
+    decision: str = ""
+    accuracy: float | None = None
+
+
+class ExperimentAnswer(Structure):
+    experiment: ExperimentItem
+    plateau: str = ""
+    warnings: list[str] = []
+
+
+class Handoff(Structure):
+    live_runs: list[str]
+    experiments: int
+    environments: list[str]
+
+
+class Exported(Structure):
+    """`state`: done, or running: the same call waits on. `texts`: items by where their words come from."""
+
+    state: str
+    path: str = ""
+    format: str = ""
+    items: int = 0
+    bytes: int = 0
+    read: int = 0
+    left_out: dict[str, int] = {}
+    texts: dict[str, int] = {}
+    warnings: list[str] = []
+
+
+class BuiltDataset(Structure):
+    """`state` as in Exported. `new`: false where the newest version held exactly this already."""
+
+    state: str
+    dataset: str = ""
+    path: str = ""
+    card: str = ""
+    items: int = 0
+    splits: dict[str, int] = {}
+    read: int = 0
+    generated: int = 0
+    left_out: dict[str, int] = {}
+    texts: dict[str, Any] = {}
+    new: bool = True
+    complete: bool = True
+    warnings: list[str] = []

@@ -1,0 +1,118 @@
+"""Structures of the answers about starting, stopping and following runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toprope_tools.answers.answer import Structure
+
+__all__ = [
+    "Asked",
+    "LogAnswer",
+    "MetCondition",
+    "Reproducing",
+    "Resumed",
+    "RunItem",
+    "RunStatus",
+    "Runs",
+    "Started",
+    "StatusAnswer",
+    "Stopped",
+]
+
+
+class Started(Structure):
+    run_id: str | None
+    kind: str
+    draft_id: str
+    revision: int
+    state: str
+    group_id: str | None = None
+    run_ids: list[str] | None = None
+    preview: dict[str, Any] | None = None
+
+
+class Asked(Structure):
+    run_id: str
+    state: str
+    asked: str
+    answers: list[dict[str, Any]]
+    untrusted: bool = True
+
+
+class Stopped(Structure):
+    run_id: str
+    state: str
+    was_live: bool
+    runs: dict[str, str] | None = None
+
+
+class Resumed(Structure):
+    run_id: str
+    kind: str
+    attempt: int
+    state: str
+    from_step: int | None = None
+
+
+class Reproducing(Structure):
+    run_id: str
+    reproduces: str
+    deterministic: bool
+    state: str
+    result: str = ""
+
+
+class RunStatus(Structure):
+    run_id: str
+    kind: str
+    environment: str
+    state: str
+    fresh: bool
+    numbers: dict[str, Any] = {}
+    numbers_age_s: float = 0.0
+    next_numbers_in_s: float | None = None
+    events: list[dict[str, Any]] = []
+    events_left: int = 0
+    failure: dict[str, Any] | None = None
+    lifecycle: str = ""
+    checks: dict[str, str] = {}
+
+
+class RunItem(Structure):
+    run_id: str
+    kind: str
+    environment: str
+    state: str
+    created_at: float
+    ended_at: float | None = None
+    summary: str = ""
+    group: str | None = None
+
+
+class MetCondition(Structure):
+    run_id: str
+    condition: str
+
+
+class StatusAnswer(Structure):
+    runs: list[RunStatus]
+    open_runs: list[RunItem] = []
+    met: list[MetCondition] = []
+    cursor: str = ""
+    longest_wait_s: float | None = None
+
+
+class Runs(Structure):
+    runs: list[RunItem]
+    total: int
+    next_cursor: str | None = None
+
+
+class LogAnswer(Structure):
+    run_id: str
+    component: str
+    lines: list[str]
+    before: int | None
+    components: list[str]
+    untrusted: bool = True

@@ -1,0 +1,89 @@
+"""Sections of a run's report: accuracy by environment, curricula and integrity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toprope.analysis.integrity import Check, Integrity, lone_wins
+from toprope.analysis.statistics.run_samples import measured
+from toprope.errors import TopropeError
+from toprope.text_format import accuracy, clip, plural, value
+from toprope.workbench.launch.seeds import group_of, members
+
+if TYPE_CHECKING:
+    from toprope.analysis.reports.results import Evaluation
+    from toprope_tools.workshop import Workshop
+
+__all__ = ["curricula_lines", "environment_lines", "integrity_section"]
+
+_MOST = 12
+
+
+def environment_lines(label: str, evaluation: Evaluation, rose_each: Mapping[str, bool]) -> list[str]:
+    """Return one line per environment of an evaluation; after training, with whether its accuracy rose."""
+    lines = []
+    for name, one in list(evaluation.environments.items())[:_MOST]:
+        if one.sampled is None:
+            continue
+        line = f"  {clip(name, 80)}: {accuracy(one.sampled)} on {one.sampled.tasks}"
+        if one.greedy is not None:
+            line += f"; greedy {accuracy(one.greedy)}"
+        if one.sampled.errors:
+            line += f"; {plural(one.sampled.errors, 'error')}"
+        if label == "after" and name in rose_each:
+            line += "; rose by more than the intervals" if rose_each[name] else "; no difference shown"
+        lines.append(f"{line}.")
+    return lines
+
+
+def curricula_lines(curricula: Mapping[str, Any]) -> list[str]:
+    """Return one line per curriculum: its level, and the evaluations that opened levels."""
+    lines = []
+    for label, one in list(curricula.items())[:_MOST]:
+        levels, level = one["levels"], one["level"]
+        line = f"Curriculum of {clip(label, 80)}: {clip(one['knob'], 60)} {value(levels[level])}, level {level + 1} of "
+        line += f"{len(levels)} since step {one['since']}."
+        opened = [f"step {m['step']} ({m['successes']}/{m['tasks']} solved)" for m in one["opened"][-_MOST:]]
+        if opened:
+            line += f" Opened at {', '.join(opened)}."
+        if (last := one.get("last")) is not None and last not in one["opened"]:
+            line += f" Last measured {last['successes']}/{last['tasks']} at step {last['step']}."
+        lines.append(line)
+    return lines
+
+
+def integrity_section(
+    workshop: Workshop, run_id: str, found: Integrity | None, *, ended: bool, detailed: bool
+) -> tuple[list[str], list[dict[str, Any]] | None]:
+    """Return lines and structure of a run's integrity checks; nothing for runs that do not train.
+
+    Args:
+        workshop: The server's.
+        run_id: The run.
+        found: The checks of its report.
+        ended: Whether the run has ended; the checks are incomplete before.
+        detailed: Return all checks instead of warnings alone.
+    """
+    if found is None or not (ended or detailed):
+        return [], None
+    checks = list(found.checks)
+    if (seeds := _seeds(workshop, run_id)) is not None:
+        checks.append(seeds)
+    shown = checks if detailed else [check for check in checks if check.state == "warning"]
+    lines = [f"Integrity, {check.name}: {check.state}. {clip(check.what, 400)}" for check in shown]
+    return lines, [check.model_dump(mode="json") for check in shown] or None
+
+
+def _seeds(workshop: Workshop, run_id: str) -> Check | None:
+    """Check which tasks only this seed of its group solves; None for a run without a group."""
+    group = group_of(run_id)
+    if group is None:
+        return None
+    found = []
+    for other in members(workshop.home.runs, group[0]):
+        try:
+            found.append(measured(workshop.runs.folder(other), ""))
+        except (TopropeError, OSError):
+            continue  # not measured
+    return lone_wins(run_id, found)
