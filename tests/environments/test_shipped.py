@@ -12,7 +12,7 @@ from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 
-def test_letters_are_scored_by_place_and_as_a_whole() -> None:
+def test_sort_letters_scores_places_and_whole_answer() -> None:
     task = next(iter(configure(SortLetters(), knobs={"shortest": 4, "longest": 4}).tasks()))
     right = task.reference
     assert sorted(task.prompt.rsplit(" ", 1)[1]) == list(right) and len(right) == 4
@@ -24,7 +24,7 @@ def test_letters_are_scored_by_place_and_as_a_whole() -> None:
     assert play(SortLetters, [right * 2], **settings).parts["letters"] == 0.5
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_conflicting_knobs_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="shortest"):
         configure(SortLetters(), knobs={"shortest": 6})
     with pytest.raises(InvalidRequest, match="widest"):
@@ -32,7 +32,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("environment", [SortLetters, NumberGuess])
-def test_every_split_has_tasks_enough_to_be_measured(environment: type) -> None:
+def test_every_split_has_200_distinct_tasks(environment: type) -> None:
     splits = TaskSplits(configure(environment()))
     found = {split: {task.content for task in splits.page(split, 0, 200)} for split in SPLITS}
     assert all(len(tasks) == 200 for tasks in found.values())
@@ -61,11 +61,11 @@ def halve(index: int) -> int:
         low, high = (middle + 1, high) if message["content"] == "Higher." else (low, middle - 1)
 
 
-def test_halving_always_wins_the_number_game() -> None:
+def test_bisection_always_wins_number_guess() -> None:
     assert all(1 <= halve(index) <= 5 for index in range(100))
 
 
-def test_a_number_that_is_not_guessed_earns_nothing() -> None:
+def test_unguessed_number_earns_nothing() -> None:
     outcome = play(NumberGuess, ["no number"] * 9)
     assert outcome.turns == 6 and outcome.reward == 0.0 and not outcome.success and not outcome.truncated
     assert play(NumberGuess, ["999"] * 9, spare=0).turns == 5

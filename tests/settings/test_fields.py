@@ -61,7 +61,7 @@ class FixedLock:
         ("environment.knobs.odd", "plain", "plain"),
     ],
 )
-def test_a_value_is_read_by_its_fields_own_type(name, given, expected):
+def test_value_is_read_by_type_of_field(name, given, expected):
     result = find_field(name, all_fields(KNOBS)).coerce(given)
     assert result == expected
     assert type(result) is type(expected)
@@ -100,14 +100,14 @@ def test_a_value_is_read_by_its_fields_own_type(name, given, expected):
         ("environment.knobs.ratio", 1.5, "<= 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_what_can(name, given, says):
+def test_invalid_value_is_refused_with_accepted_ones(name, given, says):
     with pytest.raises(InvalidValue) as refused:
         find_field(name, all_fields(KNOBS)).coerce(given)
     assert name in str(refused.value)
     assert says in str(refused.value)
 
 
-def test_every_field_of_the_schema_is_a_field_that_accepts_its_own_default():
+def test_every_schema_field_accepts_its_default():
     fields = all_fields()
     count = sum(len(info.annotation.model_fields) for info in Config.model_fields.values())
     assert len(fields) == count - 1  # environment.knobs stands for the environment's own
@@ -120,7 +120,7 @@ def test_every_field_of_the_schema_is_a_field_that_accepts_its_own_default():
         assert get_value(Config(), field) == field.default
 
 
-def test_a_default_that_an_environment_itself_has_is_not_judged():
+def test_default_of_knob_may_be_out_of_bounds():
     field = knob_fields([{"name": "size", "type": "int", "default": 0.5, "ge": 1}])["environment.knobs.size"]
     assert field.coerce(0.5) == 0.5
     with pytest.raises(InvalidValue):
@@ -140,12 +140,12 @@ def test_a_default_that_an_environment_itself_has_is_not_judged():
         ("", "get_config"),
     ],
 )
-def test_an_unknown_field_is_answered_with_the_nearest(name, near):
+def test_unknown_field_names_nearest(name, near):
     with pytest.raises(NotFound, match=near.replace(".", r"\.")):
         find_field(name, all_fields(KNOBS))
 
 
-def test_an_edit_applies_all_changes_to_a_copy():
+def test_edit_applies_all_changes_to_a_copy():
     config = Config()
     result, changed = apply(
         config,
@@ -160,7 +160,7 @@ def test_an_edit_applies_all_changes_to_a_copy():
     assert config == Config()
 
 
-def test_an_edit_with_one_problem_changes_nothing_and_names_every_problem():
+def test_edit_with_problems_changes_nothing_and_names_all():
     config = Config()
     with pytest.raises(InvalidValue) as refused:
         apply(
@@ -182,19 +182,19 @@ def test_an_edit_with_one_problem_changes_nothing_and_names_every_problem():
     assert config == Config()
 
 
-def test_the_class_of_an_error_tells_its_kind():
+def test_error_class_follows_kind_of_problem():
     with pytest.raises(LockedField, match="is kept"):
         apply(Config(), {"policy.model": "other"}, locks=FixedLock())
     with pytest.raises(NotFound):
         apply(Config(), {"a.b": 1, "c.d": 2})
 
 
-def test_a_locked_field_tells_the_owners_reason_before_its_type():
+def test_locked_field_shows_reason_before_type():
     with pytest.raises(LockedField, match="is kept"):
         apply(Config(), {"policy.model": 5}, locks=FixedLock())
 
 
-def test_fields_that_do_not_fit_each_other_are_judged_by_the_result():
+def test_conflicts_are_judged_by_result_of_edit():
     with pytest.raises(InvalidValue, match="leaves no room"):
         apply(Config(), {"rollout.max_new_tokens": 512})
     result, _ = apply(Config(), {"rollout.max_new_tokens": 512, "policy.max_context": 1024})
@@ -203,7 +203,7 @@ def test_fields_that_do_not_fit_each_other_are_judged_by_the_result():
         apply(Config(), {"optimizer.micro_batch_size": 7})
 
 
-def test_a_conflict_from_before_does_not_block_an_edit_elsewhere():
+def test_old_conflict_does_not_block_other_edit():
     config = Config()
     config.rollout.max_new_tokens = 4096
     result, changed = apply(config, {"rollout.temperature": 0.5})

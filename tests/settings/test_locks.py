@@ -29,7 +29,7 @@ locks:
 """
 
 
-def test_a_fixed_and_a_bounded_field_are_refused_with_the_owners_reason(tmp_path):
+def test_edit_refuses_locked_field_with_reason(tmp_path):
     locks = locks_of(tmp_path, TWO)
     with pytest.raises(LockedField, match="Nothing is downloaded here") as refused:
         apply(Config(), {"policy.model": "gpt2"}, locks=locks)
@@ -40,7 +40,7 @@ def test_a_fixed_and_a_bounded_field_are_refused_with_the_owners_reason(tmp_path
     assert [one.field for one in changed] == ["optimizer.learning_rate"]
 
 
-def test_enforcing_judges_the_configuration_whatever_way_a_value_came_in(tmp_path):
+def test_enforce_checks_values_however_they_were_set(tmp_path):
     locks, fields = locks_of(tmp_path, TWO), all_fields([{"name": "length", "type": "int", "default": 9}])
     config = Config()
     config.policy.model = "gpt2"
@@ -56,11 +56,11 @@ def test_enforcing_judges_the_configuration_whatever_way_a_value_came_in(tmp_pat
     assert {one.field for one in moved} == set(allowed)
 
 
-def test_a_lock_on_a_knob_that_an_environment_does_not_have_is_passed_over(tmp_path):
+def test_lock_on_unknown_knob_is_ignored(tmp_path):
     locks_of(tmp_path, TWO).enforce(Config(), all_fields())
 
 
-def test_null_is_not_within_bounds(tmp_path):
+def test_null_is_outside_bounds(tmp_path):
     locks = locks_of(tmp_path, "locks: [{field: budget.max_train_seconds, max: 60, reason: short}]")
     with pytest.raises(LockedField, match="short"):
         locks.enforce(Config(), all_fields())
@@ -96,13 +96,13 @@ def test_true_is_not_one(tmp_path):
         ("locks: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
-def test_a_wrong_file_is_refused_with_place_and_remedy(tmp_path, text, says):
+def test_wrong_locks_file_is_refused(tmp_path, text, says):
     with pytest.raises(InvalidValue, match=says) as refused:
         locks_of(tmp_path, text)
     assert "locks.yaml" in str(refused.value)
 
 
-def test_the_shipped_locks_allow_the_shipped_presets_and_fix_and_bound_something():
+def test_shipped_locks_allow_shipped_presets():
     from toprope.settings.presets import list_presets, load_preset
 
     locks = Locks.read(CONFIGS / "locks.yaml")

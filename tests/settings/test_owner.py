@@ -7,13 +7,13 @@ from toprope.settings.owner import Home, OwnerSettings, StatusLimit
 from toprope.settings.presets import load_preset
 
 
-def test_the_variables_name_the_folders():
+def test_home_follows_environment_variables():
     home = Home.locate({"TOPROPE_HOME": "/a/home", "TOPROPE_CONFIG": "/b/config"})
     assert (home.path, home.configuration) == (Path("/a/home"), Path("/b/config"))
     assert home.runs == Path("/a/home/runs")
 
 
-def test_home_alone_is_enough(monkeypatch, tmp_path):
+def test_home_needs_only_HOME(monkeypatch, tmp_path):
     for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "TOPROPE_HOME", "TOPROPE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -24,7 +24,7 @@ def test_home_alone_is_enough(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_owners_locks_and_presets_come_before_the_shipped_ones(tmp_path):
+def test_owner_files_take_precedence_over_shipped(tmp_path):
     home = Home(tmp_path / "home", tmp_path / "config")
     assert home.locks().source.is_relative_to(Path(__file__).resolve().parents[2])
     (tmp_path / "config" / "presets").mkdir(parents=True)
@@ -36,7 +36,7 @@ def test_the_owners_locks_and_presets_come_before_the_shipped_ones(tmp_path):
     assert preset.config("x").budget.steps == 7
 
 
-def test_settings_are_read_strictly_and_secrets_stay_out_of_errors(tmp_path):
+def test_settings_are_strict_and_errors_hide_secrets(tmp_path):
     path = tmp_path / "settings.yaml"
     assert OwnerSettings.read(path).preset == "cpu-embedded"
     path.write_text("variables: {'*': {CUDA_VISIBLE_DEVICES: 0}, policy: {HF_TOKEN: abc}}\nstatus: {min_s: 5}\n")
@@ -56,7 +56,7 @@ def test_settings_are_read_strictly_and_secrets_stay_out_of_errors(tmp_path):
         assert "s3cret" not in str(refused.value)
 
 
-def test_the_interval_is_a_share_of_the_length_within_bounds():
+def test_status_interval_is_bounded_share_of_length():
     limit = StatusLimit()
     assert limit.interval(None) == limit.interval(80) == 30
     assert limit.interval(10_000) == 200
@@ -64,7 +64,7 @@ def test_the_interval_is_a_share_of_the_length_within_bounds():
     assert StatusLimit(min_s=0, share=0).interval(100) == 0
 
 
-def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
+def test_uncreatable_home_is_an_error_with_hint(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidValue, match="TOPROPE_HOME"):
         Home(tmp_path / "file" / "home", tmp_path).ensure()
@@ -83,14 +83,14 @@ def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
         ("environments: [a]", "must be a mapping"),
     ],
 )
-def test_a_wrong_preset_is_refused_with_file_and_remedy(tmp_path, text, says):
+def test_wrong_preset_is_refused_with_file_name(tmp_path, text, says):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(InvalidValue, match=says) as refused:
         load_preset("mine", [tmp_path])
     assert "mine.yaml" in str(refused.value)
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest(tmp_path):
+def test_unknown_preset_names_nearest(tmp_path):
     (tmp_path / "large.yaml").write_text("")
     with pytest.raises(NotFound, match="Did you mean large"):
         load_preset("larg", [tmp_path, tmp_path / "nowhere"])

@@ -14,7 +14,7 @@ def make(index, **config):
     return index.create_draft("preset", {"name": "e"}, [], {"n": 0, **config})
 
 
-def test_reading_makes_nothing(tmp_path):
+def test_reading_creates_no_file(tmp_path):
     index = Index(tmp_path / "index.db")
     assert index.drafts() == []
     assert read_stamps(index, ["r"]) == {}
@@ -24,7 +24,7 @@ def test_reading_makes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_file_is_wal_and_for_its_owner_alone(tmp_path):
+def test_file_is_private_and_in_wal_mode(tmp_path):
     index = Index(tmp_path / "index.db")
     make(index)
     assert stat.S_IMODE(index.path.stat().st_mode) == 0o600
@@ -35,7 +35,7 @@ def test_the_file_is_wal_and_for_its_owner_alone(tmp_path):
     db.close()
 
 
-def test_an_edit_is_kept_with_its_revision_and_a_failed_one_is_not(tmp_path):
+def test_edit_is_stored_unless_it_raises(tmp_path):
     index = Index(tmp_path / "index.db")
     draft = make(index)
     change = {"field": "n", "before": 0, "after": 1}
@@ -54,7 +54,7 @@ def test_an_edit_is_kept_with_its_revision_and_a_failed_one_is_not(tmp_path):
         index.edit_draft("draft-none", lambda row: (row.config, [change]))
 
 
-def test_a_second_start_of_a_live_run_is_told_and_not_noted(tmp_path):
+def test_second_start_of_live_run_is_not_recorded(tmp_path):
     index = Index(tmp_path / "index.db")
     first, second = StartRow("run-1", "d", 1, "train", 1.0), StartRow("run-2", "d", 1, "train", 2.0)
     assert index.record_start(first, lambda _: True) is None
@@ -66,7 +66,7 @@ def test_a_second_start_of_a_live_run_is_told_and_not_noted(tmp_path):
     assert [start.run_id for start in index.starts("d")] == ["run-4", "run-3", "run-2"]
 
 
-def test_a_stamp_is_never_replaced_by_an_older_one(tmp_path):
+def test_older_stamp_never_replaces_newer(tmp_path):
     index = Index(tmp_path / "index.db")
     write_stamps(index, {"run": Stamp(10.0, 5, {"step": 2})})
     write_stamps(index, {"run": Stamp(9.0, 9, {"step": 1})})
@@ -76,7 +76,7 @@ def test_a_stamp_is_never_replaced_by_an_older_one(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough to have a header of its own" * 4, b"{}"])
-def test_a_file_that_is_no_database_is_left_and_the_remedy_said(tmp_path, content):
+def test_file_that_is_not_a_database_is_left_unchanged(tmp_path, content):
     path = tmp_path / "index.db"
     path.write_bytes(content)
     for use in (lambda: Index(path).drafts(), lambda: make(Index(path))):
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_database_is_left_and_the_remedy_said(tmp_path, conten
     assert path.read_bytes() == content
 
 
-def test_a_database_of_somebody_else_is_left(tmp_path):
+def test_foreign_database_is_left_unchanged(tmp_path):
     path = tmp_path / "index.db"
     db = sqlite3.connect(path)
     db.execute("CREATE TABLE theirs (x)")
@@ -96,7 +96,7 @@ def test_a_database_of_somebody_else_is_left(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_damaged_page_is_said_to_be_damaged(tmp_path):
+def test_damaged_page_is_reported(tmp_path):
     index = Index(tmp_path / "index.db")
     for number in range(50):
         make(index, filler="x" * 500, number=number)
@@ -108,7 +108,7 @@ def test_a_damaged_page_is_said_to_be_damaged(tmp_path):
     assert index.path.read_bytes() == bytes(data)
 
 
-def test_a_row_that_is_not_what_we_wrote_is_corrupt(tmp_path):
+def test_damaged_row_is_corrupt(tmp_path):
     index = Index(tmp_path / "index.db")
     draft = make(index)
     with sqlite3.connect(index.path) as db:
@@ -118,7 +118,7 @@ def test_a_row_that_is_not_what_we_wrote_is_corrupt(tmp_path):
         index.draft(draft.id)
 
 
-def test_a_newer_versions_file_is_left(tmp_path):
+def test_newer_database_is_left_unchanged(tmp_path):
     index = Index(tmp_path / "index.db")
     make(index)
     with sqlite3.connect(index.path) as db:
@@ -139,7 +139,7 @@ def _edit_many(path, draft_id, times, gate):
         index.edit_draft(draft_id, lambda row: ({"n": row.config["n"] + 1}, [{"field": "n"}]))
 
 
-def test_two_servers_on_one_index_lose_nothing(tmp_path):
+def test_two_processes_on_one_index_lose_nothing(tmp_path):
     path = tmp_path / "index.db"
     draft_id = None
     # Round one races for the making of the file, round two for one draft.

@@ -29,7 +29,7 @@ def made_by(path, version):
 
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
-def test_the_file_of_every_earlier_version_opens_with_what_it_holds(tmp_path, version):
+def test_files_of_earlier_versions_open_with_their_content(tmp_path, version):
     made_by(tmp_path / "index.db", version)
     index = Index(tmp_path / "index.db")
     assert index.draft("draft-old").revision == 3
@@ -47,7 +47,7 @@ def test_the_file_of_every_earlier_version_opens_with_what_it_holds(tmp_path, ve
     assert shape(index.path) == shape(fresh.path)
 
 
-def test_the_file_of_a_newer_version_is_refused_and_left(tmp_path):
+def test_file_of_newer_version_is_refused_unchanged(tmp_path):
     made_by(tmp_path / "index.db", len(MIGRATIONS))
     with closing(sqlite3.connect(tmp_path / "index.db")) as db:
         db.execute("PRAGMA user_version = 99")
@@ -67,7 +67,7 @@ def spoil(path):
     path.write_bytes(data)
 
 
-def test_damage_that_reading_does_not_meet_is_found_when_somebody_died_with_the_file_open(tmp_path):
+def test_index_is_checked_after_process_died_with_it_open(tmp_path):
     path = tmp_path / "index.db"
     Index(path).create_draft("p", {}, [], {})
     spoil(path)
@@ -110,14 +110,14 @@ def home(tmp_path):
     return home, draft.id
 
 
-def test_a_sound_index_is_left_alone(home, capsys):
+def test_repair_leaves_sound_index(home, capsys):
     home, _ = home
     before = home.index.read_bytes()
     assert repair.main(home) == 0
     assert "sound" in capsys.readouterr().out and home.index.read_bytes() == before
 
 
-def test_a_repair_keeps_the_damaged_file_and_what_can_be_read_of_it(home, capsys):
+def test_repair_keeps_damaged_file_and_readable_rows(home, capsys):
     home, draft_id = home
     spoil(home.index)
     damaged = home.index.read_bytes()
@@ -134,7 +134,7 @@ def test_a_repair_keeps_the_damaged_file_and_what_can_be_read_of_it(home, capsys
     assert repair.problem_of(home) is None
 
 
-def test_a_file_that_is_no_database_is_replaced_by_what_the_folders_tell(home):
+def test_repair_restores_drafts_from_run_folders(home):
     home, draft_id = home
     home.index.write_bytes(b"nothing of the kind" * 400)
     assert repair.main(home) == 0
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_database_is_replaced_by_what_the_folders_tell(home):
     assert json.loads(json.dumps(index.draft(draft_id).knobs)) == [{"name": "size", "default": 3}]
 
 
-def test_moving_aside_never_takes_a_name_that_is_taken(tmp_path, monkeypatch):
+def test_move_aside_never_overwrites(tmp_path, monkeypatch):
     monkeypatch.setattr("toprope.records.index.rebuild.time.strftime", lambda _: "now")
     names = []
     for content in ("one", "two", "three"):
@@ -155,7 +155,7 @@ def test_moving_aside_never_takes_a_name_that_is_taken(tmp_path, monkeypatch):
     assert not (tmp_path / "index.db").exists() and not (tmp_path / "index.db-wal").exists()
 
 
-def test_repair_leaves_a_newer_versions_index(home, capsys):
+def test_repair_leaves_newer_index(home, capsys):
     home, _ = home
     with closing(sqlite3.connect(home.index)) as db:
         db.execute("PRAGMA user_version = 99")

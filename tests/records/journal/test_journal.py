@@ -26,7 +26,7 @@ def filled(folder: Path, count: int = 3, **options: int) -> FileJournal:
     return journal
 
 
-def test_what_was_appended_comes_back_in_order_with_its_marks(tmp_path: Path) -> None:
+def test_iterate_returns_groups_and_marks_in_order(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     assert journal.append(b'{"x":1}', NOTE) == 1
     journal.mark(Delivered(0, [1], 16))
@@ -47,7 +47,7 @@ def test_what_was_appended_comes_back_in_order_with_its_marks(tmp_path: Path) ->
         reader.close()
 
 
-def test_a_journal_goes_on_in_a_new_segment_and_numbers_on(tmp_path: Path) -> None:
+def test_reopened_journal_continues_numbers_in_new_segment(tmp_path: Path) -> None:
     filled(tmp_path).close()
     before = (tmp_path / "00000001.journal").read_bytes()
     again = FileJournal(tmp_path)
@@ -69,7 +69,7 @@ def test_segments_are_bounded_and_hold_whole_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_a_torn_last_record_is_passed_over_wherever_it_is_torn(tmp_path: Path, cut: int) -> None:
+def test_torn_last_record_is_skipped(tmp_path: Path, cut: int) -> None:
     filled(tmp_path).close()
     path = tmp_path / "00000001.journal"
     whole = path.read_bytes()
@@ -82,7 +82,7 @@ def test_a_torn_last_record_is_passed_over_wherever_it_is_torn(tmp_path: Path, c
     assert FileJournal(tmp_path).read(3) == b"new"
 
 
-def test_zeros_behind_the_last_record_are_passed_over(tmp_path: Path) -> None:
+def test_zeros_after_last_record_are_skipped(tmp_path: Path) -> None:
     filled(tmp_path).close()
     path = tmp_path / "00000001.journal"
     path.write_bytes(path.read_bytes()[:-3] + bytes(4096))
@@ -91,7 +91,7 @@ def test_zeros_behind_the_last_record_are_passed_over(tmp_path: Path) -> None:
     assert FileJournal(tmp_path).last == 2, "a body of the right length with the wrong bytes is torn"
 
 
-def test_damage_in_the_middle_costs_the_damaged_record_only(tmp_path: Path) -> None:
+def test_damage_in_the_middle_loses_one_record(tmp_path: Path) -> None:
     filled(tmp_path, 5).close()
     path = tmp_path / "00000001.journal"
     data = bytearray(path.read_bytes())
@@ -107,7 +107,7 @@ def test_damage_in_the_middle_costs_the_damaged_record_only(tmp_path: Path) -> N
             journal.read(seq)
 
 
-def test_a_full_disk_refuses_the_record_and_leaves_a_whole_journal(tmp_path: Path) -> None:
+def test_full_disk_refuses_record_and_keeps_journal_whole(tmp_path: Path) -> None:
     program = f"""
 import resource, signal
 from pathlib import Path
@@ -136,13 +136,13 @@ print(kept)
     assert journal.read(6) == b"small"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_helps(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_an_error_with_hint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotPossibleNow, match="cannot be written"):
         FileJournal(tmp_path / "file" / "journal").append(b"x", NOTE)
 
 
-def test_records_survive_a_kill_without_warning(tmp_path: Path) -> None:
+def test_records_survive_sigkill(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -159,7 +159,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert FileJournal(tmp_path).last == 100
 
 
-def test_waiting_for_the_disk_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_setting_decides_about_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     filled(tmp_path / "os").close()
@@ -171,7 +171,7 @@ def test_waiting_for_the_disk_is_a_setting(tmp_path: Path, monkeypatch: pytest.M
     journal.close()
 
 
-def test_only_places_are_kept_in_memory(tmp_path: Path) -> None:
+def test_memory_holds_positions_only(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     body = b"x" * 131_072
     process = psutil.Process()
@@ -182,7 +182,7 @@ def test_only_places_are_kept_in_memory(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_journal_is_private(tmp_path: Path) -> None:
     filled(tmp_path / "journal").close()
     assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
     assert (tmp_path / "journal" / "00000001.journal").stat().st_mode & 0o077 == 0

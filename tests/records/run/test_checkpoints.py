@@ -62,7 +62,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_named_kept_and_passed_over(folder: RunFolder, damage: str) -> None:
+def test_damaged_newest_checkpoint_is_skipped_and_kept(folder: RunFolder, damage: str) -> None:
     spoil, said = DAMAGES[damage]
     newest = folder.checkpoints / "step-000003"
     assert problem_of(newest) is None
@@ -77,7 +77,7 @@ def test_a_damaged_newest_checkpoint_is_named_kept_and_passed_over(folder: RunFo
     assert folder.newest_checkpoint() == folder.checkpoints / "step-000002"
 
 
-def test_without_a_sound_checkpoint_nothing_begins_again_by_itself(folder: RunFolder) -> None:
+def test_no_sound_checkpoint_is_an_error(folder: RunFolder) -> None:
     for path in folder.checkpoints.iterdir():
         flip(path / "model" / "weights")
     before = Status.read(folder)
@@ -87,7 +87,7 @@ def test_without_a_sound_checkpoint_nothing_begins_again_by_itself(folder: RunFo
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000001", "step-000002", "step-000003"]
 
 
-def test_large_files_are_compared_by_size_where_time_is_short(folder: RunFolder) -> None:
+def test_large_files_are_compared_by_size_within_hash_limit(folder: RunFolder) -> None:
     newest = folder.checkpoints / "step-000003"
     flip(newest / "model" / "weights")
     assert problem_of(newest, hash_bytes=1000) is None
@@ -97,13 +97,13 @@ def test_large_files_are_compared_by_size_where_time_is_short(folder: RunFolder)
     assert found is not None and found.step == 2 and [one.path for one in damaged] == [newest]
 
 
-def test_a_name_that_is_taken_is_not_taken_again(folder: RunFolder) -> None:
+def test_set_aside_never_overwrites(folder: RunFolder) -> None:
     first = set_aside(folder.checkpoints / "step-000003")
     checkpoint(folder, 3)
     second = set_aside(folder.checkpoints / "step-000003")
     assert first.is_dir() and second.is_dir() and first != second
 
 
-def test_a_manifest_covers_every_file(folder: RunFolder) -> None:
+def test_manifest_covers_every_file(folder: RunFolder) -> None:
     files = json.loads((folder.checkpoints / "step-000001" / MANIFEST).read_text())["files"]
     assert set(files) == {"state.json", "model/weights"} and files["model/weights"]["bytes"] == 5000

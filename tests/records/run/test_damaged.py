@@ -39,7 +39,7 @@ def spoil(index, column, value, draft_id):
     [("config", "{"), ("config", "[]"), ("config", '{"a": 1}'), ("knobs", '"x"'), ("knobs", '[{"y": 1}]'),
      ("knobs", "[3]"), ("environment", "null")],
 )  # fmt: skip
-def test_one_draft_that_cannot_be_read_is_that_draft_alone(index, column, value):
+def test_unreadable_draft_does_not_affect_others(index, column, value):
     bad, good = make(index), make(index)
     spoil(index, column, value, bad)
     drafts = Drafts(index)
@@ -52,7 +52,7 @@ def test_one_draft_that_cannot_be_read_is_that_draft_alone(index, column, value)
 
 
 @pytest.mark.parametrize("value", ["{", '{"a": 1}', '[{"b": 2}]'])
-def test_a_history_that_cannot_be_read_names_its_draft(index, value):
+def test_unreadable_history_names_its_draft(index, value):
     draft_id = make(index)
     index.edit_draft(draft_id, lambda row: (row.config, [{"field": "x", "before": 1, "after": 2}]))
     db = sqlite3.connect(index.path)
@@ -63,7 +63,7 @@ def test_a_history_that_cannot_be_read_names_its_draft(index, value):
         Drafts(index).history(draft_id)
 
 
-def test_an_index_that_cannot_be_made_is_an_answer(tmp_path):
+def test_uncreatable_index_is_an_answer(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotPossibleNow, match="cannot be used") as raised:
         make(Index(tmp_path / "file" / "index.db"))
@@ -89,7 +89,7 @@ def ended(tmp_path):
     return folder, specification, status
 
 
-def test_records_of_other_types_are_corrupt_and_no_fault_of_the_reader(tmp_path):
+def test_records_of_wrong_types_are_corrupt(tmp_path):
     folder, specification, status = ended(tmp_path)
     folder.metrics.write_text('{"step": 1e999}\n{"step": 1, "rollouts": {}}\n')
     with pytest.raises(Corrupt, match="do not have the expected form") as raised:
@@ -100,7 +100,7 @@ def test_records_of_other_types_are_corrupt_and_no_fault_of_the_reader(tmp_path)
     assert gather(folder, specification, odd).steps == 2
 
 
-def test_a_status_of_other_types_is_told_in_words(tmp_path):
+def test_status_of_wrong_types_is_described(tmp_path):
     folder, _, _ = ended(tmp_path)
     folder.status.write_text(json.dumps(json.loads(folder.status.read_text()) | {"attempt": "first"}))
     with pytest.raises(Corrupt, match="attempt") as raised:
@@ -111,14 +111,14 @@ def test_a_status_of_other_types_is_told_in_words(tmp_path):
         read_json(folder.results)
 
 
-def test_a_file_in_the_place_of_the_runs_is_no_run_of_that_id(tmp_path):
+def test_file_in_place_of_runs_folder_is_reported(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(NotPossibleNow, match="cannot be created") as raised:
         RunFolder.create(tmp_path / "runs", "a-run")
     assert "TOPROPE_HOME" in raised.value.hint
 
 
-def test_a_name_from_outside_is_quoted_short_and_visible():
+def test_foreign_name_is_quoted_short_and_visible():
     assert shown("spell") == "'spell'"
     assert shown("a\u202eb\x1b") == "'a\\u202eb\\x1b'"
     assert len(shown("x" * 10**6)) == 80

@@ -31,7 +31,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_large_file_is_sampled_evenly_and_ends_with_the_newest_row(large: Path) -> None:
+def test_large_file_is_sampled_evenly_with_newest_row(large: Path) -> None:
     found = read_history(large, 200)
     steps = [row["step"] for row in found.rows]
     assert not found.whole
@@ -41,7 +41,7 @@ def test_a_large_file_is_sampled_evenly_and_ends_with_the_newest_row(large: Path
     assert last_row(large)["step"] == 60_000
 
 
-def test_reading_a_large_file_costs_milliseconds(large: Path) -> None:
+def test_reading_large_file_takes_milliseconds(large: Path) -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
@@ -51,14 +51,14 @@ def test_reading_a_large_file_costs_milliseconds(large: Path) -> None:
     assert min(took) < 0.05
 
 
-def test_a_small_file_is_whole(tmp_path: Path) -> None:
+def test_small_file_is_read_whole(tmp_path: Path) -> None:
     write_rows(tmp_path / "m", range(1, 101))
     found = read_history(tmp_path / "m", 10)
     assert found.whole and [row["step"] for row in found.rows] == list(range(1, 101))
     assert read_history(tmp_path / "none").rows == [] and last_row(tmp_path / "none") == {}
 
 
-def test_an_attempt_that_went_back_takes_rows_back(tmp_path: Path) -> None:
+def test_resumed_attempt_replaces_rows(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write_rows(path, range(1, 8))
     write_rows(path, range(4, 6), "ab")
@@ -69,7 +69,7 @@ def test_an_attempt_that_went_back_takes_rows_back(tmp_path: Path) -> None:
     assert steps == sorted(set(steps)) and steps[-1] == 5_999
 
 
-def test_a_torn_last_row_and_a_long_one_are_passed_over(tmp_path: Path) -> None:
+def test_torn_and_long_rows_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write_rows(path, range(1, 4_000))
     with path.open("ab") as file:
@@ -79,13 +79,13 @@ def test_a_torn_last_row_and_a_long_one_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_rows, read_history, last_row])
-def test_a_newer_file_is_refused(tmp_path: Path, read) -> None:
+def test_newer_file_is_refused(tmp_path: Path, read) -> None:
     (tmp_path / "m").write_text('{"version": 99}\n{"mark": 3}\n')
     with pytest.raises(TooNew, match="Update Toprope"):
         read(tmp_path / "m")
 
 
-def test_events_are_read_from_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_read_from_the_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.create(tmp_path, "run-a")
     log = EventLog(folder)
     for number in range(3_000):

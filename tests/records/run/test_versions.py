@@ -117,14 +117,14 @@ def rewrite(path: Path, version: int | None) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.path)
-def test_a_file_says_its_version_and_is_read(original: RunFolder, file: File) -> None:
+def test_file_names_its_version_and_is_read(original: RunFolder, file: File) -> None:
     text = (original.path / file.path).read_text()
     assert '"version":' in text
     assert file.read(original) is not None
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.path)
-def test_what_a_newer_version_wrote_is_refused_and_left(original: RunFolder, file: File) -> None:
+def test_newer_file_is_refused_unchanged(original: RunFolder, file: File) -> None:
     path = original.path / file.path
     before = path.read_bytes()
     try:
@@ -138,7 +138,7 @@ def test_what_a_newer_version_wrote_is_refused_and_left(original: RunFolder, fil
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.optional], ids=lambda file: file.path)
-def test_what_a_version_before_versions_wrote_is_read(original: RunFolder, file: File) -> None:
+def test_file_without_version_is_read(original: RunFolder, file: File) -> None:
     path = original.path / file.path
     before = path.read_bytes()
     try:
@@ -148,7 +148,7 @@ def test_what_a_version_before_versions_wrote_is_read(original: RunFolder, file:
         path.write_bytes(before)
 
 
-def test_tests_and_answers_that_were_bare_lists_are_read(original: RunFolder) -> None:
+def test_models_and_answers_as_bare_lists_are_read(original: RunFolder) -> None:
     for name, read in (("models", read_models), ("answers", read_answers)):
         path = original.path / f"{name}.json"
         before, entries = path.read_bytes(), read(original)
@@ -159,7 +159,7 @@ def test_tests_and_answers_that_were_bare_lists_are_read(original: RunFolder) ->
             path.write_bytes(before)
 
 
-def test_a_checkpoint_from_before_manifests_is_read(original: RunFolder, tmp_path: Path) -> None:
+def test_checkpoint_without_manifest_is_read(original: RunFolder, tmp_path: Path) -> None:
     old = tmp_path / "step-000003"
     old.mkdir()
     write_json(old / "state.json", {"version": 1, "step": 3, "cursor": 6})
@@ -168,7 +168,7 @@ def test_a_checkpoint_from_before_manifests_is_read(original: RunFolder, tmp_pat
     assert problem_of(old) == "manifest.json is missing"
 
 
-def test_a_journal_of_a_newer_version_is_refused_and_left(tmp_path: Path) -> None:
+def test_newer_journal_is_refused_unchanged(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     journal.append(b"{}", GroupNote(rows=1))
     journal.close()
@@ -181,7 +181,7 @@ def test_a_journal_of_a_newer_version_is_refused_and_left(tmp_path: Path) -> Non
     assert path.read_bytes() == before
 
 
-def test_a_reservation_of_a_newer_version_is_not_given_away(tmp_path: Path) -> None:
+def test_newer_reservation_is_kept(tmp_path: Path) -> None:
     house = RunHarness(tmp_path)
     other, mine = house.specification(), house.specification()
     folder = RunFolder.create(tmp_path / "runs", other.run_id)

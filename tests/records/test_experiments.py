@@ -25,14 +25,14 @@ def entry(ledger, at=1.0, **fields):
     return Experiment(id=ledger.new_id(), at=at, updated_at=at, **given)
 
 
-def test_reading_makes_nothing(ledger, tmp_path):
+def test_reading_creates_no_file(ledger, tmp_path):
     assert ledger.entries() == [] and ledger.goals() == {}
     with pytest.raises(NotFound, match="none yet"):
         ledger.get("exp-none")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_entries_come_newest_first_and_the_newest_version_of_each_counts(ledger):
+def test_entries_are_newest_first_in_latest_version(ledger):
     first, second = ledger.put(entry(ledger, 1.0)), ledger.put(entry(ledger, 2.0, environment="sums"))
     ledger.put(first.model_copy(update={"outcome": "better", "decision": "keep"}))
     assert [one.id for one in ledger.entries()] == [second.id, first.id]
@@ -44,7 +44,7 @@ def test_entries_come_newest_first_and_the_newest_version_of_each_counts(ledger)
         ledger.get("exp-none")
 
 
-def test_an_index_that_is_lost_reads_the_file_again(ledger):
+def test_lost_index_reads_file_again(ledger):
     kept = ledger.put(entry(ledger, figures={"r": Figures(state="completed", accuracy=0.5, tasks=9)}))
     ledger.set_goal("words", "half of them")
     ledger.set_goal("words", "all of them")
@@ -54,7 +54,7 @@ def test_an_index_that_is_lost_reads_the_file_again(ledger):
     assert ledger.goals() == {"words": "all of them"}
 
 
-def test_another_file_in_its_place_replaces_the_view(ledger, tmp_path):
+def test_replaced_file_replaces_view(ledger, tmp_path):
     ledger.put(entry(ledger))
     other = Ledger(Index(tmp_path / "other.db"), tmp_path / "other.jsonl")
     moved = [other.put(entry(other, number)) for number in (1.0, 2.0)]
@@ -64,7 +64,7 @@ def test_another_file_in_its_place_replaces_the_view(ledger, tmp_path):
     assert ledger.entries() == []
 
 
-def test_torn_and_foreign_lines_are_passed_over_and_the_next_one_is_whole(ledger):
+def test_torn_and_foreign_lines_are_skipped(ledger):
     first = ledger.put(entry(ledger, 1.0))
     with ledger.path.open("a") as file:
         file.write("no json\n" + json.dumps({"v": 9, "op": "newer"}) + '\n{"v":1,"op":"experiment","id":"exp-to')
@@ -79,7 +79,7 @@ def _add(path, count):
         ledger.put(entry(ledger, float(number)))
 
 
-def test_several_servers_write_at_once_and_nothing_is_lost(ledger, tmp_path):
+def test_concurrent_writers_lose_nothing(ledger, tmp_path):
     # Nothing is shared between two ledgers but the files, in threads as in processes.
     with ThreadPoolExecutor(3) as writers:
         for done in [writers.submit(_add, tmp_path, 10) for _ in range(3)]:
@@ -88,7 +88,7 @@ def test_several_servers_write_at_once_and_nothing_is_lost(ledger, tmp_path):
     assert len(ledger.entries()) == len({one.id for one in ledger.entries()}) == 30
 
 
-def test_an_index_of_the_first_version_takes_the_new_tables(tmp_path):
+def test_index_of_first_version_is_migrated(tmp_path):
     path = tmp_path / "index.db"
     with sqlite3.connect(path) as db:
         db.executescript(MIGRATIONS[0])
@@ -99,7 +99,7 @@ def test_an_index_of_the_first_version_takes_the_new_tables(tmp_path):
     assert ledger.get(kept.id) == kept
 
 
-def test_a_line_that_the_disk_took_in_part_is_no_line(ledger, monkeypatch):
+def test_partly_written_line_does_not_count(ledger, monkeypatch):
     kept, write = ledger.put(entry(ledger)), os.write
     lost = entry(ledger, 2.0)
 

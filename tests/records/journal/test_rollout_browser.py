@@ -57,7 +57,7 @@ def at(query, after):
     return Query(query.order, query.task, query.part, query.failed, after, query.limit)
 
 
-def test_an_empty_journal_has_no_rollouts(folder):
+def test_empty_journal_has_no_rollouts(folder):
     page = browse(folder, Query())
     assert (page.groups, page.scanned, page.complete, page.more) == ([], 0, True, False)
 
@@ -97,7 +97,7 @@ def test_filters_by_task_part_and_failure(folder):
     assert browse(folder, Query(task="xyz")).groups[2].group.outcomes[0].error == "it raised"
 
 
-def test_most_changed_holds_the_first_time_a_task_was_played_against_the_last(folder):
+def test_most_changed_compares_first_and_last_sample_of_task(folder):
     write(
         folder,
         [
@@ -113,7 +113,7 @@ def test_most_changed_holds_the_first_time_a_task_was_played_against_the_last(fo
     assert [(found.entry.task, found.change) for found in rest.groups] == [("fell", -0.5)]
 
 
-def test_the_index_grows_with_the_journal_and_is_read_from_where_it_ended(folder):
+def test_index_continues_where_it_ended(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 4)])
     assert browse(folder, Query()).scanned == 3
     index = folder.journal / "rollouts.idx"
@@ -126,7 +126,7 @@ def test_the_index_grows_with_the_journal_and_is_read_from_where_it_ended(folder
     assert index.stat().st_size == size
 
 
-def test_a_torn_frame_is_taken_in_once_it_is_whole(folder):
+def test_torn_frame_is_indexed_once_it_is_whole(folder):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
     path = next(folder.journal.glob("*.journal"))
     whole = path.read_bytes()
@@ -139,14 +139,14 @@ def test_a_torn_frame_is_taken_in_once_it_is_whole(folder):
 @pytest.mark.parametrize(
     "damage", [b"", b"no index of ours\n", b'{"toprope_rollouts":99}\n', b'{"toprope_rollouts":1}\n[1,2']
 )
-def test_an_index_that_is_damaged_or_of_another_version_is_made_anew(folder, damage):
+def test_damaged_or_foreign_index_is_rebuilt(folder, damage):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
     browse(folder, Query())
     (folder.journal / "rollouts.idx").write_bytes(damage)
     assert numbers(browse(folder, Query())) == [2, 1]
 
 
-def test_reading_stops_when_the_time_is_over_and_goes_on_at_the_next_call(folder):
+def test_indexing_stops_at_time_limit_and_continues(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 30)])
     first = browse(folder, Query(), seconds=-1.0)
     assert not first.complete and first.scanned < 29
@@ -156,14 +156,14 @@ def test_reading_stops_when_the_time_is_over_and_goes_on_at_the_next_call(folder
     assert page.complete and page.scanned == 29
 
 
-def test_where_the_index_cannot_be_written_the_journal_is_read_all_the_same(folder):
+def test_unwritable_index_is_kept_in_memory(folder):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
     (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, for whoever runs this
     page = browse(folder, Query())
     assert numbers(page) == [2, 1] and page.complete
 
 
-def test_a_group_whose_segment_was_removed_is_known_without_its_text(folder):
+def test_group_of_removed_segment_has_no_text(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 9)], segment_bytes=600)
     browse(folder, Query())
     sorted(folder.journal.glob("*.journal"))[0].unlink()
