@@ -2,40 +2,17 @@
 
 import random
 
-import msgspec
 import pytest
 
+from tests.support.journal_rollouts import group, write
 from toprope.errors import InvalidValue
-from toprope.records.journal.file_journal import FileJournal
-from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.marks import GroupNote
 from toprope.records.journal.rollout_browser import Query, browse
 from toprope.records.run.folder import RunFolder
-
-
-def group(number, rewards, task="t", answers=None, error=None, parsed=None):
-    outcomes = [
-        Outcome(reward, {"exact": reward, "style": 1 - reward} | ({} if parsed is None else {"parsed": parsed}))
-        for reward in rewards
-    ]
-    outcomes[0].error = error
-    rows = [[1, 2, 3]] * len(rewards)
-    return Group(
-        tokens=rows, masks=rows, scores=list(rewards), group_id=f"g{number}", task_id=task, outcomes=outcomes,
-        versions=[[(number, 3)]] * len(rewards), prompt=f"prompt {number}", answers=answers or ["a"] * len(rewards),
-    )  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder.create(tmp_path, "run-a")
-
-
-def write(folder, groups, **options):
-    journal = FileJournal(folder.journal, **options)
-    for one in groups:
-        journal.append(msgspec.json.encode(one), GroupNote(rows=len(one.tokens)))
-    journal.close()
 
 
 def numbers(page):

@@ -7,7 +7,7 @@ from mcp.client import Client
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
 
-from tests.records.journal.test_rollouts import group
+from tests.support.journal_rollouts import group
 from tests.support.tools_house import make_workshop
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.marks import GroupNote

@@ -9,7 +9,7 @@ from toprope_tools.results.rollouts import browse_rollouts
 from toprope_tools.runs.inference import test_inference as try_inference
 from toprope_tools.runs.training import start_training
 
-from tests.records.journal.test_rollouts import group
+from tests.support.journal_rollouts import group
 from tests.support.tools_house import make_workshop
 from toprope.errors import InvalidValue
 from toprope.records.journal.file_journal import FileJournal
