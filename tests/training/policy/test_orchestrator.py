@@ -74,15 +74,15 @@ def solve(policy: OrchestratorPolicy) -> list[tuple[str, str]]:
 
 def test_trained_policy_solves_task_as_in_training(run: Path, tmp_path: Path) -> None:
     policy = OrchestratorPolicy.from_checkpoint(run, device="cpu", temperature=0)
-    assert policy.told == "none", "it uses the system prompt of its run"
+    assert policy.system_prompt == "none", "it uses the system prompt of its run"
     assert solve(policy) == [("calculator", "3 + 4"), ("", "7")]
     action = policy.predict_action(OrchestratorEnvironment(Toolbox(TOOLS)).reset(TALK[0]["content"]), ["calculator"])
     assert action.raw_text == TALK[1]["content"] and 0.5 < action.confidence <= 1
     saved = policy.save(tmp_path / "saved")
     assert not list(saved.glob("*.bin")) and (saved / "model.safetensors").is_file()
-    again = OrchestratorPolicy.from_pretrained(saved, device="cpu", temperature=0, told="none")
+    again = OrchestratorPolicy.from_pretrained(saved, device="cpu", temperature=0, system_prompt="none")
     checkpoint = next((run / "checkpoints").iterdir())
-    third = OrchestratorPolicy.from_checkpoint(checkpoint, device="cpu", temperature=0, told="none")
+    third = OrchestratorPolicy.from_checkpoint(checkpoint, device="cpu", temperature=0, system_prompt="none")
     assert solve(again) == solve(third) == solve(policy)
 
 

@@ -25,7 +25,7 @@ def main() -> int:
         import transformers
 
         torch.set_num_threads(config.launcher.threads)
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.set_verbosity_error()
         from toprope.training.inference.embedded_engine import EmbeddedEngine
         from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
         from toprope.training.policy.weight_sync import WeightReader

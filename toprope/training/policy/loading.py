@@ -1,8 +1,8 @@
-"""Puts the policy's folder in place: the crew's first program, which ends when that is done.
+"""Provide and load the policy's folder.
 
-`embedded` is made once and kept under the owner's cache, by a fingerprint of its recipe; a folder is looked at; a
-Hugging Face id is downloaded into the Hub's own cache. The other members get a local folder in every case, and load it
-with `load_model` and `load_tokenizer`.
+The component `policy` is the first program of a crew, and ends when the folder is in place. An embedded policy is built
+once and kept in the owner's cache under a fingerprint of its recipe, a folder is checked, and a Hugging Face id is
+downloaded into the Hub's own cache. The other components get a local folder in every case.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.messages import Failed, Finished, Progress, Ready
 from toprope.records.run.checkpoints import MANIFEST, problem_of
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
-
-if TYPE_CHECKING:
-    from toprope.training.component.member import CrewMember
+from toprope.training.component.member import CrewMember
 
 __all__ = [
     "EMBEDDED",
@@ -29,6 +27,7 @@ __all__ = [
     "embedded_folder",
     "fix_kernels",
     "load_model",
+    "load_pretrained",
     "load_tokenizer",
     "main",
     "place",
@@ -39,14 +38,14 @@ _NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*
 
 
 def embedded_folder(cache: Path, name: str = "embedded") -> Path:
-    """Where an embedded policy of this version's recipe lies, whether it has been made or not."""
+    """The folder of an embedded policy with the present recipe; it may not exist yet."""
     from toprope.training.policy.tiny_model import RECIPES
 
     return cache / f"{name}-{RECIPES[name].fingerprint()}"
 
 
-def place(policy: PolicySection, cache: Path, report: Any) -> Path:
-    """The local folder of a policy, which is made or downloaded if need be.
+def place(policy: PolicySection, cache: Path, report: Callable[[Progress], object]) -> Path:
+    """The local folder of a policy, which is built or downloaded if necessary.
 
     Args:
         policy: The configuration's section.
@@ -54,31 +53,31 @@ def place(policy: PolicySection, cache: Path, report: Any) -> Path:
         report: Called with a `Progress` now and then.
 
     Raises:
-        TopropeError: It cannot be had; the text says why and what to do.
+        TopropeError: The policy is not available; the text gives the reason and the remedy.
     """
     if policy.model in EMBEDDED:
-        return _make_embedded(policy.model, cache, report)
+        return _build_embedded(policy.model, cache, report)
     local = Path(policy.model).expanduser()
     if local.is_dir():
-        adapters = (local / "adapter_config.json").is_file()  # what a run with LoRA saved: it names its model
+        adapters = (local / "adapter_config.json").is_file()  # saved by a run with LoRA; names its base model
         for name in ("tokenizer_config.json",) if adapters else ("config.json", "tokenizer_config.json"):
             if not (local / name).is_file():
                 raise InvalidValue(
-                    f"The folder {local} holds no {name}, so it is not a saved model with its tokenizer.",
+                    f"The folder {local} has no {name}, so it is not a saved model with its tokenizer.",
                     hint="Save both there with save_pretrained, or set policy.model to another folder or a Hub id.",
                 )
         if not any(local.glob("*.safetensors")):
             raise InvalidValue(
-                f"The folder {local} holds no weights as safetensors. Pickled weights (pytorch_model.bin) are not "
-                "loaded: that would run code that is in them.",
-                hint="Save the model anew with save_pretrained, or set policy.model to another folder or a Hub id.",
+                f"The folder {local} has no weights as safetensors. Pickled weights (pytorch_model.bin) are not "
+                "loaded, because that would run code in them.",
+                hint="Save the model again with save_pretrained, or set policy.model to another folder or a Hub id.",
             )
         checkpoint = local.resolve().parent
         ours = local.name == "model" and (checkpoint / MANIFEST).is_file() and (checkpoint / "state.json").is_file()
         if ours and (problem := problem_of(checkpoint)) is not None:
             raise Corrupt(
                 f"The checkpoint {checkpoint} cannot be used: {problem}.",
-                hint="It was left as it is. Set policy.model to the folder model/ of another checkpoint.",
+                hint="It was not changed. Set policy.model to the folder model/ of another checkpoint.",
             )
         return local.resolve()
     if policy.model.startswith((".", "/", "~")):
@@ -86,29 +85,29 @@ def place(policy: PolicySection, cache: Path, report: Any) -> Path:
     return _download(policy, report)
 
 
-def _make_embedded(name: str, cache: Path, report: Any) -> Path:
+def _build_embedded(name: str, cache: Path, report: Callable[[Progress], object]) -> Path:
     from filelock import FileLock
 
     folder = embedded_folder(cache, name)
     if (folder / _READY).is_file():
         return folder
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with FileLock(str(folder) + ".lock"):  # two runs that need it at once make it once
+    with FileLock(str(folder) + ".lock"):  # two runs that need it at the same time build it once
         if (folder / _READY).is_file():
             return folder
         making = f".making-{folder.name}-"
-        for left in cache.glob(f"{making}*"):  # of runs that were stopped meanwhile: under the lock nobody makes it
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in cache.glob(f"{making}*"):  # of stopped runs: only the holder of the lock builds it
+            shutil.rmtree(leftover, ignore_errors=True)
         from toprope.training.policy.tiny_model import RECIPES, build
 
         aside = Path(tempfile.mkdtemp(prefix=making, dir=cache))
         try:
 
-            def tell(done: int, total: int, loss: float) -> None:
-                report(Progress(f"making the {name} policy (first use)", done, total, {"loss": loss}))
+            def report_step(done: int, total: int, loss: float) -> None:
+                report(Progress(f"building the {name} policy (first use)", done, total, {"loss": loss}))
 
-            build(aside, RECIPES[name], tell)
-            shutil.rmtree(folder, ignore_errors=True)  # what lies there is no whole policy
+            build(aside, RECIPES[name], report_step)
+            shutil.rmtree(folder, ignore_errors=True)  # an incomplete policy
             os.replace(aside, folder)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -116,13 +115,13 @@ def _make_embedded(name: str, cache: Path, report: Any) -> Path:
     return folder
 
 
-def _download(policy: PolicySection, report: Any) -> Path:
+def _download(policy: PolicySection, report: Callable[[Progress], object]) -> Path:
     report(Progress(f"fetching {policy.model}", 0, 1))
     try:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(policy.model, revision=policy.revision, allow_patterns=_NEEDED))
-    except Exception as error:  # the Hub's client raises its own tree, and requests' and httpx' besides
+    except Exception as error:  # the Hub's client raises errors of several libraries
         text = str(error).strip()
         cause = text.splitlines()[0] if text else type(error).__name__
         raise NotFound(
@@ -135,15 +134,15 @@ def _download(policy: PolicySection, report: Any) -> Path:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a placed policy, padding on the left, with a padding token.
+    """Load the tokenizer of a policy, with padding on the left and a padding token.
 
     Raises:
-        InvalidValue: It cannot be loaded, or has no chat template, without which messages cannot be put to the policy.
+        InvalidValue: The tokenizer cannot be loaded, or has no chat template.
     """
     from transformers import AutoTokenizer
 
-    with _loading("tokenizer", folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    with _explain_failure("tokenizer", folder):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if not tokenizer.chat_template:
@@ -155,13 +154,13 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 @contextmanager
-def _loading(what: str, folder: Path) -> Iterator[None]:
-    """What the libraries raise for a folder that is damaged or too new for them, in one sentence with the remedy."""
+def _explain_failure(what: str, folder: Path) -> Iterator[None]:
+    """Turn errors of the libraries about a damaged or too recent folder into one with the remedy."""
     try:
         yield
     except TopropeError:
         raise
-    except Exception as error:  # transformers, tokenizers and safetensors each raise trees of their own
+    except Exception as error:  # transformers, tokenizers, safetensors and torch raise errors of many types
         text = str(error).strip()
         cause = text.splitlines()[0] if text else type(error).__name__
         raise InvalidValue(
@@ -170,29 +169,44 @@ def _loading(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
-    """The policy as a causal LM on its device, with fresh LoRA adapters where the configuration asks for them.
+def load_pretrained(folder: Path, device: str | None, **options: Any) -> Any:
+    """Load a causal LM from safetensors.
 
     Args:
-        folder: The placed policy.
-        config: The run's configuration.
-        trained: For the trainer. With dtype `auto` weights that are all trained are float32 on a GPU, too: a step of
-            usual size is lost in bfloat16, whose neighbours are 0.8 % apart. Inference rounds what is published.
+        folder: The model's folder.
+        device: A PyTorch device; None leaves the model where `options` place it.
+        options: Further arguments of `from_pretrained`.
 
     Raises:
-        InvalidValue: It cannot be loaded, or the device is not there.
+        InvalidValue: The model cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _explain_failure("model", folder):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **options)
+        return model if device is None else model.to(device)
+
+
+def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
+    """Load the policy as a causal LM on its device, with new LoRA adapters if the configuration asks for them.
+
+    Args:
+        folder: The policy's folder.
+        config: The run's configuration.
+        trained: True for the trainer. With dtype `auto`, weights that are trained in full are float32 also on a GPU: a
+            usual step is lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
+
+    Raises:
+        InvalidValue: The model cannot be loaded, or the device is missing.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     device = describe_device(config)
     dtype = config.policy.dtype
     if dtype == "auto":
-        whole = trained and not config.policy.lora
-        dtype = "float32" if device == "cpu" or whole else "bfloat16"
-    with _loading("model", folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), use_safetensors=True)
-    model = model.to(device)
+        in_full = trained and not config.policy.lora
+        dtype = "float32" if device == "cpu" or in_full else "bfloat16"
+    model = load_pretrained(folder, device, dtype=getattr(torch, dtype))
     if config.policy.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -202,7 +216,7 @@ def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
             model,
             LoraConfig(
                 r=config.policy.lora_rank,
-                lora_alpha=config.policy.lora_alpha,
+                lora_alpha=config.policy.lora_alpha,  # type: ignore[arg-type] # peft accepts a float
                 lora_dropout=config.policy.lora_dropout,
                 target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
                 task_type="CAUSAL_LM",
@@ -212,21 +226,21 @@ def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
 
 
 def fix_kernels(config: Config) -> None:
-    """In deterministic mode has torch choose kernels that give the same twice; call it before anything is computed."""
+    """In deterministic mode, make torch choose reproducible kernels. Call it before any computation."""
     import torch
 
     if config.algorithm.deterministic:
-        # cuBLAS reads it when it is first used: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+        # cuBLAS reads it at its first use: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # TRL, accelerate and models of the Hub are not ours to mend: what has no such kernel warns and goes on.
+        # Only warn: TRL, accelerate and models of the Hub may use operations without such a kernel.
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def describe_device(config: Config) -> str:
-    """`cuda` or `cpu`.
+    """The device of the run, `cuda` or `cpu`.
 
     Raises:
-        InvalidValue: A GPU is asked for and there is none.
+        InvalidValue: The configuration asks for a GPU and there is none.
     """
     import torch
 
@@ -236,20 +250,18 @@ def describe_device(config: Config) -> str:
         return "cuda"
     if config.launcher.device == "cuda":
         raise InvalidValue(
-            "launcher.device is cuda, but PyTorch sees no GPU here.",
+            "launcher.device is cuda, but PyTorch finds no GPU here.",
             hint="Set launcher.device to auto or cpu, or install a CUDA build of PyTorch.",
         )
     return "cpu"
 
 
 def main() -> int:
-    """The component program."""
-    from toprope.training.component.member import CrewMember
-
-    member: CrewMember = CrewMember.join()
+    """Run the component; returns its exit status."""
+    member = CrewMember.join()
     try:
         if member.spec.config.launcher.device == "cuda":
-            describe_device(member.spec.config)  # before a model is fetched that could not be used
+            describe_device(member.spec.config)  # fail before downloading a model that could not be used
         folder = place(member.spec.config.policy, Path(member.spec.policy_cache), member.report)
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))

@@ -1,4 +1,4 @@
-"""The orchestrator's policy alone, for programs that want to use what was trained and nothing else of a run.
+"""A trained orchestrator as a policy for other programs, without a run.
 
     from toprope.training.policy.orchestrator import OrchestratorPolicy
 
@@ -7,35 +7,33 @@
     while not environment.done(state):
         environment.step(state, policy.predict_action(state, tools))
 
-It sees a state as the environment `orchestrator` shows it in training: the same system prompt, the answers as they were
-given, the observations. Weights are safetensors only.
+The policy sees a state as the environment `orchestrator` shows it in training: the same system prompt, the sampled
+answers, the observations. Weights are loaded from safetensors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toprope.errors import InvalidValue, NotFound, TopropeError
+from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.checkpoints import newest_sound, nothing_sound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.sdk.orchestration.dialogue import Mode, build_system_prompt, parse_action, render_observation
 from toprope.sdk.orchestration.episode import Action, State, Step
 from toprope.settings.schema import EMBEDDED, PolicySection
-from toprope.training.policy.loading import load_tokenizer, place
-from toprope.training.policy.quantization import quantized
+from toprope.training.policy.loading import load_pretrained, load_tokenizer, place
+from toprope.training.policy.quantization import quantization_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 __all__ = ["OrchestratorPolicy"]
 
-Told = Literal["descriptions", "names", "none"]
+SystemPrompt = Literal["descriptions", "names", "none"]
 
 
 class OrchestratorPolicy:
@@ -44,10 +42,10 @@ class OrchestratorPolicy:
     Args:
         model: A transformers model, on its device.
         tokenizer: Its tokenizer, with a chat template.
-        mode: How it answers: structured text, or the tool calls of chat templates.
-        told: What it is told of its tools in a system prompt.
+        mode: Form of its answers: structured text, or the tool calls of chat templates.
+        system_prompt: Content of the system prompt about tools: their descriptions, their names, or none at all.
         max_tokens: Longest answer, in tokens.
-        temperature: Of sampling; 0: the most likely token.
+        temperature: Sampling temperature; 0 takes the most likely token.
     """
 
     def __init__(
@@ -56,14 +54,14 @@ class OrchestratorPolicy:
         tokenizer: Any,
         *,
         mode: Mode = "structured",
-        told: Told = "descriptions",
+        system_prompt: SystemPrompt = "descriptions",
         max_tokens: int = 256,
         temperature: float = 0.7,
     ) -> None:
         if max_tokens < 1 or temperature < 0:
             raise InvalidValue("max_tokens must be 1 or more, and temperature 0 or more.")
         self.model, self.tokenizer = model, tokenizer
-        self.mode, self.told = mode, told
+        self.mode, self.system_prompt = mode, system_prompt
         self.max_tokens, self.temperature = max_tokens, temperature
 
     @classmethod
@@ -77,43 +75,45 @@ class OrchestratorPolicy:
         cache: str | Path | None = None,
         **settings: Any,
     ) -> OrchestratorPolicy:
-        """The policy of a folder, or of a Hugging Face id, which is downloaded if need be.
+        """Load the policy from a folder or a Hugging Face id, which is downloaded if necessary.
 
         Args:
             model: Folder with a model (or LoRA adapters) and its tokenizer, a Hub id, or `embedded-tools`.
-            gradient_checkpointing: Compute activations again in a backward pass, if you train it further.
-            load_in_8bit: Weights in 8 bits; needs bitsandbytes and an NVIDIA GPU.
-            device: `auto` (a GPU where there is one), or as PyTorch names it.
-            cache: Where policies that are made on the spot are kept; needed for those alone.
-            settings: As the class has them.
+            gradient_checkpointing: Recompute activations in the backward pass, for further training.
+            load_in_8bit: Load weights in 8 bits; needs bitsandbytes and an NVIDIA GPU.
+            device: A PyTorch device, or `auto` for a GPU if there is one.
+            cache: Folder for embedded policies; required for them only.
+            settings: Further arguments of the class.
 
         Raises:
             NotFound: There is no such folder or id.
-            InvalidValue: What is there cannot be loaded, or 8 bits are not possible here.
+            InvalidValue: The model cannot be loaded, or 8 bits are not possible here.
         """
         import torch
 
         if str(model) in EMBEDDED and cache is None:
-            raise InvalidValue(f"{model} is made on the spot and needs a folder to keep it: give cache.")
+            raise InvalidValue(f"{model} is built on first use and needs a folder to keep it: give cache.")
         folder = place(PolicySection(model=str(model)), Path(cache or ".").expanduser(), lambda report: None)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = _model_of(folder, device, load_in_8bit)
+        options: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+        if load_in_8bit:
+            options |= {"quantization_config": quantization_config("load_in_8bit"), "device_map": {"": device}}
+        loaded = load_pretrained(folder, None if load_in_8bit else device, **options).eval()
         if gradient_checkpointing:
             loaded.activation_checkpointing_enable()
         return cls(loaded, load_tokenizer(folder), **settings)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, **arguments: Any) -> OrchestratorPolicy:
-        """What a run trained.
+        """Load the policy that a run trained.
 
         Args:
-            path: The run's folder, of whose checkpoints the newest sound one is taken; or one checkpoint's.
-            arguments: As `from_pretrained` has them. How the policy answers and what it is told are the run's, where
-                `path` is a run.
+            path: The run's folder, for its newest sound checkpoint, or the folder of one checkpoint.
+            arguments: Arguments of `from_pretrained`. For a run, `mode` and `system_prompt` default to the run's.
 
         Raises:
-            NotFound: There is nothing of the kind.
+            NotFound: There is no checkpoint.
             Corrupt: Every checkpoint of the run is damaged.
         """
         folder = Path(path).expanduser().resolve()
@@ -127,7 +127,7 @@ class OrchestratorPolicy:
             knobs = Specification.read(run).config.environment.knobs
             arguments = {
                 "mode": knobs.get("mode", "structured"),
-                "told": knobs.get("system_prompt", "descriptions"),
+                "system_prompt": knobs.get("system_prompt", "descriptions"),
             } | arguments
             return cls.from_pretrained(found.path / "model", **arguments)
         if (folder / "model").is_dir():
@@ -137,15 +137,15 @@ class OrchestratorPolicy:
         return cls.from_pretrained(folder, **arguments)
 
     def predict_action(self, state: State, tools: Sequence[Any] | Sequence[str]) -> Action:
-        """What the policy does next.
+        """Sample the next action.
 
         Args:
-            state: The task, and what was done so far.
+            state: The task and the steps so far.
             tools: `toprope.sdk.orchestration.Tool`s, or their names.
 
         Returns:
-            The action, its `confidence` the geometric mean of its tokens' probabilities. An answer that is none has a
-            `problem` that says what is missing.
+            The action; `confidence` is the geometric mean of its tokens' probabilities. If the answer is not a valid
+            action, `problem` gives the reason.
 
         Raises:
             InvalidValue: The state is longer than the model's context.
@@ -153,32 +153,32 @@ class OrchestratorPolicy:
         import torch
 
         prompt = self._prompt(state, tools)
-        room = getattr(self.model.config, "max_position_embeddings", None)
-        if room is not None and len(prompt) >= room:
-            raise InvalidValue(f"The state has {len(prompt)} tokens, and the policy's context {room}.")
-        most = self.max_tokens if room is None else min(self.max_tokens, room - len(prompt))
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and len(prompt) >= context:
+            raise InvalidValue(f"The state has {len(prompt)} tokens, and the policy's context {context}.")
+        max_tokens = self.max_tokens if context is None else min(self.max_tokens, context - len(prompt))
         sampling: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
         ids = torch.tensor([prompt], device=self.model.device)
-        with torch.no_grad(), _answering(self.model):
-            made = self.model.generate(
+        with torch.no_grad(), _evaluation_mode(self.model):
+            output = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=most,
+                max_new_tokens=max_tokens,
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
                 output_scores=True,
                 return_dict_in_generate=True,
                 **sampling,
             )
-        answer = made.sequences[0, len(prompt) :]
+        answer = output.sequences[0, len(prompt) :]
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         action = parse_action(text, self.mode)
-        return Action(**{**action.__dict__, "confidence": _confidence(made.scores, answer)})
+        return Action(**{**action.__dict__, "confidence": _confidence(output.scores, answer)})
 
     def save(self, folder: str | Path) -> Path:
-        """Writes model (as safetensors) and tokenizer, so that `from_pretrained` loads them; returns the folder."""
+        """Write the model (as safetensors) and its tokenizer for `from_pretrained`; returns the folder."""
         folder = Path(folder).expanduser()
         self.model.save_pretrained(folder, safe_serialization=True)
         self.tokenizer.save_pretrained(folder)
@@ -186,19 +186,19 @@ class OrchestratorPolicy:
 
     def _prompt(self, state: State, tools: Sequence[Any]) -> list[int]:
         messages: list[dict[str, str]] = []
-        if self.told != "none":
-            told = build_system_prompt(tools, mode=self.mode, descriptions=self.told == "descriptions")
-            messages.append({"role": "system", "content": told})
+        if self.system_prompt != "none":
+            text = build_system_prompt(tools, mode=self.mode, descriptions=self.system_prompt == "descriptions")
+            messages.append({"role": "system", "content": text})
         messages.append({"role": "user", "content": state.initial_prompt})
         for step in state.history:
-            messages.append({"role": "assistant", "content": _answer_of(step)})
+            messages.append({"role": "assistant", "content": _answer_text(step)})
             messages.append(render_observation(step.observation.content, self.mode))
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answer_of(step: Step) -> str:
-    """What the policy said; written out where an action was made by hand."""
+def _answer_text(step: Step) -> str:
+    """The policy's answer, or the text of an action that was created by hand."""
     action = step.action
     if action.raw_text:
         return action.raw_text
@@ -207,36 +207,19 @@ def _answer_of(step: Step) -> str:
     return f"THOUGHT: {action.thought}\nTOOL: {action.tool_name}\nINPUT: {action.tool_input}"
 
 
-def _model_of(folder: Path, device: str, load_in_8bit: bool) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    how: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else torch.bfloat16}
-    if load_in_8bit:
-        how |= {"quantization_config": quantized("load_in_8bit"), "device_map": {"": device}}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **how)
-        return model.eval() if load_in_8bit else model.to(device).eval()
-    except TopropeError:
-        raise
-    except Exception as error:  # transformers, safetensors and torch raise trees of their own
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"The model in {folder} cannot be loaded on {device}: {cause[:300]}") from error
-
-
 @contextmanager
-def _answering(model: Any) -> Iterator[None]:
-    """Without dropout, whatever the model's owner does with it between answers."""
-    was = model.training
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Switch dropout off, and restore the model's mode afterwards."""
+    training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(was)
+        model.train(training)
 
 
 def _confidence(scores: Sequence[torch.Tensor], answer: torch.Tensor) -> float:
-    """exp of the mean log-probability of the tokens. `scores`: (1, vocabulary) for each token of `answer`."""
+    """exp of the mean log-probability of the answer's tokens; `scores` has (1, vocabulary) for each."""
     import torch
 
     if not scores:

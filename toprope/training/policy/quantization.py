@@ -1,48 +1,48 @@
-"""Weights and moments in 8 bits, by bitsandbytes, where a GPU's memory is short; else a sentence that says why not."""
+"""Weights and optimizer moments in 8 bits, by bitsandbytes, for GPUs that are short of memory."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from toprope.errors import InvalidValue
 
-__all__ = ["adamw", "quantized"]
+__all__ = ["make_adamw_8bit", "quantization_config"]
 
 
-def quantized(field: str) -> Any:
-    """How transformers loads a model in 8 bits (LLM.int8(), Dettmers et al. 2022).
+def quantization_config(field: str) -> Any:
+    """The transformers configuration that loads a model in 8 bits (LLM.int8(), Dettmers et al. 2022).
 
     Args:
-        field: What asks for it, for the error.
+        field: The setting that asks for it, for the error.
 
     Raises:
-        InvalidValue: There is no bitsandbytes or no NVIDIA GPU here.
+        InvalidValue: bitsandbytes or an NVIDIA GPU is missing.
     """
-    _bitsandbytes(field)
+    _import_bitsandbytes(field)
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
-def adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> Any:
-    """AdamW whose moments have 8 bits, block by block (Dettmers et al. 2021).
+def make_adamw_8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> Any:
+    """AdamW with block-wise moments in 8 bits (Dettmers et al. 2021).
 
     Raises:
-        InvalidValue: There is no bitsandbytes or no NVIDIA GPU here.
+        InvalidValue: bitsandbytes or an NVIDIA GPU is missing.
     """
-    return _bitsandbytes("optimizer.eight_bit").optim.AdamW8bit(groups, lr=lr, betas=betas)
+    return _import_bitsandbytes("optimizer.eight_bit").optim.AdamW8bit(groups, lr=lr, betas=betas)
 
 
-def _bitsandbytes(field: str) -> Any:
+def _import_bitsandbytes(field: str) -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise InvalidValue(f"{field} needs an NVIDIA GPU, and PyTorch sees none here.", hint=f"Switch {field} off.")
+        raise InvalidValue(f"{field} needs an NVIDIA GPU, and PyTorch finds none here.", hint=f"Switch {field} off.")
     try:
-        import bitsandbytes
+        return importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise InvalidValue(
             f"{field} needs the library bitsandbytes, which cannot be imported here: {error}.",
             hint=f"Install it beside Toprope (pip install bitsandbytes), or switch {field} off.",
         ) from None
-    return bitsandbytes

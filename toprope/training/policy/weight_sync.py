@@ -1,11 +1,11 @@
-"""How the trainer's weights reach inference on one machine: a mapped file with two slots and a version.
+"""Weights from the trainer to inference on one machine: a memory-mapped file with two slots and a version.
 
-The trainer writes a version into the slot that nobody reads, then moves the version number; inference looks at the
-number between decode batches, which costs nothing, and copies the slot when it moved. No message, no pause, no torn
-read: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
+The trainer writes a version into the slot that is not in use, then advances the version number. Inference checks the
+number between decode batches, at no cost, and copies the slot if it has advanced. No messages, no pauses, no torn
+reads: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
 
-`weights.json` beside the file names the tensors; only what is trained travels, so for LoRA only the adapters do.
-An engine that lives elsewhere (vLLM, a cluster) gets its own, with `version` and `publish()` as here.
+`weights.json` beside the file names the tensors. Only trained parameters are published; with LoRA, only the adapters.
+An engine elsewhere (vLLM, a cluster) needs its own publisher with `version` and `publish()` as here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toprope.atomic import write_json
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["WeightFile", "WeightReader"]
 
 _HEADER = struct.Struct("<qq")
-"""The version at which the file began, and the newest one in it: equal until something was published."""
+"""The version at which the file began, and its newest one; equal until the first publication."""
 _ALIGN = 64
 
 
 class WeightFile:
-    """The trainer's side. `parameters` maps names to the live tensors; shapes and dtypes do not change.
+    """The trainer's side.
 
     Args:
-        folder: Where the two files lie; a file of an earlier trainer is replaced, not overwritten: inference may be
+        folder: Folder of the two files. A file of an earlier trainer is replaced, not overwritten: inference may be
             reading it.
-        parameters: What is published.
-        version: The version that inference holds already: 0, or a checkpoint's.
+        parameters: The live tensors to publish, by name; shapes and dtypes do not change.
+        version: The version that inference holds already: 0, or that of a checkpoint.
     """
 
     def __init__(self, folder: Path, parameters: dict[str, torch.Tensor], version: int = 0) -> None:
@@ -55,7 +55,7 @@ class WeightFile:
         try:
             size = _ALIGN + 2 * max(offset, _ALIGN)
             if hasattr(os, "posix_fallocate"):
-                # Writing to a mapped file that finds no room on the disk would kill the trainer.
+                # Writing to a mapped file on a full disk would kill the trainer.
                 os.posix_fallocate(descriptor, 0, size)
             else:
                 os.ftruncate(descriptor, size)
@@ -67,12 +67,12 @@ class WeightFile:
         self._no_grad = torch.no_grad
         _HEADER.pack_into(self._map, 0, version, version)
         self._began_at = version
-        # A reader looks at the file first: when it finds a new one, the layout must be that one's.
+        # The layout comes first: a reader that finds the new file must read its layout.
         write_json(folder / "weights.json", {"version": 1, "slot_bytes": offset, "tensors": layout})
         os.replace(aside, path)
 
     def publish(self) -> int:
-        """Copies every parameter into the free slot, then moves the version number."""
+        """Copy every parameter into the free slot, then advance the version number; returns it."""
         version = self.version + 1
         slot = self._slots[version % 2]
         with self._no_grad():
@@ -84,7 +84,7 @@ class WeightFile:
 
 
 class WeightReader:
-    """The side of inference. Until the trainer has made the file, `refresh` finds nothing and version stays 0."""
+    """The side of inference. Until the trainer has created the file, `version` stays 0."""
 
     def __init__(self, folder: Path, parameters: dict[str, torch.Tensor]) -> None:
         self.version = 0
@@ -95,7 +95,7 @@ class WeightReader:
         self._slots: list[dict[str, torch.Tensor]] = []
 
     def refresh(self) -> int:
-        """Copies newer weights into the parameters, if there are any, and returns the version that they hold now.
+        """Copy newer weights into the parameters, if there are any; returns the version of the parameters.
 
         Raises:
             KeyError: The trainer publishes a parameter that this model does not have.
@@ -105,18 +105,18 @@ class WeightReader:
         if not self._open():
             return self.version
         assert self._map is not None
-        # A trainer that started anew may go on from an earlier version: what it publishes counts, not the number.
+        # A restarted trainer may continue from a lower version, so any other number means new weights.
         while (version := _HEADER.unpack_from(self._map, 0)[1]) != self._seen:
             with torch.no_grad():
                 for name, tensor in self._slots[version % 2].items():
                     self._parameters[name].copy_(tensor)
-            # From the next version on the slot may have been rewritten while it was read. Then the loop goes on, with
-            # the other slot: it ends only where the number has not moved, and the slot was left alone.
+            # The trainer may have begun to rewrite the slot if the number has advanced; the loop then reads the other
+            # slot. It ends only if the number is unchanged, and with it the slot.
             self.version = self._seen = version
         return self.version
 
     def _open(self) -> bool:
-        """Maps the trainer's file, anew if a later trainer has put another in its place; False where there is none."""
+        """Map the trainer's file, again if a later trainer has replaced it; False if there is none."""
         path = self._folder / "weights.bin"
         try:
             if os.stat(path).st_ino == self._file:
@@ -138,7 +138,7 @@ class WeightReader:
         return True
 
 
-def _views(buffer: mmap.mmap, layout: list[dict], base: int) -> dict[str, torch.Tensor]:
+def _views(buffer: mmap.mmap, layout: list[dict[str, Any]], base: int) -> dict[str, torch.Tensor]:
     import torch
 
     views = {}

@@ -22,7 +22,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from toprope.settings.schema import Config
-from toprope.training.policy.quantization import quantized
+from toprope.training.policy.quantization import quantization_config
 from toprope.training.trainer.base import Learner, TrainingRun, step_callback
 from toprope.training.trainer.batch_source import GroupBatch, TrainingRow, build_rows
 from toprope.training.trainer.collate import collate
@@ -58,7 +58,9 @@ def grpo_config(config: Config, output: str, device: str, report_to: list[str]) 
     # TRL loads only the reference with these arguments; it gets the policy as an object.
     eight_bit = algorithm.reference_8bit and algorithm.beta > 0 and not config.policy.lora
     return GRPOConfig(
-        model_init_kwargs={"quantization_config": quantized("algorithm.reference_8bit")} if eight_bit else None,
+        model_init_kwargs={"quantization_config": quantization_config("algorithm.reference_8bit")}
+        if eight_bit
+        else None,
         output_dir=output,
         max_steps=config.budget.steps,
         per_device_train_batch_size=micro,

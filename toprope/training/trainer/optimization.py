@@ -41,9 +41,9 @@ def make_optimizer(config: Config, parameters: Mapping[str, torch.Tensor]) -> to
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups, betas = [group for group in groups if group["params"]], (section.adam_beta1, section.adam_beta2)
     if section.eight_bit:
-        from toprope.training.policy.quantization import adamw
+        from toprope.training.policy.quantization import make_adamw_8bit
 
-        eight_bit: torch.optim.Optimizer = adamw(groups, lr=section.learning_rate, betas=betas)
+        eight_bit: torch.optim.Optimizer = make_adamw_8bit(groups, lr=section.learning_rate, betas=betas)
         return eight_bit
     return torch.optim.AdamW(groups, lr=section.learning_rate, betas=betas, fused=True)
 
