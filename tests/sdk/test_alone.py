@@ -40,7 +40,7 @@ def bare(alone: Path, *arguments: str, text: str = "") -> subprocess.CompletedPr
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, cwd=alone, env={})
 
 
-def test_an_author_plays_with_it(alone: Path) -> None:
+def test_author_can_play_without_toprope(alone: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(alone)!r})\n"
         "from count import Count, play\n"
@@ -53,7 +53,7 @@ def test_an_author_plays_with_it(alone: Path) -> None:
     assert (alone / "toprope" / "sdk" / "py.typed").is_file()  # its annotations count for whoever imports it
 
 
-def test_its_worker_serves_an_environment(alone: Path) -> None:
+def test_worker_serves_environment_without_toprope(alone: Path) -> None:
     source = {"file": str(alone / "count.py"), "attribute": "Count"}
     asked = [
         {"id": 1, "op": "open", "source": source},
@@ -66,7 +66,7 @@ def test_its_worker_serves_an_environment(alone: Path) -> None:
     assert scored["ok"] and scored["result"]["reward"] == 0.0
 
 
-def test_every_adapter_can_be_imported_without_its_ecosystem(alone: Path) -> None:
+def test_adapters_import_without_their_ecosystems(alone: Path) -> None:
     names = sorted(file.stem for file in (alone / "toprope/sdk/adapters").glob("*.py") if file.stem != "__init__")
     program = (
         f"import importlib, sys; sys.path.insert(0, {str(alone)!r})\n"

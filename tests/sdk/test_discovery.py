@@ -13,7 +13,7 @@ def found_in(folder: Path, text: str, name: str = "mine.py") -> list[Found]:
     return discover_file(file)
 
 
-def test_a_class_is_read_and_never_run(tmp_path: Path) -> None:
+def test_discovery_never_runs_a_file(tmp_path: Path) -> None:
     [found] = found_in(
         tmp_path,
         """
@@ -41,7 +41,7 @@ class Mine(Environment):
     )
 
 
-def test_every_way_to_name_the_base_is_understood(tmp_path: Path) -> None:
+def test_discovery_resolves_import_aliases(tmp_path: Path) -> None:
     found = found_in(
         tmp_path,
         """
@@ -60,12 +60,12 @@ class F(t.OwnLoop): pass
     assert [(each.name, each.max_turns) for each in found] == names
 
 
-def test_an_environment_of_another_library_is_not_ours(tmp_path: Path) -> None:
+def test_discovery_ignores_other_libraries(tmp_path: Path) -> None:
     assert found_in(tmp_path, "from gym import Environment\nclass A(Environment): pass\n") == []
     assert found_in(tmp_path, "def helper(): pass\n") == []
 
 
-def test_a_file_that_does_not_parse_is_listed_with_its_line(tmp_path: Path) -> None:
+def test_unparsable_file_is_listed_with_line(tmp_path: Path) -> None:
     [found] = found_in(tmp_path, "x = 1\ndef f(:\n  pass\n")
     assert found.name == "mine" and found.attribute == ""
     assert found.problem and f"{tmp_path / 'mine.py'}:2" in found.problem
@@ -73,7 +73,7 @@ def test_a_file_that_does_not_parse_is_listed_with_its_line(tmp_path: Path) -> N
     assert discover_file(tmp_path / "bytes.py")[0].problem
 
 
-def test_a_file_that_is_no_source_is_not_read_whole(tmp_path: Path) -> None:
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "huge.py"
     with file.open("wb") as out:
         out.truncate(1 << 34)  # a hole: 16 GB that nobody wrote
@@ -81,17 +81,17 @@ def test_a_file_that_is_no_source_is_not_read_whole(tmp_path: Path) -> None:
     assert found.name == "huge" and "larger than 4 MB" in found.problem
 
 
-def test_a_file_that_makes_the_parser_warn_does_not(tmp_path: Path) -> None:
+def test_parser_warnings_are_dropped(tmp_path: Path) -> None:
     assert found_in(tmp_path, 'class A:\n  x = "\\d"\n') == []
 
 
-def test_a_name_that_cannot_be_said_is_a_problem(tmp_path: Path) -> None:
+def test_invalid_environment_name_is_a_problem(tmp_path: Path) -> None:
     text = "from toprope.sdk import Environment\nclass A(Environment): name = 'My Env/1'\n"
     [found] = found_in(tmp_path, text)
     assert "My Env/1" in found.problem and ":2" in found.problem
 
 
-def test_helpers_are_passed_over(tmp_path: Path) -> None:
+def test_discovery_skips_helpers(tmp_path: Path) -> None:
     for name in ("b.py", "a.py", "_helper.py", "__init__.py", "notes.txt"):
         (tmp_path / name).write_text("")
     assert [file.name for file in environment_files(tmp_path)] == ["a.py", "b.py"]

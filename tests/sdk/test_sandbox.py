@@ -37,12 +37,12 @@ def confined():
         ("import datetime\ndatetime.date(2026, 1, 1).isoformat()", "'2026-01-01'\n"),
     ],
 )
-def test_a_program_computes(program, output):
+def test_sandbox_runs_programs(program, output):
     ran = run_python(program, seconds=20)
     assert (ran.output, ran.code, ran.why) == (output, 0, "")
 
 
-def test_what_a_program_raises_is_told_with_its_line():
+def test_sandbox_reports_exception_with_line():
     ran = run_python("x = 1\nraise ValueError('no')", seconds=20)
     assert ran.output == "ValueError: no (line 2)\n" and ran.code == 1
     assert "SyntaxError" in run_python("x =", seconds=20).output
@@ -54,7 +54,7 @@ QUICK = ("fork bomb", "another program", "all memory at once", "endless output",
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_hostile_program_stays_within(name, tmp_path):
+def test_sandbox_contains_hostile_program(name, tmp_path):
     canary = tmp_path / "canary"
     canary.write_text("alive")
     canary.chmod(0o600)
@@ -70,7 +70,7 @@ def test_a_hostile_program_stays_within(name, tmp_path):
     assert "alive" not in ran.output and len(ran.output) <= 4000 and ran.seconds < 20
 
 
-def test_the_interpreter_is_a_tool():
+def test_code_interpreter_is_a_tool():
     box = Toolbox([code_interpreter(seconds=20)])
     assert box.call("code_interpreter", "```python\nprint(6 * 7)\n```").content == "42"
     failed = box.call("code_interpreter", "open('/etc/passwd')")
@@ -78,7 +78,7 @@ def test_the_interpreter_is_a_tool():
     assert "time limit" in Toolbox([code_interpreter(seconds=0.5)]).call("code_interpreter", "while True: pass").content
 
 
-def test_where_nothing_confines_nothing_is_run(monkeypatch):
+def test_sandbox_refuses_to_run_unconfined(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(Unconfined, match="none was run"):
         run_python("1")

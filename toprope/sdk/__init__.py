@@ -1,7 +1,7 @@
-"""What the author of an environment imports: `from toprope.sdk import Environment, Part, Task, knob`.
+"""The names that authors of environments import: `from toprope.sdk import Environment, Part, Task, knob`.
 
-This package loads in whatever interpreter an environment needs, next to whatever is installed there. It therefore uses
-the standard library only, imports nothing else of Toprope, and has no side effects.
+The package loads into any interpreter that an environment needs, next to any packages. It therefore uses the standard
+library only, imports nothing else of Toprope, and has no side effects.
 """
 
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session

@@ -1,7 +1,7 @@
-"""Finds the environments in a user's files by reading them, never by running them.
+"""Find the environments in a user's files by parsing them, never by running them.
 
-Listing is what an agent does first and often; it must be quick, and a file that prints, sleeps or raises when it is
-imported must not be able to disturb it.
+An agent lists environments first and often. Listing must be quick, and a file that prints, sleeps or raises on import
+must not disturb it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 __all__ = ["DeclaredKnob", "Found", "NAME", "discover_file", "environment_files", "first_line", "literal"]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-"""How an environment may be called."""
+"""Valid names of environments."""
 
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
-"""Bytes of a file that is read: nobody writes more by hand, and a syntax tree takes a hundred times as much."""
+"""Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
 _PARSING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class DeclaredKnob:
-    """A knob as it stands in the file; `default` is None where it is no literal."""
+    """A knob as written in the file; `default` is None if it is not a literal."""
 
     name: str
     type: str
@@ -38,7 +38,7 @@ class DeclaredKnob:
 
 @dataclass(frozen=True)
 class Found:
-    """An environment in a file, or a file that cannot be read (`problem` says why, and `attribute` is empty)."""
+    """An environment in a file, or a file that cannot be read: then `problem` says why and `attribute` is empty."""
 
     name: str
     file: Path
@@ -46,22 +46,22 @@ class Found:
     line: int = 1
     description: str = ""
     max_turns: int | None = 1
-    """None where it is computed."""
+    """None if it is computed."""
     tags: tuple[str, ...] = ()
     knobs: tuple[DeclaredKnob, ...] = field(default=())
     problem: str = ""
 
 
 def environment_files(folder: Path) -> list[Path]:
-    """The files directly in a folder that may hold environments, by name. Those that begin with `_` are helpers."""
+    """Python files directly in a folder, sorted by name, without helpers, whose names begin with `_`."""
     return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
 
 
 def discover_file(file: Path) -> list[Found]:
-    """The environments of one file.
+    """The environments in one file.
 
-    A class counts when one of its bases is `Environment` or `OwnLoop` of this package, by whatever name it was
-    imported, or a class of the same file that counts. Classes that begin with `_` are bases for others and not listed.
+    A class is an environment if one of its bases is `Environment` or `OwnLoop` of this package, under any imported
+    name, or another environment of the file. Classes whose names begin with `_` are base classes and not listed.
     """
     try:
         tree = parse(file)
@@ -76,12 +76,13 @@ def discover_file(file: Path) -> list[Found]:
 
 
 def parse(file: Path) -> ast.Module:
-    """The syntax tree of a file, without the warnings that parsing may give. Threads take turns: neither Python 3.11's
-    parser (python/cpython#106905) nor its list of warning filters is made for several.
+    """The syntax tree of a file; warnings of the parser are dropped.
+
+    Threads take turns: neither Python 3.11's parser (python/cpython#106905) nor its warning filters are thread-safe.
 
     Raises:
         OSError, SyntaxError, RecursionError, MemoryError: It cannot be read or parsed.
-        ValueError: It is larger than any source is.
+        ValueError: It is larger than 4 MB.
     """
     with file.open("rb") as source:
         content = source.read(_LARGEST + 1)
@@ -98,7 +99,7 @@ def first_line(text: str | None) -> str:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """The value of a literal, None for anything else."""
+    """The value of a literal; None for any other expression."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -106,7 +107,8 @@ def literal(node: ast.expr | None) -> Any:
 
 
 def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
-    ours, theirs = set(_BASES), set()
+    ours = set(_BASES)
+    theirs: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -137,8 +139,8 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     problem = ""
     if NAME.fullmatch(name) is None:
         problem = (
-            f"{name!r} is no valid name: up to 64 lower-case letters, digits, '_' and '-', the first a letter or "
-            f"digit. Set `name` in {node.name} ({file}:{node.lineno})."
+            f"{name!r} is not a valid name: use up to 64 lower-case letters, digits, '_' and '-', beginning with a "
+            f"letter or digit. Set `name` in {node.name} ({file}:{node.lineno})."
         )
     return Found(
         name=name,

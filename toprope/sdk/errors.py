@@ -1,10 +1,10 @@
-"""The SDK's own errors: it cannot use toprope.errors, which an environment's interpreter never sees.
+"""Errors of the SDK. It cannot use toprope.errors, which is not available in an environment's interpreter.
 
 SdkError
 ├── LoadError             the environment's file, class, adapter or package cannot be loaded
 ├── InvalidRequest        a knob, weight, split or index that does not exist or has a wrong value
-├── EnvironmentMistake    the environment's code answered something of the wrong shape
-└── WorkerFailure         raised on the other side, by toprope.sdk.worker.client
+├── EnvironmentMistake    the environment's code returned something of the wrong shape
+└── WorkerFailure         raised in the caller's process, by toprope.sdk.worker.client
     ├── WorkerTimeout     no answer in time; the worker was killed
     ├── WorkerDied        the worker's process ended
     └── WorkerError       the worker answered with an error and goes on
@@ -42,8 +42,8 @@ class LoadError(SdkError):
     """The environment cannot be loaded.
 
     Args:
-        message: What failed, why and what to do.
-        where: `file:line`, where it is known.
+        message: The failure, its reason and the remedy.
+        where: `file:line`, if known.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
@@ -52,20 +52,20 @@ class LoadError(SdkError):
 
 
 class InvalidRequest(SdkError):
-    """The message names the valid values."""
+    """A request names something that does not exist, or has a wrong value; the message names the valid values."""
 
 
 class EnvironmentMistake(SdkError):
-    """The environment's code did not keep to what the SDK asks of it."""
+    """The environment's code violates the contract of the SDK."""
 
 
 class WorkerFailure(SdkError):
-    """Something went wrong with or in a worker."""
+    """Base class of failures of a worker."""
 
     at_work = False
-    """Whether the worker was busy with this very call when it ended; calls that waited behind it fail as well."""
+    """Whether the worker was processing this call when it ended; calls queued behind it fail too."""
     environment = ""
-    """Whose worker it is, where there are several."""
+    """Name of the worker's environment, if a run has several."""
 
 
 class WorkerTimeout(WorkerFailure):
@@ -77,8 +77,8 @@ class WorkerDied(WorkerFailure):
 
     Args:
         message: What happened.
-        code: Exit code; negative: the number of the signal that ended it; None where unknown.
-        stderr: The last lines that it wrote.
+        code: Exit code; negative for the number of a signal; None if unknown.
+        stderr: The last lines of its standard error.
     """
 
     def __init__(self, message: str, code: int | None = None, stderr: str = "") -> None:
@@ -91,10 +91,10 @@ class WorkerError(WorkerFailure):
     """The worker answered with an error.
 
     Args:
-        kind: `load`, `raised`, `invalid` or `unknown_op`.
+        kind: `load`, `raised`, `invalid` or `unknown_op`; `ended` if the worker died over the task.
         type: Name of the exception's class in the worker.
         message: Its text.
-        where: `file:line in function`, the innermost place in the environment's code; empty where there is none.
+        where: `file:line in function` of the innermost frame in the environment's code; empty if there is none.
         traceback: The worker's traceback, shortened.
     """
 
@@ -109,7 +109,7 @@ class WorkerError(WorkerFailure):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in plain strings, as it crosses a process boundary."""
+    """An exception as plain strings, which can cross a process boundary."""
 
     type: str
     message: str
@@ -118,11 +118,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, near: str = "") -> Failure:
-        """Describes an exception.
+        """Describe an exception.
 
         Args:
             error: The exception, with its traceback.
-            near: Folder of the environment's own code; its innermost frame there is named before any other.
+            near: Folder of the environment's own code; a frame in it is preferred as `where`.
         """
         where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
         return cls(
@@ -133,13 +133,13 @@ class Failure:
         )
 
     def line(self) -> str:
-        """All but the traceback in one line."""
+        """Type, message and place in one line."""
         text = f"{self.type}: {self.message}" if self.message else self.type
         return f"{text} ({self.where})" if self.where else text
 
 
 def sayable(text: str) -> str:
-    """The text without halves of characters (lone surrogates), which no file and no wire can hold."""
+    """The text with lone surrogates replaced, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

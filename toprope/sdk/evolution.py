@@ -1,20 +1,21 @@
-"""Strategies of a sweep: which settings to try, whom to keep, how to change them.
+"""Strategies of a sweep: which settings to try, which candidates to keep, how to change them.
 
-A sweep has a population of candidates. In each epoch every candidate that has no score yet is measured by a run, then
-`evaluate` makes a score of what the run came to, `select` keeps some, and `mutate` makes new ones of those. A strategy
-of your own is a class with any of these three methods; what it lacks is that of `Evolution`:
+A sweep has a population of candidates. In each epoch, a run measures every candidate without a score; then `evaluate`
+turns the result of the run into a score, `select` keeps some candidates, and `mutate` derives new ones from them. Your
+own strategy is a class with any of these three methods; `Evolution` provides the others:
 
     class Careful(Evolution):
         def evaluate(self, candidate, measured):
             return measured["accuracy"] - 0.01 * candidate["values"]["optimizer.learning_rate"]
 
-A candidate is a mapping: `id`, `values` (by field), `steps` (optimizer steps of its own run), `parent` (id of the one
-it was made from) and `continues` (id of the one whose weights and optimizer it goes on with; None: from the start).
-What a run came to is a mapping as well: `accuracy`, `tasks`, `successes`, `reward_mean` on validation tasks, `steps`,
-`state`.
+A candidate is a mapping: `id`, `values` (by field), `steps` (optimizer steps of its own run), `parent` (id of the
+candidate it was derived from) and `continues` (id of the candidate whose weights and optimizer it continues with; None
+to start afresh). The result of a run is a mapping too: `accuracy`, `tasks`, `successes`, `reward_mean` on validation
+tasks, `steps`, `state`.
 
-A strategy keeps nothing between calls: a conductor that was killed makes it anew and goes on. Chance comes from
-`self.chance(...)`, which gives the same numbers for the same words. Standard library only: it runs in a worker.
+A strategy keeps no state between calls, because a conductor that was killed creates it again and goes on. Random
+numbers come from `self.chance(...)`, which depends on its arguments only. Use the standard library only: the strategy
+runs in a worker.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Candidate = dict[str, Any]
 
 
 class Space:
-    """The fields that a sweep varies, and what each may be.
+    """The fields that a sweep varies, with the values that each can have.
 
     Args:
         dimensions: By field: `choices`, or `low` and `high` with `log` (steps are factors) and `integer`.
@@ -40,12 +41,12 @@ class Space:
         self.dimensions = {name: dict(one) for name, one in dimensions.items()}
 
     def draw(self, chance: random.Random) -> dict[str, Any]:
-        """Values for all fields, each as likely as any other (as likely in its logarithm where it is `log`)."""
+        """Random values for all fields: uniform, or log-uniform for a field with `log`."""
         return {name: self._drawn(one, chance) for name, one in self.dimensions.items()}
 
     def spread(self, count: int, chance: random.Random) -> list[dict[str, Any]]:
-        """`count` sets of values that cover each field evenly: every range is cut into `count` parts, of which each is
-        drawn from once (Latin hypercube sampling: McKay, Beckman and Conover 1979)."""
+        """`count` sets of values that cover each field evenly: every range is cut into `count` parts, and each part is
+        drawn from once (Latin hypercube sampling; McKay, Beckman and Conover 1979)."""
         columns: dict[str, list[Any]] = {}
         for name, one in self.dimensions.items():
             if one.get("choices"):
@@ -59,9 +60,9 @@ class Space:
         return [{name: column[number] for name, column in columns.items()} for number in range(count)]
 
     def move(self, values: Mapping[str, Any], rate: float, chance: random.Random) -> dict[str, Any]:
-        """Values near others: each field moves with probability `rate`, and at least one does where rate is above 0.
+        """Values near `values`: each field changes with probability `rate`, and at least one if `rate` is above 0.
 
-        A number moves by a fifth of its range on average, within its bounds; of choices another one is drawn.
+        A number moves by a fifth of its range on average, within its bounds; a choice is replaced by another one.
         """
         names = list(self.dimensions)
         moved = {name for name in names if chance.random() < rate}
@@ -71,8 +72,8 @@ class Space:
                 for name, one in self.dimensions.items()}  # fmt: skip
 
     def perturb(self, values: Mapping[str, Any], rate: float, chance: random.Random) -> dict[str, Any]:
-        """Values as population-based training explores them: each number times 0.8 or 1.2 (Jaderberg et al. 2017), or
-        drawn anew with probability `rate`; of choices the next one up or down."""
+        """Explore values as population-based training does (Jaderberg et al. 2017): a number is multiplied by 0.8 or
+        1.2, a choice moves by at most one place, and with probability `rate` a field is drawn anew."""
         found: dict[str, Any] = {}
         for name, one in self.dimensions.items():
             value = values[name]
@@ -108,23 +109,25 @@ class Space:
 
     @staticmethod
     def _within(one: Mapping[str, Any], value: float) -> int | float:
-        value = min(max(value, one["low"]), one["high"])
-        if not one.get("integer"):
-            return float(f"{value:.6g}") if one["low"] <= float(f"{value:.6g}") <= one["high"] else value
-        return min(max(round(value), math.ceil(one["low"])), math.floor(one["high"]))
+        low, high = float(one["low"]), float(one["high"])
+        value = min(max(value, low), high)
+        if one.get("integer"):
+            return min(max(round(value), math.ceil(low)), math.floor(high))
+        short = float(f"{value:.6g}")
+        return short if low <= short <= high else value
 
 
 class Evolution:
-    """Plain evolution: the best stay with the score that they have, and the rest are mutations of them.
+    """Plain evolution: the best candidates stay with their scores, and the rest are mutations of them.
 
     Args:
         space: See `Space`.
-        population: Candidates of an epoch.
-        epochs: How many.
-        selection_ratio: Share of the population that survives an epoch, at least one.
+        population: Candidates per epoch.
+        epochs: Number of epochs.
+        selection_ratio: Share of the population that survives an epoch; at least one candidate does.
         mutation_rate: Probability that a field of a new candidate differs from its parent's.
         steps: Optimizer steps of a candidate's run.
-        seed: Of all chance.
+        seed: Seed of all random numbers.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Evolution:
         self.steps, self.seed = steps, seed
 
     def chance(self, *words: Any) -> random.Random:
-        """Chance that is the same for the same words, whoever asks and when."""
+        """A random generator that is the same for the same words, at any time."""
         return random.Random(":".join(map(str, (self.seed, *words))))
 
     def start(self) -> list[Candidate]:
@@ -151,11 +154,12 @@ class Evolution:
         return [{"values": values, "steps": self.steps, "parent": None, "continues": None} for values in drawn]
 
     def evaluate(self, candidate: Candidate, measured: Mapping[str, Any]) -> float | None:
-        """The score of what a candidate's run came to, the higher the better; None: it has none and ranks last."""
-        return measured.get("accuracy")
+        """The score of a candidate's run, higher is better; None if it has none, which drops the candidate."""
+        accuracy: float | None = measured.get("accuracy")
+        return accuracy
 
     def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
-        """Whom an epoch leaves, the best first. `scores` stand in the order of `population`."""
+        """The survivors of an epoch, best first. `scores` are in the order of `population`."""
         ranked = sorted(
             (one for one in zip(population, scores, strict=True) if one[1] is not None),
             key=lambda one: one[1],  # type: ignore[arg-type,return-value]
@@ -164,11 +168,11 @@ class Evolution:
         return [candidate for candidate, _ in ranked[: self.survivors]]
 
     def mutate(self, candidate: Candidate, epoch: int = 0, number: int = 0) -> Candidate:
-        """A new candidate made of one that survived.
+        """Derive a new candidate from a survivor.
 
         Args:
-            candidate: Which.
-            epoch: The one that it is for, from 2.
+            candidate: The survivor.
+            epoch: Epoch of the new candidate, from 2.
             number: Its number in the population.
         """
         values = self.space.move(candidate["values"], self.mutation_rate, self.chance("mutate", epoch, number))
@@ -178,9 +182,9 @@ class Evolution:
         """The population of an epoch from 2 on: the survivors, and mutations of each in turn.
 
         Args:
-            epoch: Which.
-            survivors: The best first. Where all failed there are none, and new ones are drawn.
-            history: Every candidate that was measured so far, with `score` and `epoch`.
+            epoch: Number of the epoch.
+            survivors: Best first. If all candidates failed, it is empty and new ones are drawn.
+            history: Every candidate measured so far, with `score` and `epoch`.
         """
         if not survivors:
             many, steps = self.plan()[epoch - 1]
@@ -191,17 +195,17 @@ class Evolution:
 
     @property
     def survivors(self) -> int:
-        """How many an epoch leaves."""
+        """Number of survivors per epoch."""
         return max(1, round(self.selection_ratio * self.population))
 
     def plan(self) -> list[tuple[int, int]]:
-        """For each epoch how many runs it needs at most, and the optimizer steps of each."""
+        """Per epoch: the most runs that it needs, and the optimizer steps of each."""
         new = self.population - min(self.survivors, self.population)
         return [(self.population, self.steps)] + [(new, self.steps)] * (self.epochs - 1)
 
 
 class RandomSearch(Evolution):
-    """A new population at every epoch, drawn without regard to the last: what any cleverer search has to beat."""
+    """A new random population in every epoch: the baseline that other strategies have to beat."""
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
         """See `Evolution.advance`."""
@@ -214,16 +218,16 @@ class RandomSearch(Evolution):
 
 
 class PopulationBased(Evolution):
-    """Population-based training (Jaderberg et al. 2017): everybody trains on; at the end of an epoch those that did not
-    survive take over the weights of one that did, and settings near its own."""
+    """Population-based training (Jaderberg et al. 2017): survivors train on; after an epoch, each of the others
+    continues from the weights of a survivor with settings near its own."""
 
     def mutate(self, candidate: Candidate, epoch: int = 0, number: int = 0) -> Candidate:
-        """See `Evolution.mutate`: its weights, and settings explored around its own."""
+        """See `Evolution.mutate`: continue from the candidate's weights, with settings near its own."""
         values = self.space.perturb(candidate["values"], self.mutation_rate, self.chance("explore", epoch, number))
         return {"values": values, "steps": self.steps, "parent": candidate["id"], "continues": candidate["id"]}
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """See `Evolution.advance`: the survivors train on with the settings that they have."""
+        """See `Evolution.advance`: the survivors train on with their settings."""
         if not survivors:
             return super().advance(epoch, survivors, history)
         on = [
@@ -240,17 +244,17 @@ class PopulationBased(Evolution):
 
 
 class Halving(Evolution):
-    """Successive halving (Jamieson and Talwalkar 2016): all train a little, and at the end of each epoch the best train
-    on, with as many more steps as there are fewer of them. `selection_ratio` is the share that goes on (1 / eta)."""
+    """Successive halving (Jamieson and Talwalkar 2016): all train a little; after each epoch the best train on, with
+    more steps in proportion. `selection_ratio` is the share that trains on (1 / eta)."""
 
     def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
-        """See `Evolution.select`: the share counts from those that are still in."""
+        """See `Evolution.select`: a share of the candidates that are still in."""
         ranked = super().select(population, scores)
         return ranked[: max(1, int(len(population) * self.selection_ratio + 1e-9))]
 
     @property
     def survivors(self) -> int:
-        """See `Evolution`: `select` says how many."""
+        """See `Evolution.survivors`: `select` decides the number."""
         return self.population
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -271,7 +275,7 @@ class Halving(Evolution):
         return found
 
     def _new_steps(self, epoch: int) -> int:
-        """Steps of an epoch beyond those of the ones before: in all it is steps / ratio ^ (epoch - 1)."""
+        """Additional steps of an epoch; the total is steps / ratio ^ (epoch - 1)."""
 
         def whole(at: int) -> int:
             return round(self.steps / self.selection_ratio ** (at - 1))
@@ -285,4 +289,4 @@ STRATEGIES: Mapping[str, type[Evolution]] = {
     "random": RandomSearch,
     "halving": Halving,
 }
-"""By the names that a sweep takes."""
+"""Strategies by the names that a sweep uses."""

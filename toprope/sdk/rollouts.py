@@ -1,7 +1,7 @@
-"""Plays rollouts: the loop of reset, step and score that we own, so that authors do not write it.
+"""The loop of a rollout: reset, step and score, so that authors do not write it.
 
-A bad rollout is data: whatever an author's `step` or `score` raises ends that rollout with an error in its outcome and
-a reward of 0, and nothing else.
+A bad rollout is data: an exception in an author's `step` or `score` ends that rollout with an error in its outcome and
+a reward of 0, and affects nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_ERROR = 500
 
 @dataclass(frozen=True)
 class Turn:
-    """What follows an answer: messages for the policy, and the outcome once the rollout is done."""
+    """The result of an answer: messages for the policy, and the outcome once the rollout is done."""
 
     messages: Messages
     done: bool
@@ -39,18 +39,18 @@ def configure(
     max_turns: int | None = None,
     seed: int = 0,
 ) -> Environment:
-    """Makes a fresh instance ready to play, in place.
+    """Configure a fresh instance in place and return it.
 
     Args:
-        environment: The instance, as its class or factory made it.
-        knobs: Settings by name.
-        reward_weights: Weights by part; parts that it does not name keep their own.
-        max_turns: Can lower the environment's own limit, never raise it.
-        seed: Seed of what happens within rollouts.
+        environment: A new instance.
+        knobs: Values by name; the defaults for the rest.
+        reward_weights: Weights by reward part; the other parts keep theirs.
+        max_turns: A lower limit than the environment's own; a higher one has no effect.
+        seed: Seed of the rollouts.
 
     Raises:
-        InvalidRequest: A knob, a weight or the limit is wrong.
-        EnvironmentMistake: The environment's `parts` or `max_turns` are.
+        InvalidRequest: A knob, a weight or `max_turns` is wrong.
+        EnvironmentMistake: The environment's own `parts` or `max_turns` are wrong.
     """
     environment.knobs = make_knobs(environment.Knobs, knobs or {})
     environment.seed = seed
@@ -71,7 +71,7 @@ class Rollout:
     """One rollout of one task.
 
     Args:
-        environment: A configured environment; it is copied.
+        environment: A configured environment; the rollout gets a copy.
         task: The task.
         near: Folder of the environment's code, for error messages.
     """
@@ -84,17 +84,17 @@ class Rollout:
         self._ending: Outcome | None = None
         self.done = False
         self.functions: RewardFunctions | None = None
-        """Reward functions that the outcome does not have in it yet."""
+        """Reward functions to apply to the outcome."""
 
     def seen(self) -> dict[str, Any]:
-        """What reward functions see of it."""
+        """Arguments of reward functions."""
         return seen_of(self._environment.task, self._environment.messages)
 
     def begin(self) -> Messages:
-        """Resets and returns what the policy sees first. What `reset` raises is raised.
+        """Call `reset` and return the first messages for the policy. Exceptions of `reset` pass through.
 
         Raises:
-            EnvironmentMistake: `reset` returned no message or something else.
+            EnvironmentMistake: `reset` returned no messages, or something else.
         """
         environment = self._environment
         first = environment.reset(environment.task)
@@ -107,16 +107,16 @@ class Rollout:
     def advance(
         self, text: str, truncated: bool = False, *, only: bool = False, tokens: Sequence[int] = (), alone: bool = True
     ) -> Turn:
-        """Takes one answer.
+        """Process one answer.
 
         Args:
             text: The policy's answer.
-            truncated: Whether it was cut off by a limit of length. Such an answer is scored as it stands and ends the
+            truncated: Whether the answer was cut off by the token limit. It is then scored as it is and ends the
                 rollout.
-            only: Score after this answer, whatever the environment says.
-            tokens: Ids of the answer's tokens, for an environment that wants them.
-            alone: Whether to score at once. Otherwise, where the environment scores groups, the turn that ends the
-                rollout has no outcome: `score_together` has it.
+            only: Score after this answer even if the environment would go on.
+            tokens: Ids of the answer's tokens, for an environment with `wants_tokens`.
+            alone: Whether to score at once. If False and the environment scores groups, the last turn has no outcome:
+                `score_together` gives it.
         """
         environment = self._environment
         environment.answer, environment.truncated = text, truncated
@@ -143,7 +143,7 @@ class Rollout:
         return Turn(messages, True, outcome)
 
     def solve(self, variant: int) -> str | None:
-        """The environment's own next answer, if it has one. What it raises is raised."""
+        """The next answer of the environment's own solver, or None. Its exceptions pass through."""
         said = self._environment.solve(variant)
         if said is not None and not isinstance(said, str):
             raise EnvironmentMistake(f"solve() must return a text or None, not {said!r:.80}.")
@@ -159,7 +159,7 @@ class Rollout:
         return messages, done
 
     def _judged(self, returned: Any, place: int, count: int) -> Outcome:
-        """The outcome, from what a group of `count` was given; raises what is wrong with it."""
+        """The outcome number `place` of the results of a group of `count`; raises if they are invalid."""
         environment = self._environment
         if not isinstance(returned, list | tuple) or len(returned) != count:
             raise EnvironmentMistake(f"score_group() must return a list of {count} results, one for each rollout.")
@@ -186,13 +186,12 @@ class Rollout:
 
 
 def grouped(environment: Environment) -> bool:
-    """Whether an environment scores the rollouts of a group together."""
+    """Whether an environment overrides `score_group`."""
     return type(environment).score_group is not Environment.score_group
 
 
 def score_together(rollouts: Sequence[Rollout]) -> list[Outcome]:
-    """The outcomes of rollouts of one task that are done and were not scored alone. Those that ended with an error keep
-    it and are not scored."""
+    """Score finished rollouts of one task together. Rollouts that ended with an error keep it and are not scored."""
     waiting = [rollout for rollout in rollouts if rollout._ending is None]
     failure: BaseException | None = None
     returned: Any = []
@@ -217,16 +216,16 @@ def score_together(rollouts: Sequence[Rollout]) -> list[Outcome]:
 
 
 def play(environment: type[Environment], answers: Iterable[str], *, index: int = 0, **knobs: Any) -> Outcome:
-    """Plays one task in this process: for an author's own tests.
+    """Run one rollout in this process, for an author's own tests.
 
     Args:
         environment: The class.
-        answers: What the policy says, turn by turn; they may run out when the rollout ends before.
-        index: Which of the environment's tasks.
-        **knobs: Settings.
+        answers: The policy's answers, turn by turn; those after the end of the rollout are not used.
+        index: Number of the task.
+        **knobs: Values of knobs.
 
     Raises:
-        InvalidRequest: There is no such task or knob, or the answers end before the rollout does.
+        InvalidRequest: No such task or knob, or the answers end before the rollout does.
     """
     ready = configure(environment(), knobs=knobs)
     task = next(islice(iter(ready.tasks()), index, None), None)

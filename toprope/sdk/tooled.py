@@ -13,28 +13,29 @@
             \"\"\"Looks up a price.
 
             Args:
-                name: What it is called in the shop.
+                name: Name of the article.
             \"\"\"
             return self.task.data["prices"][name]
 
         def score(self):
             return self.said == self.task.reference
 
-The policy calls a tool as the chat templates of Hermes and Qwen models teach it, `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>`, several in one answer if it likes; each result comes back as a message of role `tool`. An answer
-without a call ends the rollout. What goes wrong in a tool is an observation that says so. Calls, failures, seconds and
-money are recorded with every rollout as parts of weight 0, which can be given a weight.
+The policy calls tools in the form of the chat templates of Hermes and Qwen models, `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`, one or several per answer. Each result comes back as a message of role `tool`. An
+answer without a call ends the rollout. A failure of a tool is an observation that describes it. Every rollout records
+calls, failures, seconds and money as reward parts of weight 0, which a configuration can weigh.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
@@ -57,7 +58,7 @@ TOOL_PARTS = {
     "tool_seconds": Part(0.0, 0.0, _MANY, "seconds spent in tools, as measured or declared; shown"),
     "tool_usd": Part(0.0, 0.0, _MANY, "what the tools' declared prices come to, in USD; shown"),
 }
-"""What is recorded of every rollout with tools."""
+"""Reward parts that every rollout with tools records."""
 
 _PROMPT = """\
 # Tools
@@ -88,13 +89,13 @@ def tool(
     seconds: float | None = None,
     timeout_s: float | None = None,
 ) -> Any:
-    """Marks a method of a ToolEnvironment as a tool, or says what a call of a function costs.
+    """Mark a method of a ToolEnvironment as a tool, or set the price and time limit of a function.
 
     Args:
-        function: The method or function, where it is used without parentheses.
-        usd: Price of a call.
-        seconds: Recorded for a call instead of the measured time.
-        timeout_s: Seconds that a call may take; the environment's `tool_timeout_s` by default.
+        function: The method or function, if the decorator is used without parentheses.
+        usd: Price per call.
+        seconds: Time to record per call instead of the measured time.
+        timeout_s: Time limit per call in seconds; the environment's `tool_timeout_s` by default.
     """
 
     def marked(one: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,27 +107,27 @@ def tool(
 
 @dataclass(frozen=True)
 class Server:
-    """An MCP server whose tools the policy gets: started by a command, or reached at a URL."""
+    """An MCP server that provides tools, started by a command or reached at a URL."""
 
     command: Sequence[str] = ()
-    """What starts it over stdio, with its arguments."""
+    """Command line that starts it over stdio."""
     url: str = ""
-    """Where it is, over HTTP."""
+    """Its address over HTTP."""
     only: Sequence[str] = ()
-    """Names of the tools that are wanted; all by default."""
+    """Names of the tools to take; all by default."""
     prefix: str = ""
-    """Put before each name, to keep those of two servers apart."""
+    """Put before each name, to tell apart the tools of two servers."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for one that is started."""
+    """Environment variables for a server started by `command`."""
     timeout_s: float | None = None
-    """Seconds that a call may take; the environment's `tool_timeout_s` by default."""
+    """Time limit per call in seconds; the environment's `tool_timeout_s` by default."""
     usd: float = 0.0
-    """Price of a call."""
+    """Price per call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call as an answer has it; `problem` says why it is none."""
+    """A tool call in an answer; `problem` says why it is malformed."""
 
     name: str = ""
     arguments: Any = None
@@ -135,7 +136,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Called:
-    """A call and what came of it."""
+    """A tool call with its result."""
 
     name: str
     arguments: Any
@@ -146,13 +147,13 @@ class Called:
 
 
 def calls_in(text: str) -> list[Call]:
-    """The tool calls of an answer, in order; those within <think> do not count."""
+    """The tool calls in an answer, in order, without those within <think>."""
     found = []
     for match in _CALL.finditer(_THINKING.sub("", text)):
         try:
             value = json.loads(match[1])
             name, arguments = value["name"], value.get("arguments", {})
-            if isinstance(arguments, str):  # as OpenAI's own form has them
+            if isinstance(arguments, str):  # the form of the OpenAI API
                 arguments = json.loads(arguments or "{}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             name, arguments = "", None
@@ -164,7 +165,7 @@ def calls_in(text: str) -> list[Call]:
 
 
 def tool_prompt(tools: Sequence[Tool]) -> str:
-    """What a policy is told of its tools, in the words of Qwen's chat template."""
+    """Description of the tools for the policy, in the wording of Qwen's chat template."""
     lines = []
     for one in tools:
         parameters = one.parameters or {
@@ -176,24 +177,24 @@ def tool_prompt(tools: Sequence[Tool]) -> str:
 
 
 class ToolEnvironment(Environment):
-    """Base class of environments with tools. See the module."""
+    """Base class of environments with tools; see the module's docstring."""
 
     tools: ClassVar[Sequence[Callable[..., Any] | Tool]] = ()
-    """Functions, sync or async, with type hints and a docstring; or finished `Tool`s."""
+    """Functions, sync or async, with type hints and a docstring, or `Tool` objects."""
     servers: ClassVar[Sequence[Server]] = ()
-    """MCP servers; they are connected once and serve all rollouts."""
+    """MCP servers, connected once for all rollouts."""
     tool_timeout_s: float = 30.0
-    """Seconds that a call may take where it does not say otherwise. What hangs is left behind."""
+    """Default time limit per call in seconds. A call that hangs is abandoned."""
     most_calls: int = 8
-    """Calls of one answer that are carried out; the others fail."""
+    """Most calls per answer; further calls fail."""
     max_turns = 10
     parts: dict[str, Part] = {"score": Part(), **TOOL_PARTS}  # noqa: RUF012 - as in Environment
     calls: list[Called]
-    """In a rollout: what was called so far."""
+    """In a rollout: the calls so far."""
 
     _loop = BackgroundLoop()
     _shared: dict[str, list[Tool]]
-    """Tools of all rollouts, once they are made; rollouts are shallow copies and have the same dict."""
+    """Tools of all rollouts, filled on first use; rollouts are shallow copies and share this dict."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)
@@ -206,17 +207,16 @@ class ToolEnvironment(Environment):
             cls.parts = {**cls.parts, **{name: part for name, part in TOOL_PARTS.items() if name not in cls.parts}}
 
     def setup(self) -> None:
-        """Connects the servers, so that one that does not come up is known before the first rollout. An own `setup`
-        calls this one, or they are connected by the first rollout."""
+        """Connect the servers, so that a failure shows before the first rollout. Call it from your own `setup`; else
+        the first rollout connects them."""
         self._shared_tools()
 
     def reset(self, task: Task) -> str | Messages:
-        """The task with the tools described before it. An own `reset` returns what this one does, or passes its own
-        messages through `with_tools`."""
+        """The task, behind a description of the tools. Your own `reset` can pass its messages through `with_tools`."""
         return self.with_tools(task.prompt)
 
     def with_tools(self, prompt: str | Messages) -> Messages:
-        """Messages with the tools described in the system message, which is made where there is none."""
+        """The messages with a description of the tools in the system message, which is added if missing."""
         messages, told = as_messages(prompt, "the prompt"), tool_prompt(list(self.toolbox.tools.values()))
         if not self.toolbox.tools:
             return messages
@@ -226,14 +226,14 @@ class ToolEnvironment(Environment):
         return [{"role": "system", "content": told}, *messages]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
-        """Carries out the calls of an answer; one without a call is the last."""
+        """Carry out the calls in an answer; an answer without a call ends the rollout."""
         asked = calls_in(text)
         if not asked or self.truncated:
             return None, True
         return [self._answered(call, place) for place, call in enumerate(asked)], False
 
     def score(self) -> dict[str, float]:
-        raise NotImplementedError(f"{type(self).__name__} does not score: write score(self).")
+        raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
 
     def measured(self) -> dict[str, float]:
         calls = self.__dict__.get("calls", ())
@@ -252,7 +252,7 @@ class ToolEnvironment(Environment):
 
     @property
     def toolbox(self) -> Toolbox:
-        """The rollout's tools."""
+        """The tools of this rollout."""
         made = self.__dict__.get("_toolbox")
         if made is None:
             made = self._toolbox = Toolbox([*self._shared_tools(), *self.own_tools()])
@@ -260,12 +260,12 @@ class ToolEnvironment(Environment):
         return made
 
     def own_tools(self) -> list[Tool]:
-        """Tools of this rollout alone: the methods marked with `tool`."""
+        """Tools of this rollout alone: its methods marked with `tool`."""
         marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name, None), _MARK)]
         return [self.as_tool(getattr(self, name)) for name in marked]
 
     def as_tool(self, function: Callable[..., Any], name: str = "") -> Tool:
-        """A function, or a bound method, as a tool of this environment."""
+        """Convert a function or a bound method to a tool of this environment."""
         declared: _Declared = getattr(function, _MARK, _Declared(Price(), None))
         signature = signature_of(function, name)
         limit = declared.timeout_s if declared.timeout_s is not None else self.tool_timeout_s
@@ -275,18 +275,18 @@ class ToolEnvironment(Environment):
             if inspect.iscoroutine(returned):
                 try:
                     returned = self._loop.run(returned, limit)
-                except TimeoutError as error:  # said as of a function that is no coroutine, whichever clock was first
+                except TimeoutError as error:  # the same message as for a synchronous function
                     raise TimeoutError(f"{signature.name} did not answer within {limit:g} s.") from error
             return self.tell(returned)
 
         return Tool(signature.name, signature.description, run, signature.parameters, declared.price, limit)
 
     def tell(self, value: Any) -> str:
-        """What a policy sees of what a tool returned: a text as it is, anything else as JSON."""
+        """The text of a tool's result for the policy: a string unchanged, anything else as JSON."""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     def tell_failure(self, why: str) -> str:
-        """What a policy sees of a call that failed."""
+        """The text of a failed call for the policy."""
         return f"Error: {why}"
 
     def _answered(self, call: Call, place: int) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class ToolEnvironment(Environment):
 
 
 class _Connected:
-    """A server that is started again when it has gone."""
+    """An MCP server that is connected again after it has ended."""
 
     def __init__(self, server: Server, timeout_s: float) -> None:
         self._server = server
@@ -326,10 +326,8 @@ class _Connected:
         listed = self._link.tools(server.only, server.prefix, price)
         self._calls = {one.name: one.call for one in listed}
         self.tools = [
-            Tool(one.name, one.description, lambda given, name=one.name: self._call(name, given), one.parameters, price,
-                 one.timeout_s)
-            for one in listed
-        ]  # fmt: skip
+            replace(one, call=functools.partial(self._call, one.name), price=price, close=None) for one in listed
+        ]
 
     def _connect(self) -> McpServer:
         server = self._server
@@ -348,14 +346,14 @@ class _Connected:
             return call(given)
         except InvalidRequest:
             raise
-        except Exception as error:  # the connection's own trouble, not the tool's
+        except Exception as error:  # a failure of the connection, not of the tool
             link.close()
-            raise InvalidRequest(f"the MCP server has gone ({error}); it is connected anew at the next call") from error
+            raise InvalidRequest(f"the MCP server has ended ({error}); the next call connects again") from error
 
 
-def _function(one: Any) -> Callable[..., Any]:
-    if not callable(one):
-        raise EnvironmentMistake(f"tools holds {one!r:.60}, which is no function and no Tool.")
+def _function(one: object) -> Callable[..., Any]:
     if isinstance(one, type):
         raise InvalidRequest(f"tools holds the class {one.__name__}: give functions, or mark methods with @tool.")
+    if not callable(one):
+        raise EnvironmentMistake(f"tools holds {one!r:.60}, which is neither a function nor a Tool.")
     return one

@@ -1,4 +1,4 @@
-"""A trainer of one's own: what to write, the checks before anything is spent, and the states that it goes through.
+"""The interface of your own trainer: methods to write, checks before anything is spent, and its states.
 
     class Reinforce(Trainer):
         def train(self, session):
@@ -9,13 +9,13 @@
                 session.log({"loss": loss})          # one row of metrics; ends the step
             return Metrics(loss=loss)
 
-        def save(self, folder): ...                  # what from_pretrained loads goes into folder / "model"
+        def save(self, folder): ...                  # into folder / "model", for from_pretrained
         def evaluate(self, session): ...
 
-It is used by `algorithm.name: custom` and `algorithm.trainer: "file.py:Reinforce"`, from a folder that the owner named
-in settings.yaml under `trainers`. It runs in the trainer's process, with everything around it (rollouts, queue,
-weights to inference, checkpoints, stop and resume) as any run has it. `Trainer.live` goes through the whole life and
-needs nothing but a `Session`, so a trainer can be tried without a run.
+Select it with `algorithm.name: custom` and `algorithm.trainer: "file.py:Reinforce"`, from a folder that the owner named
+in settings.yaml under `trainers`. It runs in the trainer's process; rollouts, queue, weights for inference,
+checkpoints, stop and resume work as in any run. `Trainer.live` runs checks, training and evaluation with nothing but a
+`Session`, so a trainer can be tested without a run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 __all__ = ["CHECKS", "Batch", "CheckFailed", "Data", "Metrics", "Sample", "Session", "State", "TrainConfig", "Trainer"]
 
 CHECKS = ("config", "agent", "dataset", "reward")
-"""The checks, in their order."""
+"""Names of the checks, in their order."""
 
 
 class State(StrEnum):
-    """Where a trainer is in its life."""
+    """State of a trainer."""
 
     CREATED = "created"
     VALIDATING = "validating"
@@ -48,30 +48,30 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What every trainer is given. In a run `batch_size` is rollouts a step, `eval_every` evaluation.every_steps."""
+    """Settings of every trainer. In a run, `batch_size` is rollouts per step, `eval_every` evaluation.every_steps."""
 
     epochs: int = 1
-    """Passes over each batch, or over the data."""
+    """Passes over each batch or over the data."""
     batch_size: int = 64
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     eval_every: int = 0
-    """Steps between evaluations on validation tasks; 0: none."""
+    """Steps between evaluations on validation tasks; 0 for none."""
     steps: int = 1000
-    """The most steps there will be."""
+    """Most steps of the run."""
     seed: int = 0
     device: str = "cpu"
     threads: int = 1
     max_grad_norm: float = 1.0
     temperature: float = 1.0
-    """At which answers are sampled, and their log-probabilities taken."""
+    """Temperature of sampling and of the recorded log-probabilities."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The trainer's own: algorithm.trainer_settings."""
+    """The trainer's own settings: algorithm.trainer_settings."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What training or an evaluation found; None where it says nothing of it."""
+    """Results of training or an evaluation; None for values that were not measured."""
 
     loss: float | None = None
     accuracy: float | None = None
@@ -80,25 +80,26 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, as the environment's worker found it."""
+    """The training data, as found by the environment's worker."""
 
     environment: str
     tasks: Mapping[str, int]
-    """Tasks that were looked for and found, by split."""
+    """Number of tasks found, by split; no more than the run needs."""
     example: Mapping[str, Any]
-    """One task that is not held out: `prompt` and `reference`, as texts."""
+    """A training task: `prompt` and `reference` as texts."""
     parts: Mapping[str, Mapping[str, Any]]
-    """The parts of the reward: weight, low, high, description."""
+    """Reward parts by name: weight, low, high, description."""
     reference_outcome: Mapping[str, Any]
-    """How the example's own reference was scored: reward, parts, success, error."""
+    """Outcome of the example's reference answer: reward, parts, success, error."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence that was sampled: `prompt` ids, then `completion` ids.
+    """A sampled sequence: ids of `prompt`, then ids of `completion`.
 
-    `trained[t]` is False where the environment wrote completion[t]; `logprobs[t]` is the sampler's natural
-    log-probability, 0.0 there. A rollout whose turns do not extend each other has several sequences.
+    `trained[t]` is False if the environment wrote completion[t]. `logprobs[t]` is the sampler's natural
+    log-probability, 0.0 if the environment wrote it. A rollout whose turns do not extend each other has several
+    sequences.
     """
 
     prompt: list[int]
@@ -106,14 +107,14 @@ class Sample:
     trained: list[bool]
     logprobs: list[float]
     reward: float
-    """Of the whole rollout."""
+    """Reward of the whole rollout."""
     advantage: float
-    """The reward against its group's mean, by the group's deviation."""
+    """(reward - mean of its group) / standard deviation of its group."""
     rollout: int
-    """Which rollout of the batch."""
+    """Index of its rollout in the batch."""
     truncated: bool
     version: int | None
-    """The oldest policy version that sampled a token of it."""
+    """Oldest policy version that sampled a token of it; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Batch:
 
 
 class CheckFailed(Exception):
-    """Checks found something; `problems` by the check's name."""
+    """Checks found problems; `problems` has them by name of the check."""
 
     def __init__(self, problems: Mapping[str, list[str]]) -> None:
         self.problems = {name: list(found) for name, found in problems.items()}
@@ -134,44 +135,47 @@ class CheckFailed(Exception):
 
 
 class Session(ABC):
-    """What a trainer may ask of the run that it is part of."""
+    """The run, as its trainer sees it."""
 
     policy: Path
-    """The folder of the policy that training starts from: `from_pretrained` loads it, with its tokenizer."""
+    """Folder of the initial policy with its tokenizer, for `from_pretrained`."""
     data: Data
     resumed: Path | None = None
-    """The checkpoint that this attempt goes on from; `Trainer.load` was given it."""
+    """Checkpoint that this attempt continues from; None at the start. `Trainer.load` gets it."""
     step: int = 0
-    """Steps that are done."""
+    """Finished steps."""
 
     @abstractmethod
     def batches(self) -> Iterator[Batch]:
-        """Batches of rollouts until the budget is used or the run is to end; then it stops, and `train` returns."""
+        """Yield batches of rollouts until the budget is used up or the run is told to end; then return from `train`."""
 
     @abstractmethod
     def publish(self, weights: Any) -> int:
-        """Gives inference new weights: a module, or tensors by the names that the policy has for its parameters.
+        """Send new weights to inference.
+
+        Args:
+            weights: A module, or tensors by the policy's parameter names.
 
         Returns:
-            The version by which samples name them.
+            The policy version, as in `Sample.version`.
         """
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float]) -> None:
-        """Writes the row of a step, with `loss` and whatever else it has, and ends the step."""
+        """Write the metrics of a step, `loss` and others, and end the step."""
 
     @abstractmethod
     def checkpoint(self) -> None:
-        """Saves now by `Trainer.save`. It is done every logging.save_steps, at a stop and at the end without asking."""
+        """Save a checkpoint now. The run also saves every logging.save_steps, at a stop and at the end."""
 
 
 class Trainer(ABC):
-    """Write `train`, `evaluate` and `save`; checks where there is something to check.
+    """Base class of trainers. Define `train`, `evaluate` and `save`, and override checks as needed.
 
-    A check returns what is wrong, in sentences: one, several, or None. It must not change anything.
+    A check returns problems in sentences: one, several, or None. It must not change anything.
 
     Args:
-        config: What the run's configuration says.
+        config: Settings from the run's configuration.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -179,47 +183,49 @@ class Trainer(ABC):
         self.state = State.CREATED
 
     def check_config(self, config: TrainConfig) -> str | Iterable[str] | None:
-        """Whether it can be trained like this."""
+        """Check the settings."""
         return None
 
     def check_agent(self, policy: Path) -> str | Iterable[str] | None:
-        """Whether this policy can be trained."""
+        """Check whether this policy can be trained."""
         return None
 
     def check_dataset(self, data: Data) -> str | Iterable[str] | None:
-        """Whether there is enough of the right kind to train on."""
+        """Check whether the data suffice."""
         return None
 
     def check_reward(self, data: Data) -> str | Iterable[str] | None:
-        """Whether the reward says what is wanted."""
+        """Check the reward."""
         return None
 
     @abstractmethod
     def train(self, session: Session) -> Metrics | None:
-        """Trains until the session has no more batches."""
+        """Train until the session has no more batches."""
 
     @abstractmethod
     def evaluate(self, session: Session) -> Metrics:
-        """What was reached, as the trainer itself sees it. The run measures held-out tasks besides."""
+        """Measure the result by the trainer's own standard. The run also measures held-out tasks."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the policy as `from_pretrained` loads it, with its tokenizer, into `folder / "model"` (weights as
-        safetensors), and beside it whatever `load` needs."""
+        """Write the policy with its tokenizer to `folder / "model"` (safetensors, for `from_pretrained`), and anything
+        else that `load` needs to `folder`."""
 
     def load(self, folder: Path) -> None:
-        """Goes on from what `save` wrote. Called before `train` in a run that is resumed."""
-        raise NotImplementedError(f"{type(self).__name__} cannot go on from a checkpoint: write load(self, folder).")
+        """Restore what `save` wrote. Called before `train` in a resumed run."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot continue from a checkpoint: define load(self, folder)."
+        )
 
     def validate(self, session: Session, told: Callable[[str, list[str]], None] = lambda name, found: None) -> None:
-        """Makes every check, all of them even where one finds something.
+        """Run all checks, also after one has found problems.
 
         Args:
             session: Policy and data.
-            told: Called with each check's name and what it found.
+            told: Called with each check's name and problems.
 
         Raises:
-            CheckFailed: There is something wrong.
+            CheckFailed: A check found problems.
         """
         self.state = State.VALIDATING
         asked: dict[str, Callable[[], Any]] = {
@@ -232,7 +238,7 @@ class Trainer(ABC):
         for name in CHECKS:
             try:
                 found = _sentences(asked[name]())
-            except Exception as error:  # a check that cannot be made has not passed
+            except Exception as error:  # a check that raises has not passed
                 found = [f"it raised {type(error).__name__}: {error}"]
             told(name, found)
             if found:
@@ -248,7 +254,7 @@ class Trainer(ABC):
         told: Callable[[str, list[str]], None] = lambda name, found: None,
         trained: Callable[[], None] = lambda: None,
     ) -> Metrics:
-        """The whole life: checks, training, evaluation.
+        """Run the checks, training and evaluation.
 
         Args:
             session: The run.
@@ -256,7 +262,7 @@ class Trainer(ABC):
             trained: Called between training and evaluation.
 
         Raises:
-            CheckFailed: A check found something; nothing was trained.
+            CheckFailed: A check found problems; nothing was trained.
         """
         try:
             if self.state is State.CREATED:

@@ -88,7 +88,7 @@ def rollout_of(environment: Environment) -> Rollout:
     return rollout
 
 
-def test_an_outcome_has_the_fields_that_the_records_have() -> None:
+def test_outcome_has_fields_of_records() -> None:
     outcome = play(Echo, ["a"])
     assert [field.name for field in fields(Outcome)] == [field.name for field in msgspec.structs.fields(groups.Outcome)]
     assert groups.Outcome(**asdict(outcome)) == groups.Outcome(
@@ -96,7 +96,7 @@ def test_an_outcome_has_the_fields_that_the_records_have() -> None:
     )
 
 
-def test_the_reward_is_the_weighted_sum_and_weights_can_be_set() -> None:
+def test_reward_is_weighted_sum() -> None:
     environment = ready(Echo, reward_weights={"short": 2.0})
     turn = rollout_of(environment).advance("wrong but short"[:5])
     assert turn.outcome is not None
@@ -106,7 +106,7 @@ def test_the_reward_is_the_weighted_sum_and_weights_can_be_set() -> None:
 
 
 @pytest.mark.parametrize("weights", [{"rihgt": 1.0}, {"right": math.nan}, {"right": "1"}, {"right": 0, "short": 0}])
-def test_wrong_weights_are_refused(weights: dict[str, Any]) -> None:
+def test_invalid_weights_are_refused(weights: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         ready(Echo, reward_weights=weights)
     assert "right" in str(refusal.value) or "always 0" in str(refusal.value)
@@ -124,24 +124,24 @@ def test_wrong_weights_are_refused(weights: dict[str, Any]) -> None:
         ("exit", "sys.exit(3)"),
     ],
 )
-def test_a_bad_score_is_an_outcome_and_no_crash(answer: str, said: str) -> None:
+def test_invalid_score_is_an_outcome(answer: str, said: str) -> None:
     outcome = play(Broken, [answer])
     assert outcome.reward == 0.0 and not outcome.success
     assert outcome.error is not None and said in outcome.error
 
 
-def test_an_exception_in_score_names_its_line() -> None:
+def test_score_exception_names_its_line() -> None:
     outcome = play(Broken, ["raise"])
     assert outcome.error is not None and "test_environment.py:" in outcome.error and "in score" in outcome.error
 
 
 @pytest.mark.parametrize("name", ["", "a\x1b[2J", "two\nlines", "a" * 101, 5])
-def test_names_of_parts_can_be_shown(name: Any) -> None:
+def test_part_names_must_be_printable(name: Any) -> None:
     with pytest.raises(EnvironmentMistake, match="printable text of at most 100 characters"):
         Scoring.weighted({name: Part()}, {})
 
 
-def test_missing_and_unknown_parts_are_an_error() -> None:
+def test_missing_and_unknown_parts_are_errors() -> None:
     class Sloppy(Echo):
         def score(self):
             return {"right": 1.0} if self.answer == "few" else {"right": 1.0, "short": 1.0, "more": 1.0}
@@ -151,19 +151,19 @@ def test_missing_and_unknown_parts_are_an_error() -> None:
         assert error is not None and "declares right, short" in error
 
 
-def test_a_rollout_of_several_turns_ends_by_itself_or_by_its_limit() -> None:
+def test_multi_turn_rollout_ends_at_done_or_limit() -> None:
     assert play(Dialogue, ["one", "end"]).turns == 2
     limited = play(Dialogue, ["one", "two", "three", "four"])
     assert limited.turns == 3 and limited.success and not limited.truncated
 
 
-def test_a_cut_off_answer_is_scored_and_ends_the_rollout() -> None:
+def test_truncated_answer_ends_rollout() -> None:
     turn = rollout_of(ready(Dialogue)).advance("one", truncated=True)
     assert turn.done and turn.outcome is not None
     assert turn.outcome.truncated and turn.outcome.reward == pytest.approx(1 / 3) and turn.outcome.error is None
 
 
-def test_the_limit_of_turns_can_be_lowered_and_not_raised() -> None:
+def test_max_turns_can_only_be_lowered() -> None:
     assert ready(Dialogue, max_turns=2).max_turns == 2
     assert ready(Dialogue, max_turns=9).max_turns == 3
     with pytest.raises(InvalidRequest):
@@ -171,12 +171,12 @@ def test_the_limit_of_turns_can_be_lowered_and_not_raised() -> None:
 
 
 @pytest.mark.parametrize(("answer", "said"), [("odd", "(messages, done)"), ("mute", "no message")])
-def test_a_step_of_the_wrong_shape_is_an_outcome(answer: str, said: str) -> None:
+def test_invalid_step_result_is_an_outcome(answer: str, said: str) -> None:
     outcome = play(Dialogue, [answer])
     assert outcome.error is not None and said in outcome.error
 
 
-def test_rollouts_do_not_share_what_reset_sets() -> None:
+def test_rollouts_do_not_share_reset_state() -> None:
     environment = ready(Dialogue)
     first, second = rollout_of(environment), rollout_of(environment)
     first.advance("one")
@@ -184,7 +184,7 @@ def test_rollouts_do_not_share_what_reset_sets() -> None:
     assert ended is not None and ended.reward == pytest.approx(1 / 3)
 
 
-def test_the_random_numbers_of_a_rollout_follow_task_and_seed() -> None:
+def test_rollout_random_depends_on_task_and_seed() -> None:
     task, other = Task("a"), Task("b")
     draws = {
         (seed, each.prompt): copy_for(ready(Echo, seed=seed), each).random.random()
@@ -195,7 +195,7 @@ def test_the_random_numbers_of_a_rollout_follow_task_and_seed() -> None:
     assert copy_for(ready(Echo, seed=1), other).random.random() == draws[1, "b"]
 
 
-def test_the_id_of_a_task_is_its_content() -> None:
+def test_task_id_depends_on_content() -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "Add  1\nand 2"}]
     assert Task("add 1 AND 2").id == Task(messages).id == Task("other", key="Add 1 and 2").id
     assert Task("add 1 and 3").id != Task("add 1 and 2").id
@@ -203,12 +203,12 @@ def test_the_id_of_a_task_is_its_content() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [{"role": "robot", "content": "x"}], [{"role": "user"}], 3, None])
-def test_a_prompt_of_the_wrong_shape_is_refused(prompt: Any) -> None:
+def test_invalid_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(EnvironmentMistake):
         Task(prompt).messages  # noqa: B018 - the property checks
 
 
-def test_knobs_are_checked_and_described() -> None:
+def test_knobs_are_validated_and_described() -> None:
     cards = {card["name"]: card for card in describe_knobs(Echo.Knobs, make_knobs(Echo.Knobs, {"times": 2}))}
     assert cards["times"] == {
         "name": "times", "type": "int", "default": 1, "description": "", "ge": 1, "le": 3, "choices": None, "value": 2
@@ -228,13 +228,13 @@ def test_knobs_are_checked_and_described() -> None:
         ({"word": None}, "must be str"),
     ],
 )
-def test_a_wrong_knob_is_refused_with_the_right_ones(values: dict[str, Any], said: str) -> None:
+def test_invalid_knob_error_names_valid_ones(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         make_knobs(Echo.Knobs, values)
     assert said in str(refusal.value)
 
 
-def test_knobs_of_richer_types_are_read_from_json() -> None:
+def test_knobs_convert_json_to_rich_types() -> None:
     class Colour(enum.Enum):
         RED = "red"
 
@@ -253,7 +253,7 @@ def test_knobs_of_richer_types_are_read_from_json() -> None:
     assert make_knobs(Rich.Knobs, {}).pairs is not make_knobs(Rich.Knobs, {}).pairs
 
 
-def test_knobs_that_do_not_fit_together_are_refused() -> None:
+def test_inconsistent_knobs_are_refused() -> None:
     class Range(Environment):
         class Knobs:
             low: int = knob(0)
@@ -267,7 +267,7 @@ def test_knobs_that_do_not_fit_together_are_refused() -> None:
         make_knobs(Range.Knobs, {"low": 10})
 
 
-def test_play_says_what_is_missing() -> None:
+def test_play_reports_missing_task_or_answer() -> None:
     with pytest.raises(InvalidRequest, match="no task 5"):
         play(Echo, ["a"], index=5)
     with pytest.raises(InvalidRequest, match="answers ended"):

@@ -102,7 +102,7 @@ async def played(link: WorkerClient, *answers: str, variant: str = "", **how: An
     return [one["outcome"] for one in await link.call("advance", moves=moves)]
 
 
-def test_functions_are_parts_of_the_reward_and_success_stays_the_environments_own(folder: Path) -> None:
+def test_reward_functions_do_not_change_success(folder: Path) -> None:
     async def work(link: WorkerClient) -> Any:
         task = (await link.call("tasks", split="train", start=0, count=1))["tasks"][0]
         return await played(link, task["reference"], "123456789"), await played(link, "x", weights={"short": 3.0})
@@ -117,7 +117,7 @@ def test_functions_are_parts_of_the_reward_and_success_stays_the_environments_ow
     assert plain[0]["reward"] == 1.0 and plain[0]["success"] and not plain[1]["success"]
 
 
-def test_async_functions_of_a_group_wait_beside_each_other_and_their_errors_are_data(folder: Path) -> None:
+def test_async_reward_functions_run_concurrently(folder: Path) -> None:
     async def work(link: WorkerClient) -> Any:
         began = time.monotonic()
         outcomes = await played(link, "boom", "seven", *["x"] * 14)
@@ -133,7 +133,7 @@ def test_async_functions_of_a_group_wait_beside_each_other_and_their_errors_are_
     assert [one["parts"]["judged"] for one in others] == [0.5] * 14 and scored["parts"]["judged"] == 0.5
 
 
-def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_meanwhile(folder: Path) -> None:
+def test_hanging_async_reward_function_times_out(folder: Path) -> None:
     async def work(link: WorkerClient) -> None:
         hangs = asyncio.create_task(link.call("score", split="train", index=0, answer="never", timeout=1.0))
         until = time.monotonic() + 60
@@ -157,16 +157,14 @@ def test_an_async_function_that_never_ends_is_given_up_whatever_is_answered_mean
         (("short", 1.0, "exact"), "already has a reward part 'exact'"),
     ],
 )
-def test_functions_that_cannot_be_used_are_told_when_the_environment_opens(
-    folder: Path, function: tuple[Any, ...], says: str
-) -> None:
+def test_invalid_reward_function_fails_at_open(folder: Path, function: tuple[Any, ...], says: str) -> None:
     async def nothing(link: WorkerClient) -> None: ...
 
     with pytest.raises(WorkerError, match=says):
         worked(folder, nothing, rewards=[reward(folder, *function)])
 
 
-def test_a_variant_plays_beside_rollouts_in_progress_and_shares_no_split_of_content(folder: Path) -> None:
+def test_variant_runs_beside_open_rollouts(folder: Path) -> None:
     async def work(link: WorkerClient) -> Any:
         begun = await link.call("begin", split="train", index=0, count=1)
         card = await link.call("vary", variant="level-1", knobs={"digits": 2})

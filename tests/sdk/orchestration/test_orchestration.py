@@ -60,7 +60,7 @@ def played(environment, *answers: str):
         ("TOOL: a\nINPUT: 1\nOBSERVATION: 2\nTOOL: b\nINPUT: 3", "", "a", "1\nOBSERVATION: 2", False),
     ],
 )
-def test_a_structured_answer_is_read(text, thought, tool, given, final):
+def test_structured_answer_is_parsed(text, thought, tool, given, final):
     action = parse_action(text)
     assert (action.thought, action.tool_name, action.tool_input, action.is_final_answer) == (
         thought,
@@ -72,12 +72,12 @@ def test_a_structured_answer_is_read(text, thought, tool, given, final):
 
 
 @pytest.mark.parametrize("text", ["", "hello", "TOOL: calculator", "FINAL_ANSWER:", "TOOL:\nINPUT: 3"])
-def test_an_answer_without_an_action_says_what_is_missing(text):
+def test_answer_without_action_names_the_problem(text):
     action = parse_action(text)
     assert action.problem and not action.is_final_answer
 
 
-def test_native_calls_are_read():
+def test_native_calls_are_parsed():
     call = parse_action('so <tool_call>{"name": "calculator", "arguments": {"input": "1+1"}}</tool_call>', "native")
     assert (call.thought, call.tool_name, call.tool_input) == ("so", "calculator", "1+1")
     other = parse_action('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "native")
@@ -113,7 +113,7 @@ def test_answers_are_graded(answer, reference, right):
     assert is_correct(answer, reference) is right
 
 
-def test_a_tolerance_is_relative():
+def test_tolerance_is_relative():
     assert is_correct("101", "100", relative=0.02) and not is_correct("103", "100", relative=0.02)
     assert normalize_number("12 %") == 0.12 and normalize_number("twelve") is None
 
@@ -123,7 +123,7 @@ def test_a_tolerance_is_relative():
     [("12 * (3 + 4)", "84"), ("2^10", "1024"), ("7/2", "3.5"), ("sqrt(2)**2", "2"), ("1,000 + 1", "1001"),
      ("-3 - 4 =", "-7"), ("max(1, 2)", "2"), ("10 ÷ 4", "2.5")],
 )  # fmt: skip
-def test_the_calculator_computes(text, value):
+def test_calculator_evaluates_arithmetic(text, value):
     assert said(calculate(text)) == value
 
 
@@ -131,7 +131,7 @@ def test_the_calculator_computes(text, value):
     "text",
     ["1/0", "2**9999999", "9**9**9**9", "__import__('os')", "a.b", "'x'*9", "x", "1 if 1 else 2", "(" * 5000, "", "1j"],
 )
-def test_the_calculator_refuses_all_else(text):
+def test_calculator_refuses_other_text(text):
     with pytest.raises(InvalidRequest):
         calculate(text)
 
@@ -143,7 +143,7 @@ def episode(correct: bool = True, **observed: float) -> Episode:
     return made
 
 
-def test_the_reward_is_the_documented_formula():
+def test_reward_follows_documented_formula():
     spent = episode(cost_usd=0.05, energy_joules=50.0, latency_seconds=15.0, power_watts=100.0, tokens=7)
     assert compute(spent) == pytest.approx(0.4 - 4 * 0.15 * 0.5)
     parts = compute_with_breakdown(episode(False, cost_usd=0.2))
@@ -163,14 +163,14 @@ def test_the_reward_is_the_documented_formula():
     )
 
 
-def test_an_episode_survives_json():
+def test_episode_round_trips_json():
     made = episode(cost_usd=0.5, tokens=3)
     told = json.loads(json.dumps(made.to_dict()))
     assert Episode.from_dict(told) == made and told["totals"]["turns"] == 2 and told["totals"]["tokens"] == 3
     assert Episode.from_dict(told | {"unknown": 1}) == made
 
 
-def test_a_state_tells_its_history():
+def test_state_renders_its_history():
     state = State("What is 1 + 1?")
     state.add_turn(Action("add", "calculator", "1 + 1"), Observation("2"))
     text = render_state(state, [calculator()])
@@ -180,7 +180,7 @@ def test_a_state_tells_its_history():
     assert "- anything" in build_system_prompt(["anything"])
 
 
-def test_what_goes_wrong_in_a_tool_is_an_observation():
+def test_tool_failure_is_an_observation():
     def slow(text: str) -> str:
         time.sleep(60 if text == "long" else 0)
         raise ValueError("no such luck")
@@ -194,14 +194,14 @@ def test_what_goes_wrong_in_a_tool_is_an_observation():
         Toolbox([calculator(), calculator()])
 
 
-def test_costs_are_declared_or_measured_and_say_which():
+def test_costs_are_declared_or_measured():
     box = Toolbox([Tool("paid", "", str, price=Price(0.25, seconds=2.0, watts=50.0)), calculator()])
     paid, free = box.call("paid", "x"), box.call("calculator", "1")
     assert (paid.cost_usd, paid.latency_seconds, paid.energy_joules, paid.power_watts) == (0.25, 2.0, 100.0, 50.0)
     assert paid.energy_source == "declared" and free.energy_source == "estimate" and 0 < free.latency_seconds < 5
 
 
-def test_a_function_is_a_tool():
+def test_function_becomes_tool():
     def convert(amount: float, to: str = "m") -> dict:
         """Converts a length.
 
@@ -217,7 +217,7 @@ def test_a_function_is_a_tool():
     assert function(lambda text: text.upper(), "shout").call("a") == "A"
 
 
-def test_search_finds_in_a_corpus(tmp_path: Path):
+def test_corpus_search_ranks_passages(tmp_path: Path):
     (tmp_path / "tower.md").write_text("# Towers\n\nThe Eiffel tower is 330 metres high.\n\nIt stands in Paris.")
     (tmp_path / "more.jsonl").write_text('{"title": "Rivers", "text": "The Loire is 1006 km long."}\n')
     corpus = Corpus.of(tmp_path)
@@ -229,7 +229,7 @@ def test_search_finds_in_a_corpus(tmp_path: Path):
         Corpus.of(tmp_path)
 
 
-def test_an_mcp_servers_tools_are_tools(tmp_path: Path):
+def test_mcp_server_tools_are_tools(tmp_path: Path):
     server = tmp_path / "server.py"
     server.write_text(
         "from mcp.server import MCPServer\n"
@@ -252,7 +252,7 @@ def test_an_mcp_servers_tools_are_tools(tmp_path: Path):
         McpServer([sys.executable, "-c", "raise SystemExit(3)"])
 
 
-def test_the_orchestrator_plays_and_scores():
+def test_orchestrator_runs_and_scores():
     environment = opened(tools=["calculator", "think"], usd={"calculator": 0.05}, seconds={"calculator": 3.0})
     turn, rollout = played(environment, "THOUGHT: compute\nTOOL: calculator\nINPUT: ASKED")
     assert turn.messages[0]["content"].startswith("OBSERVATION: ") and not turn.done
@@ -267,7 +267,7 @@ def test_the_orchestrator_plays_and_scores():
     assert outcome.parts["joules"] == pytest.approx(100 * outcome.parts["energy"])
 
 
-def test_impossible_things_are_observed_and_scored():
+def test_impossible_actions_are_observed():
     environment = opened(max_turns=4)
     turn, rollout = played(environment, "nonsense", "TOOL: nope\nINPUT: 1", "TOOL: calculator\nINPUT: oops(")
     assert "Error" in turn.messages[0]["content"]
@@ -277,7 +277,7 @@ def test_impossible_things_are_observed_and_scored():
     assert played(environment, "RIGHT")[0].done is False  # an answer must be marked as one
 
 
-def test_tasks_come_from_the_owners_files(tmp_path: Path):
+def test_orchestrator_reads_tasks_of_owner(tmp_path: Path):
     (tmp_path / "q.jsonl").write_text('{"question": "Capital of France?", "answer": "Paris"}\n')
     environment = opened(folders=[str(tmp_path)], path="q.jsonl")
     assert played(environment, "FINAL_ANSWER: The answer is Paris.")[0].outcome.success
@@ -285,7 +285,7 @@ def test_tasks_come_from_the_owners_files(tmp_path: Path):
         list(opened(folders=[str(tmp_path)], path="/etc/passwd.jsonl").tasks())
 
 
-def test_the_solver_takes_any_of_the_tools_that_compute(tmp_path: Path):
+def test_solver_uses_any_computing_tool(tmp_path: Path):
     (tmp_path / "expert.py").write_text("def answer(text: str) -> str:\n    return str(eval(text))\n")
     lent = {"expert": {"python": f"{tmp_path / 'expert.py'}:answer", "usd": 0.5}}
     named = ["calculator", "expert"]
@@ -299,7 +299,7 @@ def test_the_solver_takes_any_of_the_tools_that_compute(tmp_path: Path):
     assert spent == {0.0, 0.5}, "each of them now and then, and nothing else"
 
 
-def test_products_come_before_sums_and_questions_differ():
+def test_arithmetic_tasks_differ_in_precedence():
     environment = opened(operators="+*", terms=4, digits=2)
     tasks = list(itertools.islice(environment.tasks(), 50))
     assert all(eval(task.prompt[8:-1]) == int(task.data["answer"]) for task in tasks)  # noqa: S307 - our own digits
@@ -317,6 +317,6 @@ def test_products_come_before_sums_and_questions_differ():
         ({"compute_with": ["expert"]}, "expert"),
     ],
 )
-def test_wrong_knobs_are_refused_with_help(knobs, said):
+def test_invalid_knobs_are_refused_with_hint(knobs, said):
     with pytest.raises(InvalidRequest, match=said):
         opened(**knobs)

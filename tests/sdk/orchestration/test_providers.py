@@ -65,7 +65,7 @@ def engine():
         ("tavily", "TAVILY_API_KEY", "Authorization", f"Bearer {KEY}", {"query": "ropes & knots", "max_results": 2}),
     ],
 )
-def test_a_provider_is_asked_in_its_dialect(engine, monkeypatch, name, variable, header, value, asked):
+def test_provider_request_follows_its_api(engine, monkeypatch, name, variable, header, value, asked):
     monkeypatch.setenv(variable, KEY)
     box = Toolbox([web_search(provider(name, f"{engine.url}/search"), most=2)])
     observation = box.call("web_search", "ropes & knots")
@@ -75,7 +75,7 @@ def test_a_provider_is_asked_in_its_dialect(engine, monkeypatch, name, variable,
     assert {key.capitalize(): one for key, one in headers.items()}[header] == value
 
 
-def test_what_goes_wrong_at_a_provider_is_an_observation_without_the_key(engine, monkeypatch):
+def test_provider_failure_hides_the_key(engine, monkeypatch):
     monkeypatch.setenv("BRAVE_API_KEY", KEY)
     for path, said in (("moved", "answered 302"), ("broken", "answered 503"), ("nonsense", "could not be asked")):
         observation = Toolbox([web_search(provider("brave", f"{engine.url}/{path}"))]).call("web_search", "x")
@@ -83,7 +83,7 @@ def test_what_goes_wrong_at_a_provider_is_an_observation_without_the_key(engine,
     assert [path for path, _, _ in engine.seen] == ["/moved", "/broken", "/nonsense"], "the key goes nowhere else"
 
 
-def test_a_provider_needs_its_key_and_a_name_that_is_known(monkeypatch):
+def test_provider_needs_known_name_and_key(monkeypatch):
     monkeypatch.delenv("TAVILY_API_KEY", raising=False)
     with pytest.raises(InvalidRequest, match="TAVILY_API_KEY"):
         provider("tavily")
@@ -91,7 +91,7 @@ def test_a_provider_needs_its_key_and_a_name_that_is_known(monkeypatch):
         provider("altavista")
 
 
-def test_the_orchestrator_searches_with_the_owners_provider(engine, monkeypatch):
+def test_orchestrator_uses_search_provider(engine, monkeypatch):
     monkeypatch.setenv("BRAVE_API_KEY", KEY)
     told = {"tools": {"web_search": {"provider": "brave", "url": f"{engine.url}/search", "usd": 0.005}}}
     environment = configure(make(json.dumps(told)), knobs={"tools": ["web_search"]})
@@ -118,7 +118,7 @@ class _Counters:
         return SimpleNamespace(time=0.1, gpu_energy={0: 3.0}, cpu_energy={0: 1.5}, dram_energy=None)
 
 
-def test_energy_is_measured_where_a_counter_can_be_read(monkeypatch):
+def test_energy_is_measured_by_counter(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeus", ModuleType("zeus"))
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=_Counters))
     meter = Meter()
@@ -127,7 +127,7 @@ def test_energy_is_measured_where_a_counter_can_be_read(monkeypatch):
     assert observation.power_watts == pytest.approx(4.5 / observation.latency_seconds)
 
 
-def test_a_library_that_cannot_read_anything_leaves_the_estimate(monkeypatch):
+def test_energy_is_estimated_without_counter(monkeypatch):
     def refuses(**_: Any) -> None:
         raise PermissionError("/sys/class/powercap")
 

@@ -89,7 +89,7 @@ def started(cls: type[ToolEnvironment]) -> tuple[Rollout, list[dict[str, Any]]]:
     return rollout, rollout.begin()
 
 
-def test_a_function_is_described_as_its_hints_and_docstring_say() -> None:
+def test_signature_comes_from_hints_and_docstring() -> None:
     found = signature_of(convert)
     assert (found.name, found.description) == ("convert", "Converts money.")
     assert found.parameters == {
@@ -122,16 +122,16 @@ def test_a_function_is_described_as_its_hints_and_docstring_say() -> None:
         (3, "must be a JSON object with amount, to, tags"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: Any, said: str) -> None:
+def test_invalid_tool_arguments_are_named(arguments: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("[", r"\[").replace("]", r"\]")):
         signature_of(convert).check(arguments)
 
 
-def test_numbers_written_as_texts_are_numbers() -> None:
+def test_numeric_strings_become_numbers() -> None:
     assert signature_of(convert).check({"amount": "2.5", "tags": None}) == {"amount": 2.5, "tags": None}
 
 
-def test_calls_are_found_as_templates_write_them() -> None:
+def test_tool_calls_are_parsed() -> None:
     text = (
         "<think><tool_call>{}</tool_call></think>Let me see. " + call("a", "{}") + call("b", '"{\\"x\\": 1}"')
         + '<tool_call>{"name": 3}</tool_call><tool_call>{"name": "c", "arguments": {"y": 2}}'
@@ -146,7 +146,7 @@ def test_calls_are_found_as_templates_write_them() -> None:
     assert calls_in("no call") == []
 
 
-def test_the_policy_is_told_of_its_tools_and_plays_with_them() -> None:
+def test_policy_uses_described_tools() -> None:
     rollout, first = started(Shop)
     assert first[0]["role"] == "system" and first[0]["content"].startswith("Be brief.\n\n# Tools")
     assert all(f'"name": "{name}"' in first[0]["content"] for name in ("convert", "slow", "look_up"))
@@ -161,7 +161,7 @@ def test_the_policy_is_told_of_its_tools_and_plays_with_them() -> None:
     )
 
 
-def test_what_goes_wrong_in_a_tool_is_an_observation() -> None:
+def test_tool_failure_is_an_observation() -> None:
     rollout, _ = started(Shop)
     began = time.monotonic()
     asked = (
@@ -183,13 +183,13 @@ def test_what_goes_wrong_in_a_tool_is_an_observation() -> None:
     assert outcome is not None and outcome.parts["tool_errors"] == 7 and not outcome.success
 
 
-def test_an_answer_that_was_cut_off_calls_nothing() -> None:
+def test_truncated_answer_calls_no_tool() -> None:
     rollout, _ = started(Shop)
     turn = rollout.advance(call("look_up", '{"name": "apple"}'), truncated=True)
     assert turn.done and turn.outcome is not None and turn.outcome.parts["tool_calls"] == 0
 
 
-def test_a_tool_that_hangs_takes_no_place_from_others() -> None:
+def test_hanging_tool_does_not_block_others() -> None:
     toolbox = Toolbox([Tool("hang", "x", lambda text: time.sleep(20) or "", timeout_s=0.02),
                        Tool("quick", "x", lambda text: text, timeout_s=10.0)])  # fmt: skip
     for _ in range(12):
@@ -221,7 +221,7 @@ SERVER = textwrap.dedent("""
 """)
 
 
-def test_an_mcp_server_serves_all_rollouts_and_comes_back_when_it_has_gone(tmp_path: Path) -> None:
+def test_mcp_server_is_shared_and_reconnected(tmp_path: Path) -> None:
     file = tmp_path / "prices.py"
     file.write_text(SERVER)
 
@@ -256,7 +256,7 @@ def test_an_mcp_server_serves_all_rollouts_and_comes_back_when_it_has_gone(tmp_p
     assert len(environment._shared["tools"]) == 1
 
 
-def test_a_server_that_does_not_come_up_is_known_at_once(tmp_path: Path) -> None:
+def test_failing_mcp_server_is_reported_at_setup(tmp_path: Path) -> None:
 
     class Nowhere(ToolEnvironment):
         servers = (Server(command=(sys.executable, "-c", "raise SystemExit(3)")),)
@@ -268,7 +268,7 @@ def test_a_server_that_does_not_come_up_is_known_at_once(tmp_path: Path) -> None
         configure(Nowhere())
 
 
-def test_costs_can_be_given_a_weight() -> None:
+def test_tool_costs_can_be_weighted() -> None:
     environment = configure(Shop(), reward_weights={"tool_usd": -2.0})
     rollout = Rollout(environment, next(iter(environment.tasks())))
     rollout.begin()

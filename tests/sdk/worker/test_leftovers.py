@@ -40,7 +40,7 @@ def found(token):
     return processes
 
 
-def test_a_description_leaves_no_process_and_no_file(tmp_path):
+def test_describe_leaves_no_process_and_no_file(tmp_path):
     token = f"odd-{os.getpid()}-{time.monotonic_ns()}"
     (tmp_path / "odd.py").write_text(ODD.format(token=token))
     catalog = Catalog([tmp_path])
@@ -56,7 +56,7 @@ def test_a_description_leaves_no_process_and_no_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["odd.py"]
 
 
-def test_the_end_of_a_worker_is_seen_though_a_daemon_holds_its_pipes(tmp_path):
+def test_worker_end_is_seen_while_daemon_holds_pipes(tmp_path):
     token = f"odd-{os.getpid()}-{time.monotonic_ns()}"
     file = tmp_path / "odd.py"
     file.write_text(ODD.format(token=token) + "\nimport os\nos._exit(3)\n")
@@ -80,7 +80,7 @@ def test_the_end_of_a_worker_is_seen_though_a_daemon_holds_its_pipes(tmp_path):
     assert "exit code 3" in said and seconds < 15
 
 
-def test_a_name_of_a_million_letters_is_looked_up_at_once(tmp_path):
+def test_lookup_of_huge_name_is_quick(tmp_path):
     catalog = Catalog([tmp_path])
     began = time.monotonic()
     try:
@@ -90,7 +90,7 @@ def test_a_name_of_a_million_letters_is_looked_up_at_once(tmp_path):
     assert time.monotonic() - began < 5
 
 
-def test_a_worker_that_cannot_be_started_is_no_fault_of_the_environment(tmp_path):
+def test_unstartable_worker_does_not_blame_environment(tmp_path):
     file = tmp_path / "plain.py"
     file.write_text(ODD.format(token="never"))
     catalog = Catalog([tmp_path])

@@ -39,13 +39,13 @@ def contents(splits: TaskSplits, count: int) -> dict[str, set[str]]:
     return {split: {task.content for task in splits.page(split, 0, count)} for split in SPLITS}
 
 
-def test_a_task_belongs_where_the_hash_of_its_content_says() -> None:
+def test_split_depends_on_content_hash() -> None:
     for content in ("what is 1?", "what is 2?", "ünïcode", ""):
         h = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
         assert split_of(content) == ("train" if h < 80 else "validation" if h < 90 else "heldout")
 
 
-def test_splits_share_no_content_and_have_no_repetitions() -> None:
+def test_splits_share_no_content_and_repeat_none() -> None:
     splits = splits_of(Numbers)
     found = contents(splits, 50)
     assert all(len(tasks) == 50 for tasks in found.values())
@@ -54,14 +54,14 @@ def test_splits_share_no_content_and_have_no_repetitions() -> None:
     assert all(split_of(content) == split for split, tasks in found.items() for content in tasks)
 
 
-def test_a_task_is_found_again_under_its_number() -> None:
+def test_task_number_is_stable() -> None:
     one, other = splits_of(Numbers), splits_of(Numbers, seed=7)
     late = one.get("train", 120)[0]
     assert one.get("heldout", 3)[0].id == other.get("heldout", 3)[0].id
     assert other.get("train", 120)[0].id == late.id == one.get("train", 120)[0].id
 
 
-def test_finite_content_is_noticed_and_training_begins_again_in_another_order() -> None:
+def test_finite_training_split_restarts_in_other_order() -> None:
     splits = splits_of(Few)
     size = len(splits.page("train", 0, 10_000))
     assert splits.exhausted("train") and 20 < size <= 40
@@ -82,7 +82,7 @@ def test_evaluation_splits_end() -> None:
         splits.get("heldout", size)
 
 
-def test_an_empty_split_says_so() -> None:
+def test_empty_split_is_an_error() -> None:
     class One(Environment):
         def tasks(self):
             yield Task("What is 1?")
@@ -94,12 +94,12 @@ def test_an_empty_split_says_so() -> None:
 
 
 @pytest.mark.parametrize(("split", "index"), [("tarin", 0), ("train", -1), ("train", True), ("train", "0")])
-def test_wrong_questions_are_refused(split: str, index: Any) -> None:
+def test_invalid_split_or_index_is_refused(split: str, index: Any) -> None:
     with pytest.raises(InvalidRequest):
         splits_of(Few).get(split, index)
 
 
-def test_own_splits_give_way_to_heldout() -> None:
+def test_own_splits_drop_heldout_content() -> None:
     class Own(Environment):
         def tasks(self, split):
             start = {"train": 0, "validation": 8, "heldout": 10}[split]
@@ -112,7 +112,7 @@ def test_own_splits_give_way_to_heldout() -> None:
     assert found["train"] == {"0", "1", "2", "3", "4"}
 
 
-def test_own_endless_training_tasks_never_hold_heldout_ones() -> None:
+def test_own_endless_train_split_drops_heldout_content() -> None:
     class Own(Environment):
         def tasks(self, split):
             return (Task(f"{n % 700}") for n in count()) if split == "train" else [Task(f"{n}") for n in range(9)]
@@ -122,7 +122,7 @@ def test_own_endless_training_tasks_never_hold_heldout_ones() -> None:
     assert splits.get("train", 691)[1] == 1 and splits.known("train") == 691 > PATIENCE
 
 
-def test_a_stream_that_raises_does_not_look_like_one_that_ends() -> None:
+def test_failing_stream_is_not_an_exhausted_one() -> None:
     class Raises(Environment):
         def tasks(self):
             yield Task("a")
@@ -135,7 +135,7 @@ def test_a_stream_that_raises_does_not_look_like_one_that_ends() -> None:
     assert not splits.exhausted("train")
 
 
-def test_a_stream_of_something_else_is_refused() -> None:
+def test_stream_must_yield_tasks() -> None:
     class Wrong(Environment):
         def tasks(self):
             yield {"prompt": "x"}
@@ -144,7 +144,7 @@ def test_a_stream_of_something_else_is_refused() -> None:
         splits_of(Wrong).get("train", 0)
 
 
-def test_a_survey_stops_at_its_limit_or_in_time() -> None:
+def test_survey_stops_at_limit_or_deadline() -> None:
     splits = splits_of(Numbers)
     splits.survey(5, 60.0)
     assert min(splits.known(split) for split in SPLITS) >= 5 and splits.known("train") < 1000

@@ -107,7 +107,7 @@ async def say(link: WorkerClient, text: str, count: int = 1, timeout: float = 20
     return (await link.call("advance", timeout=timeout, moves=moves))[-1]
 
 
-def test_a_group_takes_two_calls(behaviour: dict[str, str]) -> None:
+def test_single_turn_group_takes_two_calls(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         card = await link.call("open", source=behaviour)
         assert card["name"] == "behaviour" and card["max_turns"] == 2 and card["max_reward"] == 1.0
@@ -132,7 +132,7 @@ def test_a_group_takes_two_calls(behaviour: dict[str, str]) -> None:
     with_link(body)
 
 
-def test_what_the_environment_prints_goes_to_standard_error(behaviour: dict[str, str]) -> None:
+def test_environment_output_goes_to_stderr(behaviour: dict[str, str]) -> None:
     sink = io.BytesIO()
 
     async def body(link: WorkerClient) -> None:
@@ -155,7 +155,7 @@ def test_what_the_environment_prints_goes_to_standard_error(behaviour: dict[str,
         ("text", "not a number"),
     ],
 )
-def test_a_bad_rollout_is_data(behaviour: dict[str, str], answer: str, said: str) -> None:
+def test_failed_rollout_is_an_outcome(behaviour: dict[str, str], answer: str, said: str) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         turn = await say(link, answer, count=2)
@@ -165,7 +165,7 @@ def test_a_bad_rollout_is_data(behaviour: dict[str, str], answer: str, said: str
     with_link(body)
 
 
-def test_a_fork_that_comes_back_is_not_a_second_worker(behaviour: dict[str, str]) -> None:
+def test_forked_environment_is_no_second_worker(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         for text in ("fork", "fork and stay"):
@@ -176,7 +176,7 @@ def test_a_fork_that_comes_back_is_not_a_second_worker(behaviour: dict[str, str]
 
 
 @pytest.mark.parametrize(("answer", "code", "said"), [("os._exit", 7, "exit code 7"), ("kill", -9, "SIGKILL")])
-def test_the_death_of_a_worker_fails_every_call(behaviour: dict[str, str], answer: str, code: int, said: str) -> None:
+def test_worker_death_fails_every_call(behaviour: dict[str, str], answer: str, code: int, said: str) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         begun = await link.call("begin", split="train", index=0, count=1)
@@ -191,7 +191,7 @@ def test_the_death_of_a_worker_fails_every_call(behaviour: dict[str, str], answe
     with_link(body)
 
 
-def test_a_call_without_an_answer_costs_the_worker_its_life_and_its_children_theirs(behaviour: dict[str, str]) -> None:
+def test_timeout_kills_worker_and_its_children(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         orphan = int((await say(link, "orphan"))["messages"][0]["content"])
@@ -207,7 +207,7 @@ def test_a_call_without_an_answer_costs_the_worker_its_life_and_its_children_the
     with_link(body)
 
 
-def test_a_call_that_waits_behind_a_slow_one_keeps_its_time(behaviour: dict[str, str]) -> None:
+def test_queued_call_keeps_its_own_timeout(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         began = time.monotonic()
@@ -217,7 +217,7 @@ def test_a_call_that_waits_behind_a_slow_one_keeps_its_time(behaviour: dict[str,
     with_link(body)
 
 
-def test_an_answer_that_nobody_waits_for_is_passed_over(behaviour: dict[str, str]) -> None:
+def test_answer_of_cancelled_call_is_ignored(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         abandoned = asyncio.create_task(say(link, "slow"))
@@ -228,7 +228,7 @@ def test_an_answer_that_nobody_waits_for_is_passed_over(behaviour: dict[str, str
     with_link(body)
 
 
-def test_large_messages_pass_in_both_directions(behaviour: dict[str, str]) -> None:
+def test_large_messages_pass_both_ways(behaviour: dict[str, str]) -> None:
     async def body(link: WorkerClient) -> None:
         await link.call("open", source=behaviour)
         assert len((await say(link, "large"))["messages"][0]["content"]) == 3_000_000
@@ -254,7 +254,7 @@ def test_large_messages_pass_in_both_directions(behaviour: dict[str, str]) -> No
         ("import toprope_server.cli.main", "load", "No module named 'toprope_server'", "mine.py:1"),
     ],
 )
-def test_what_does_not_load_says_why_and_where(tmp_path: Path, text: str, kind: str, said: str, where: str) -> None:
+def test_load_error_gives_reason_and_place(tmp_path: Path, text: str, kind: str, said: str, where: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(text)
     root = str(Path(toprope.sdk.worker.client.__file__).parents[3])
@@ -269,7 +269,7 @@ def test_what_does_not_load_says_why_and_where(tmp_path: Path, text: str, kind: 
     with_link(body, env=worker_environment({"PYTHONPATH": root}))
 
 
-def test_wrong_requests_are_answered(behaviour: dict[str, str]) -> None:
+def test_invalid_requests_are_answered(behaviour: dict[str, str]) -> None:
     requests: list[tuple[str, dict[str, Any], str, str]] = [
         ("begun", {}, "unknown_op", "Did you mean 'begin'?"),
         ("begin", {"split": "train", "index": 0, "count": 1}, "invalid", "open"),
@@ -300,7 +300,7 @@ def test_wrong_requests_are_answered(behaviour: dict[str, str]) -> None:
     with_link(body)
 
 
-def test_a_card_does_not_set_the_environment_up(tmp_path: Path) -> None:
+def test_card_does_not_run_setup(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HEAD + "class Mine(Environment):\n  '''Do.'''\n  class Knobs:\n    n: int = knob(2)\n"
                     "  def setup(self): raise OSError\n  def tasks(self): raise OSError\n")  # fmt: skip
@@ -312,7 +312,7 @@ def test_a_card_does_not_set_the_environment_up(tmp_path: Path) -> None:
     with_link(body)
 
 
-def test_what_rollouts_see_first_may_differ(tmp_path: Path) -> None:
+def test_first_messages_can_differ_per_rollout(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HEAD + "import itertools\ncounter = itertools.count()\nclass Mine(Environment):\n" + TASKS +
                     "    def reset(self, task):\n        return f'{next(counter)}'\n")  # fmt: skip
@@ -325,7 +325,7 @@ def test_what_rollouts_see_first_may_differ(tmp_path: Path) -> None:
     with_link(body)
 
 
-def test_the_users_modules_come_first_and_ours_do_not_come_at_all(tmp_path: Path) -> None:
+def test_user_modules_shadow_ours(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text("MINE = 'theirs'\n")
     file = tmp_path / "json.py"  # the name of a module that the worker itself needs
     file.write_text(
@@ -345,7 +345,7 @@ def test_the_users_modules_come_first_and_ours_do_not_come_at_all(tmp_path: Path
     with_link(body, env=worker_environment({"PYTHONPATH": root}))
 
 
-def test_texts_hash_alike_in_every_worker(tmp_path: Path) -> None:
+def test_hash_seed_is_fixed_in_workers(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         HEAD + "class Mine(Environment):\n  tags = (str(hash('a text')),)\n  def tasks(self): yield Task('x')"
@@ -364,7 +364,7 @@ def test_texts_hash_alike_in_every_worker(tmp_path: Path) -> None:
     assert hashed({**bare, "PYTHONHASHSEED": "5"}) != expected
 
 
-def test_a_worker_ends_when_its_caller_is_gone(behaviour: dict[str, str]) -> None:
+def test_worker_ends_with_its_caller(behaviour: dict[str, str]) -> None:
     command = [sys.executable, "-P", str(toprope.sdk.worker.client.WORKER)]
     requests = [
         {"id": 1, "op": "open", "source": behaviour},
@@ -380,7 +380,7 @@ def test_a_worker_ends_when_its_caller_is_gone(behaviour: dict[str, str]) -> Non
         assert worker.wait(timeout=10) == 1
 
 
-def test_an_interpreter_that_is_none_is_an_error(tmp_path: Path) -> None:
+def test_invalid_interpreter_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="cannot be started"):
         asyncio.run(WorkerClient.start(str(tmp_path / "python")))
     with pytest.raises(WorkerDied, match="exit code 1"):
@@ -389,11 +389,11 @@ def test_an_interpreter_that_is_none_is_an_error(tmp_path: Path) -> None:
         asyncio.run(WorkerClient.start(wrapper=["sh", "-c", "sleep 60"], timeout=0.2))
 
 
-def test_a_wrapper_starts_the_worker() -> None:
+def test_wrapper_starts_worker() -> None:
     assert with_link(lambda link: link.call("ping"), wrapper=["env", "A=b"]) == "pong"
 
 
-def test_secrets_stay_with_us_unless_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_passed_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENAI_API_KEY", "HF_TOKEN", "TOPROPE_RUN_SECRET", "DB_PASSWORD", "PLAIN"):
         monkeypatch.setenv(name, "x")
     variables = worker_environment({"HF_TOKEN": "given"})
@@ -401,7 +401,7 @@ def test_secrets_stay_with_us_unless_they_are_given(monkeypatch: pytest.MonkeyPa
     assert not {"OPENAI_API_KEY", "TOPROPE_RUN_SECRET", "DB_PASSWORD"} & variables.keys()
 
 
-def test_a_key_within_a_url_is_a_secret_whatever_its_variable_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_with_password_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://me:hidden@example.org/simple")
     monkeypatch.setenv("STORE", "postgres://me:hidden@example.org/data")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:shared@127.0.0.1:8")
