@@ -90,9 +90,9 @@ def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
         ({"path": "empty.jsonl"}, "holds no rows"),
         ({"path": "notes.txt"}, "has no supported suffix: .jsonl"),
         ({"path": "missing.csv"}, "There are: empty.jsonl, sums.jsonl, torn.jsonl"),
-        ({"path": "hf:../etc"}, "no id of a data set"),
+        ({"path": "hf:../etc"}, "not a data set id"),
         ({"extract": "pattern"}, "needs extract_pattern"),
-        ({"extract_pattern": "("}, "no regular expression"),
+        ({"extract_pattern": "("}, "not a regular expression"),
         ({"scorer": "exakt"}, "must be"),
     ]:  # fmt: skip
         with pytest.raises(InvalidRequest) as wrong:

@@ -125,7 +125,8 @@ class Trl(ToolEnvironment):
             )
 
     def reset(self, task: Task) -> Messages:
-        row, self._environment, self._chosen = task.data["row"], None, None
+        row, self._chosen = task.data["row"], None
+        self._environment: Any = None
         self._own_random = OwnRandom(f"{self.seed}:{task.id}")  # equal within a group, whose rollouts get the same task
         messages = _chat(row.get("prompt") or [{"role": "user", "content": ""}], "the row")
         self._plain = isinstance(messages, str)
@@ -257,10 +258,8 @@ class Trl(ToolEnvironment):
         found: dict[str, Any] = {}
         try:
             for kind in self._classes:
-                environment: Any = self._environment
-                found[kind.__name__] = None
-                if environment is not None and type(environment) is kind:
-                    found[kind.__name__] = self._resolved(environment.get_reward())
+                mine = type(self._environment) is kind
+                found[kind.__name__] = self._resolved(self._environment.get_reward()) if mine else None
         except Exception as error:
             return error
         return found
