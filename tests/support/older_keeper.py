@@ -1,7 +1,7 @@
-"""A run as an earlier version left it, with a keeper of that version: for tests of newer front ends.
+"""A run of an earlier version with a keeper of that version, for tests of newer front ends.
 
-`freeze` writes the folder as version 0 of Toprope did, field by field, so that it stays what it was when the models
-change. As a program this file is the keeper: it holds the lock, writes steps, and carries out the order to stop.
+`freeze` writes the folder as version 0 of Toprope did, field by field, so that later changes of the models do not
+affect it. As a program this file is the keeper: it holds the lock, writes steps, and carries out the order to stop.
 
     older_keeper.py RUN_FOLDER
 """
@@ -25,7 +25,7 @@ CONFIG = {
 
 
 def freeze(runs: Path, run_id: str) -> Path:
-    """Writes the folder of a run that is training, and returns it."""
+    """Write the folder of a run that is training, and return its path."""
     folder, now = runs / run_id, time.time()
     for name in ("orders", "evaluations", "journal", "checkpoints", "logs", "crew"):
         (folder / name).mkdir(parents=True, mode=0o700)
@@ -55,7 +55,7 @@ def freeze(runs: Path, run_id: str) -> Path:
 
 
 def status(run_id: str, state: str, now: float, **fields: object) -> dict[str, object]:
-    """status.json of that version."""
+    """Return the content of status.json in that version."""
     return {
         "version": 1,
         "run_id": run_id,
@@ -92,7 +92,7 @@ def event(folder: Path, seq: int, kind: str, **data: object) -> None:
 
 
 def keep(folder: Path) -> None:
-    """The keeper of that version: a step now and then, until it is told to stop."""
+    """Run the keeper of that version: write a step now and then until it is told to stop."""
     lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.pwrite(lock, json.dumps({"pid": os.getpid(), "since": time.time()}).encode() + b"\n", 0)

@@ -1,11 +1,11 @@
-"""A sweep whose conductor is the real one and whose members' crews are stand-ins, so that an epoch takes a second.
+"""Sweeps with the real conductor and stand-ins as the crews of members, so that an epoch takes a second.
 
 As a program:  sweep_stand_ins.py keeper TABLE RUN_FOLDER ...     the keeper of a sweep, or of a member
                sweep_stand_ins.py conductor TABLE TOKEN           the conductor, which starts members with such keepers
                sweep_stand_ins.py NAME BEHAVIOUR TOKEN            a member of a member's crew
 
-What a stand-in of a policy learns hangs on its settings: accuracy is 1 at a learning rate of 1e-3 and falls by a
-quarter with each power of ten; the rest of what is missing halves with every 10 steps of its line.
+The accuracy of a stand-in depends on its settings: its limit is 1 at a learning rate of 1e-3 and falls by a quarter
+with each power of ten; the distance to the limit halves with every 10 steps of the run and the runs that it continues.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from tests.support.supervisor_stand_ins import NAMES, StandIn  # noqa: E402
 
 
 def accuracy_of(rate: float, steps: int) -> float:
-    """What a policy comes to after so many steps, rounded to a hundredth."""
+    """Return the accuracy of a policy after `steps` steps, rounded to a hundredth."""
     best = max(0.0, 1 - abs(math.log10(rate) + 3) / 4)
     return round(best * (1 - 0.5 ** (steps / 10)), 2)
 
 
 class Learner(StandIn):
-    """A member of a crew whose accuracy hangs on its run's settings. Behaviour `slow`: seconds
-    before the evaluation."""
+    """A member of a crew whose accuracy depends on its run's settings.
+
+    Behaviour `slow`: seconds before an evaluation.
+    """
 
     def __init__(self, name: str, behaviour: dict[str, Any]) -> None:
         super().__init__(name, behaviour)
@@ -52,7 +54,7 @@ class Learner(StandIn):
         behaviour["steps"] = self.spec.config.budget.steps
 
     def line_steps(self) -> int:
-        """Steps of this run and of those that it goes on from."""
+        """Return the steps of this run and of the runs that it continues."""
         total, spec = 0, self.spec
         while True:
             total += spec.config.budget.steps if spec.kind == "train" else 0
@@ -80,7 +82,7 @@ class Learner(StandIn):
 
 
 def table_in(path: Path, behaviours: dict[str, dict[str, Any]], token: str) -> Path:
-    """The file with the argv of every program."""
+    """Write the file with the argv of every program, and return its path."""
     python = [sys.executable, "-P", str(PATH)]
     table = path / f"programs-{uuid.uuid4().hex[:8]}.json"
     programs = {name: [*python, name, json.dumps(behaviours.get(name, {})), token] for name in NAMES}
@@ -91,7 +93,7 @@ def table_in(path: Path, behaviours: dict[str, dict[str, Any]], token: str) -> P
 
 
 def runs_in(home: Home, table: Path) -> RunManager:
-    """The runs of a home, as a front end whose launcher starts stand-ins."""
+    """Return a front end for the runs of a home whose launcher starts stand-ins."""
     command = [sys.executable, "-P", str(PATH), "keeper", str(table)]
     return RunManager(
         home.runs,
@@ -102,7 +104,7 @@ def runs_in(home: Home, table: Path) -> RunManager:
 
 
 def sweep_in(home: Home, **plan: Any) -> Specification:
-    """The specification of a sweep over the learning rate."""
+    """Return the specification of a sweep over the learning rate."""
     config = Config()
     config.optimizer.learning_rate = 1e-5
     config.launcher.device, config.launcher.stop_grace_s = "cpu", 1.0

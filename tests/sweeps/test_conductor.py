@@ -41,8 +41,8 @@ from toprope.workbench.launch.start import RunStarter
 LIMIT_S = 90.0
 
 
-class SweepHouse:
-    """A home whose runs are kept by stand-ins; `close` ends what a failed test left."""
+class SweepHarness:
+    """A home whose runs have stand-ins as crews. `close` kills the processes that a failed test left."""
 
     def __init__(self, path):
         self.home = Home(path / "home", path / "config").ensure()
@@ -89,14 +89,14 @@ class SweepHouse:
 
 
 @pytest.fixture
-def house(tmp_path):
-    one = SweepHouse(tmp_path)
+def harness(tmp_path):
+    one = SweepHarness(tmp_path)
     yield one
     one.close()
 
 
 def undisturbed(plan):
-    """What a conductor that nobody disturbs decides, of the scores that the stand-ins come to."""
+    """Return the decisions of a conductor without interruptions, from the scores of the stand-ins."""
     strategy, known, population, history = create_strategy(plan), {}, [], []
     scores, survivors, lines = {}, {}, {}
     for epoch in range(1, plan.epochs + 1):
@@ -116,7 +116,7 @@ def undisturbed(plan):
 
 
 def decided(folder):
-    """Everything of a journal that must not hang on who was killed when."""
+    """Return the decisions in a journal, which must not depend on interruptions."""
     standing = read_standing(folder)
     return {
         "candidates": {name: one.model_dump() for name, one in standing.candidates.items()},
@@ -131,9 +131,9 @@ def lines_of(folder, what):
     return [line for line in lines if line["what"] == what]
 
 
-def test_sweep_measures_best_candidate_on_heldout_tasks(house):
-    folder = house.start(population=2, selection_ratio=0.5)
-    status = house.ended(folder)
+def test_sweep_measures_best_candidate_on_heldout_tasks(harness):
+    folder = harness.start(population=2, selection_ratio=0.5)
+    status = harness.ended(folder)
     assert status.state == "completed", (status.reason, status.failure)
     standing = read_standing(folder)
     assert len(standing.candidates) == 3 and standing.epochs_completed == 2  # one of two survives, one is new
@@ -144,80 +144,82 @@ def test_sweep_measures_best_candidate_on_heldout_tasks(house):
     assert {name: one.score for name, one in standing.scores.items()} == accuracies
     assert standing.best.score == max(accuracies.values())
     assert standing.final.run_id == final_id(folder.run_id) and standing.final.measured.tasks == 100
-    members = members_in(house.home.runs, folder.run_id)
+    members = members_in(harness.home.runs, folder.run_id)
     assert len(members) == 4 and members[-1] == standing.final.run_id
     for run_id in members:
-        assert house.runs.status(run_id).state == "completed"
-        member = Specification.read(RunFolder(house.home.runs / run_id)).member
+        assert harness.runs.status(run_id).state == "completed"
+        member = Specification.read(RunFolder(harness.home.runs / run_id)).member
         assert member.sweep == folder.run_id and member.final == (run_id == members[-1])
-    # The survivor is not measured again, and what it was made from is known.
+    # The survivor is not measured again, and the new candidate names its parent.
     assert [one.parent for one in standing.candidates.values()] == [None] * 2 + standing.survivors[1]
     told = {event.data["label"]: event.data["summary"] for event in read_events(folder.events, kinds=["evaluation"])}
     assert list(told) == ["epoch-1", "epoch-2", "heldout"] and told["heldout"]["split"] == "heldout"
     assert status.progress["what"] == "complete" and status.progress["best"] == standing.best.score
-    eventually(lambda: not house.processes(), 20.0)
+    eventually(lambda: not harness.processes(), 20.0)
 
 
-def test_sweep_killed_three_times_has_same_result(house):
-    folder = house.start({"environment": {"slow": 0.4}}, strategy="halving", population=2, selection_ratio=0.5)
-    house.conductor(folder).kill()
-    # In the second epoch the keeper: the sweep is lost, its member lives on, and whoever looks brings it back.
+def test_sweep_killed_three_times_has_same_result(harness):
+    folder = harness.start({"environment": {"slow": 0.4}}, strategy="halving", population=2, selection_ratio=0.5)
+    harness.conductor(folder).kill()
+    # In the second epoch kill the keeper: the sweep is lost, its member lives on, and a look resumes the sweep.
     eventually(lambda: len(lines_of(folder, "generation")) == 2, LIMIT_S)
     psutil.Process(json.loads(folder.lock.read_text())["pid"]).kill()
-    eventually(lambda: house.runs.status(folder.run_id).attempt == 2, LIMIT_S)
-    house.conductor(folder).kill()
-    status = house.ended(folder)
+    eventually(lambda: harness.runs.status(folder.run_id).attempt == 2, LIMIT_S)
+    harness.conductor(folder).kill()
+    status = harness.ended(folder)
     assert status.state == "completed", (status.reason, status.failure)
     assert decided(folder) == undisturbed(Specification.read(folder).sweep)
     standing = read_standing(folder)
     assert standing.final.candidate == standing.best.candidate and standing.final.measured.accuracy > 0
-    assert len(lines_of(folder, "final")) == 2  # that it is to be, and what it came to
-    members = members_in(house.home.runs, folder.run_id)
+    assert len(lines_of(folder, "final")) == 2  # the decision to measure, and the result
+    members = members_in(harness.home.runs, folder.run_id)
     assert len(members) == 2 + 1 + 1 and len(lines_of(folder, "started")) == 3
-    assert all(house.runs.status(run_id).state == "completed" for run_id in members)
-    eventually(lambda: not house.processes(), 20.0)
+    assert all(harness.runs.status(run_id).state == "completed" for run_id in members)
+    eventually(lambda: not harness.processes(), 20.0)
 
 
-def test_stopped_sweep_resumes_its_members(house):
-    folder = house.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
+def test_stopped_sweep_resumes_its_members(harness):
+    folder = harness.start({"environment": {"slow": 30.0}}, population=2, epochs=1)
     first = f"{folder.run_id}-m01"
-    eventually(lambda: is_held(house.home.runs / first / "keeper.lock"), LIMIT_S)
-    house.runs.stop(folder.run_id)
-    assert house.ended(folder).state == "stopped"
-    eventually(lambda: not house.processes(), LIMIT_S)
+    eventually(lambda: is_held(harness.home.runs / first / "keeper.lock"), LIMIT_S)
+    harness.runs.stop(folder.run_id)
+    assert harness.ended(folder).state == "stopped"
+    eventually(lambda: not harness.processes(), LIMIT_S)
     known = lines_of(folder, "generation")
-    for table in house.path.glob("programs-*.json"):
+    for table in harness.path.glob("programs-*.json"):
         table.write_text(table.read_text().replace("30.0", "0.0"))
-    house.runs.resume(folder.run_id, open_runs.variables_of(Specification.read(folder), house.home))
-    status = house.ended(folder)
+    harness.runs.resume(folder.run_id, open_runs.variables_of(Specification.read(folder), harness.home))
+    status = harness.ended(folder)
     assert status.state == "completed", (status.reason, status.failure)
     assert lines_of(folder, "generation") == known
     standing, plan = read_standing(folder), Specification.read(folder).sweep
     assert {name: one.score for name, one in standing.scores.items()} == undisturbed(plan)["scores"]
-    assert house.runs.status(first).attempt == 2 and standing.final.measured is not None
+    assert harness.runs.status(first).attempt == 2 and standing.final.measured is not None
 
 
-def test_sweep_stays_within_owner_limits(house):
-    (house.home.configuration / "limits.yaml").write_text("concurrent_runs: 2\n")
-    folder = house.start(population=2, epochs=1)
+def test_sweep_stays_within_owner_limits(harness):
+    (harness.home.configuration / "limits.yaml").write_text("concurrent_runs: 2\n")
+    folder = harness.start(population=2, epochs=1)
     most = 0
 
     def over():
         nonlocal most
         live = [
-            one for one in members_in(house.home.runs, folder.run_id) if is_held(house.home.runs / one / "keeper.lock")
+            one
+            for one in members_in(harness.home.runs, folder.run_id)
+            if is_held(harness.home.runs / one / "keeper.lock")
         ]
         most = max(most, len(live))
-        return house.runs.status(folder.run_id).ended_at is not None
+        return harness.runs.status(folder.run_id).ended_at is not None
 
     eventually(over, LIMIT_S)
-    assert house.runs.status(folder.run_id).state == "completed" and most == 1
-    (house.home.configuration / "limits.yaml").write_text("per_day: {runs: 6}\n")
-    refused = house.start(population=2, epochs=1)
-    status = house.ended(refused)
+    assert harness.runs.status(folder.run_id).state == "completed" and most == 1
+    (harness.home.configuration / "limits.yaml").write_text("per_day: {runs: 6}\n")
+    refused = harness.start(population=2, epochs=1)
+    status = harness.ended(refused)
     # Four and the sweep itself count for today: one member fits, the next does not.
     assert status.state == "failed" and "per_day.runs is 6" in status.failure.reason
-    assert len(members_in(house.home.runs, refused.run_id)) == 1
+    assert len(members_in(harness.home.runs, refused.run_id)) == 1
 
 
 def test_resumed_conductor_repeats_reports_of_epochs(tmp_path):

@@ -1,4 +1,4 @@
-"""What a sweep may be asked for: fields, bounds, the owner's locks, strategies; and what it costs at most."""
+"""Plans of sweeps: fields, bounds, the owner's locks, strategies and the highest possible cost."""
 
 from __future__ import annotations
 
@@ -113,21 +113,21 @@ def test_own_strategy_runs_in_worker(tmp_path):
         for name in ("Sure", "Bare", "Astray"):
             plan = planned(tmp_path, strategy=f"mine:{name}", population=2)
             assert plan.file == str(tmp_path / "mine.py") and plan.total_steps == 2 * 3 * 20
-            strategist = await StrategyRunner.open(plan)
+            runner = await StrategyRunner.open(plan)
             try:
-                first = strategist.candidates(await strategist.start(), {}, 9) if name != "Astray" else None
-                found[name] = first, await strategist.evaluate(known["c001"], Measured(accuracy=0.5))
+                first = runner.candidates(await runner.start(), {}, 9) if name != "Astray" else None
+                found[name] = first, await runner.evaluate(known["c001"], Measured(accuracy=0.5))
                 if name == "Bare":
-                    assert await strategist.select(first, [0.1, 0.9]) == [first[1].id]
-                    answer = await strategist.advance(2, list(known.values()), [])
-                    [same, child] = strategist.candidates(answer, known, 9)
+                    assert await runner.select(first, [0.1, 0.9]) == [first[1].id]
+                    answer = await runner.advance(2, list(known.values()), [])
+                    [same, child] = runner.candidates(answer, known, 9)
                     assert same == known["c001"] and child.values == {"optimizer.learning_rate": 5e-4}
                     assert child.parent == "c001" and child.id == "c002"
                 if name == "Astray":
-                    with pytest.raises(ComponentFailed, match="outside of its space"):
-                        strategist.candidates(await strategist.start(), {}, 9)
+                    with pytest.raises(ComponentFailed, match="outside its space"):
+                        runner.candidates(await runner.start(), {}, 9)
             finally:
-                await strategist.close()
+                await runner.close()
         return found
 
     found = anyio.run(work)

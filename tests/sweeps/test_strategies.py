@@ -1,4 +1,4 @@
-"""Strategies as functions of their seed: what they draw, keep and change, and what they cost at most."""
+"""Strategies are functions of their seed: the candidates they draw, keep and change, within their plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def within(values):
 
 
 def lived(strategy, score):
-    """All epochs of a strategy, with ids and scores as the conductor gives them; each epoch's new candidates."""
+    """Run all epochs of a strategy like the conductor; return the new candidates of each epoch, and all scores."""
     known, history, news = {}, [], []
     population = []
     for epoch in range(1, strategy.epochs + 1):

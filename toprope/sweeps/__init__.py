@@ -1,1 +1,1 @@
-"""Search and evolution over runs."""
+"""Sweeps: search and evolution of settings over runs."""

@@ -1,12 +1,11 @@
-"""The conductor's program: the one member of a sweep's crew, which has runs measure candidates, epoch after epoch.
+"""The conductor's program, the only member of a sweep's crew: it has runs measure candidates, epoch after epoch.
 
     init -> evaluating -> selecting -> mutating -> evaluating -> ... -> complete
 
-Every decision is in the journal (`toprope.records.sweep_journal`) before anything is done about it, so a conductor
-that was
-killed, however often, goes on where it was and finds the members that it had started: they have keepers of their own.
-At an order to stop it ends at once; the sweep's keeper stops the members. When the keeper is gone it ends, too, and the
-members go on for whoever brings the sweep back.
+Every decision is in the journal (`toprope.records.sweep_journal`) before the conductor acts on it. So a conductor that
+was killed, however often, continues where it was and finds the members that it had started, which have keepers of their
+own. When told to stop it ends at once, and the sweep's keeper stops the members. When the keeper is gone it ends, too;
+the members continue, and a resumed sweep finds them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from toprope.errors import ComponentFailed, TopropeError
@@ -40,24 +39,24 @@ from toprope.workbench.launch.reserve_budget import NoRoomWithin
 
 __all__ = ["Conductor", "main"]
 
-_LOOK_EVERY_S = 0.25
-_TELL_EVERY_S = 1.0
-_ROOM_EVERY_S = 2.0
-_WAITED_FOR = frozenset({"concurrent_runs"})
-"""Limits that are no longer reached once some other run has ended."""
+_CHECK_EVERY_S = 0.25
+_REPORT_EVERY_S = 1.0
+_RETRY_START_EVERY_S = 2.0
+_TEMPORARY_LIMITS = frozenset({"concurrent_runs"})
+"""Limits that leave room again once another run has ended."""
 
 T = TypeVar("T")
 
 
-class _Ending(Exception):
-    """The sweep is to end."""
+class _StopRequested(Exception):
+    """The conductor was told to stop."""
 
 
 class Conductor:
-    """One life of a sweep's conductor.
+    """The conductor of one sweep.
 
     Args:
-        member: Its membership of the sweep's crew.
+        member: Its connection to the sweep's keeper.
         home: The owner's.
     """
 
@@ -67,45 +66,45 @@ class Conductor:
         self._members = SweepMembers(home, member.spec)
         self._log = SweepLog(member.folder)
         self._phase, self._epoch = "init", 1
-        self._doing: dict[str, int] = {}
-        """Steps of candidates that are being measured."""
-        self._told: tuple[Any, ...] = ()
+        self._steps_in_progress: dict[str, int] = {}
+        """Steps done so far of candidates that are being measured."""
+        self._last_progress: tuple[Any, ...] = ()
 
     async def run(self) -> None:
-        """Goes on with the sweep to its end.
+        """Continue the sweep to its end.
 
         Raises:
-            TopropeError: It cannot go on; what was measured so far stands.
-            _Ending: It was told to end.
+            TopropeError: The sweep cannot continue; the measurements so far are kept.
+            _StopRequested: The conductor was told to stop.
         """
         self._member.report(Ready())
-        teller = asyncio.create_task(self._tell())
-        strategist = await self._unless_ending(StrategyRunner.open(self._plan))
+        reporter = asyncio.create_task(self._report_often())
+        strategy = await self._await_unless_stopped(StrategyRunner.open(self._plan))
         try:
             for epoch in range(1, self._plan.epochs + 1):
                 self._epoch = epoch
-                await self._one_epoch(strategist)
+                await self._run_epoch(strategy)
             await self._measure_winner()
             self._enter("complete")
             best = self._log.standing.best
             self._member.report(Finished({"best": best.score if best else None}))
         finally:
-            teller.cancel()
-            await strategist.close()
+            reporter.cancel()
+            await strategy.close()
 
-    async def _one_epoch(self, strategist: StrategyRunner) -> None:
+    async def _run_epoch(self, strategy: StrategyRunner) -> None:
         standing, epoch = self._log.standing, self._epoch
         if len(standing.generations) < epoch:
-            await self._new_generation(strategist)
+            await self._create_generation(strategy)
         generation = standing.generations[epoch - 1]
         if epoch not in standing.survivors:
             self._enter("evaluating")
-            await self._measure(generation, strategist)
+            await self._measure_generation(generation, strategy)
             self._enter("selecting")
             scores = [standing.scores[one.id].score for one in generation.candidates]
-            ids = await self._unless_ending(strategist.select(generation.candidates, scores))
+            ids = await self._await_unless_stopped(strategy.select(generation.candidates, scores))
             self._log.append(Survivors(epoch=epoch, ids=ids))
-        # As it was then: a conductor that goes on says the same of epochs that were before it.
+        # A resumed conductor repeats the reports of former epochs with the numbers of that time.
         best = standing.best_until(epoch)
         if best is not None:
             self._member.report(Evaluated(f"epoch-{epoch}", self._summary(best, epoch)))
@@ -120,10 +119,10 @@ class Conductor:
             "steps": self._log.standing.steps_until(epoch),
         }
 
-    async def _new_generation(self, strategist: StrategyRunner) -> None:
+    async def _create_generation(self, strategy: StrategyRunner) -> None:
         standing, epoch = self._log.standing, self._epoch
         if epoch == 1:
-            answer = await self._unless_ending(strategist.start())
+            answer = await self._await_unless_stopped(strategy.start())
         else:
             self._enter("mutating")
             survivors = [standing.candidates[one] for one in standing.survivors[epoch - 1]]
@@ -136,20 +135,18 @@ class Conductor:
                 }
                 for one, scored in standing.scores.items()
             ]
-            answer = await self._unless_ending(strategist.advance(epoch, survivors, history))
+            answer = await self._await_unless_stopped(strategy.advance(epoch, survivors, history))
         room = self._plan.runs - 1 - len(standing.candidates)
-        found = strategist.candidates(answer, standing.candidates, room)
-        kept = self._within_steps(found)
+        found = strategy.candidates(answer, standing.candidates, room)
+        kept = self._fit_steps(found)
         if len(kept) < len(answer):
-            self._warn(
-                f"{len(answer) - len(kept)} candidates of epoch {epoch} are beyond what was planned and left out"
-            )
+            self._warn(f"{len(answer) - len(kept)} candidates of epoch {epoch} exceed the plan and are left out")
         if not kept:
             raise ComponentFailed(f"The strategy has no candidates for epoch {epoch} that the plan has room for.")
         self._log.append(Generation(epoch=epoch, candidates=kept))
 
-    def _within_steps(self, found: list[Candidate]) -> list[Candidate]:
-        """Those whose steps the plan has room for: the total was told to whoever agreed to the sweep."""
+    def _fit_steps(self, found: list[Candidate]) -> list[Candidate]:
+        """Leave out candidates beyond the planned number of steps, which was confirmed when the sweep started."""
         if self._plan.evaluate != "train":
             return found
         standing = self._log.standing
@@ -165,17 +162,17 @@ class Conductor:
 
     # Measuring
 
-    async def _measure(self, generation: Generation, strategist: StrategyRunner) -> None:
-        """Has every candidate without a score measured, as many at a time as the machine has room for."""
+    async def _measure_generation(self, generation: Generation, strategy: StrategyRunner) -> None:
+        """Measure every candidate without a score, as many at a time as the machine has room for."""
         standing = self._log.standing
         waiting = [one for one in generation.candidates if one.id not in standing.scores]
-        # Those whose run was there before this conductor come first: they hold what the others wait for.
-        waiting.sort(key=lambda one: not (one.id in standing.runs and self._members.is_there(standing.runs[one.id])))
-        width = asyncio.Semaphore(self._members.width())
+        # Candidates with an existing run come first, because they hold the resources that the others wait for.
+        waiting.sort(key=lambda one: not (one.id in standing.runs and self._members.exists(standing.runs[one.id])))
+        width = asyncio.Semaphore(self._members.parallel_runs())
 
         async def one(candidate: Candidate) -> None:
             async with width:
-                await self._measure_one(candidate, generation.epoch, strategist)
+                await self._measure_candidate(candidate, generation.epoch, strategy)
 
         tasks = [asyncio.ensure_future(one(candidate)) for candidate in waiting]
         try:
@@ -185,33 +182,35 @@ class Conductor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _measure_one(self, candidate: Candidate, epoch: int, strategist: StrategyRunner) -> None:
-        self._check_ending()
+    async def _measure_candidate(self, candidate: Candidate, epoch: int, strategy: StrategyRunner) -> None:
+        self._check_stop()
         members, standing = self._members, self._log.standing
         run_id = members.run_id(candidate)
         if candidate.continues and candidate.continues not in standing.runs:
-            self._log.append(Scored(candidate=candidate.id, score=None, why="what it goes on from was never measured"))
+            self._log.append(
+                Scored(candidate=candidate.id, score=None, why="the candidate that it continues was never measured")
+            )
             return
         if candidate.id not in standing.runs:
             self._log.append(Started(candidate=candidate.id, epoch=epoch, run_id=run_id))
         try:
-            if not await self._taken_up(run_id):
+            if not await self._resume_stopped(run_id):
                 await self._start(run_id, lambda: members.start(candidate, epoch, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not members.is_there(run_id) or members.was_stopped(run_id):
+            if not members.exists(run_id) or members.was_stopped(run_id):
                 self._score(Scored(candidate=candidate.id, score=None, why=f"it did not start: {error.message}"))
                 return
-        status, why = await self._follow(candidate.id, run_id)
-        measured = await asyncio.to_thread(members.measured, status)
+        status, why = await self._wait_for_end(candidate.id, run_id)
+        measured = await asyncio.to_thread(members.read_result, status)
         if not why and status.state != "completed":
-            said = status.failure.reason if status.failure else status.reason
-            why = f"its run {status.state}: {said}".strip().rstrip(":")
+            reason = status.failure.reason if status.failure else status.reason
+            why = f"its run {status.state}: {reason}".strip().rstrip(":")
         score = None
         if not why:
-            score = await self._unless_ending(strategist.evaluate(candidate, measured))
-        self._doing.pop(candidate.id, None)
+            score = await self._await_unless_stopped(strategy.evaluate(candidate, measured))
+        self._steps_in_progress.pop(candidate.id, None)
         self._score(Scored(candidate=candidate.id, score=score, measured=measured, why=why))
 
     def _score(self, scored: Scored) -> None:
@@ -219,73 +218,74 @@ class Conductor:
         if scored.why:
             self._warn(f"{self._log.standing.runs[scored.candidate]} has no score: {scored.why}")
 
-    async def _start(self, run_id: str, start: Any) -> None:
-        """Starts a run once the owner's limits have room for it beside those that live.
+    async def _start(self, run_id: str, start: Callable[[], None]) -> None:
+        """Start a run as soon as the owner's limits have room for it beside live runs.
 
         Raises:
-            NoRoomWithin: They will not have any.
-            TopropeError: It cannot start.
+            NoRoomWithin: The limits will not leave room.
+            TopropeError: The run cannot start.
         """
-        said = False
+        warned = False
         while True:
-            self._check_ending()
+            self._check_stop()
             await self._member.hold_async()
             try:
                 await asyncio.to_thread(start)
                 return
             except NoRoomWithin as error:
-                # What members that live reserved and do not use is free when they end.
-                if not set(error.limits) <= _WAITED_FOR and not self._doing:
+                # The budget that live members reserved and do not use is free when they end.
+                if not set(error.limits) <= _TEMPORARY_LIMITS and not self._steps_in_progress:
                     raise
-                if not said:
-                    said = True
+                if not warned:
+                    warned = True
                     self._warn(f"{run_id} waits: {error.message}")
-                await asyncio.sleep(_ROOM_EVERY_S)
+                await asyncio.sleep(_RETRY_START_EVERY_S)
 
-    async def _taken_up(self, run_id: str) -> bool:
-        """Has a run go on that was stopped with the sweep before this conductor began; whether it was.
+    async def _resume_stopped(self, run_id: str) -> bool:
+        """Resume a run that was stopped with the sweep before this conductor began; False if it was not stopped.
 
-        Raises: see `_start`.
+        Raises:
+            NoRoomWithin, TopropeError: See `_start`.
         """
         members = self._members
         if not await asyncio.to_thread(members.was_stopped, run_id):
             return False
-        while not members.over(await asyncio.to_thread(members.status, run_id)):
-            self._check_ending()
-            await asyncio.sleep(_LOOK_EVERY_S)
-        await self._start(run_id, lambda: members.go_on(run_id))
+        while not members.is_over(await asyncio.to_thread(members.status, run_id)):
+            self._check_stop()
+            await asyncio.sleep(_CHECK_EVERY_S)
+        await self._start(run_id, lambda: members.resume(run_id))
         return True
 
-    async def _follow(self, candidate: str, run_id: str) -> tuple[Status, str]:
-        """Waits for the end of a run; its status, and why it was stopped early, if it was."""
+    async def _wait_for_end(self, candidate: str, run_id: str) -> tuple[Status, str]:
+        """Wait for the end of a run; return its status, and the reason if it was stopped early."""
         members, why = self._members, ""
         while True:
-            self._check_ending()
+            self._check_stop()
             status = await asyncio.to_thread(members.status, run_id)
-            if members.over(status):
+            if members.is_over(status):
                 return status, why
             if self._plan.evaluate == "train":
-                self._doing[candidate] = int(status.progress.get("step") or 0)
+                self._steps_in_progress[candidate] = int(status.progress.get("step") or 0)
             else:
-                self._doing.setdefault(candidate, 0)
+                self._steps_in_progress.setdefault(candidate, 0)
             if not why and (found := hopeless_reason(status)):
                 why = f"stopped early, {found}"
                 await asyncio.to_thread(members.runs.stop, run_id)
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def _measure_winner(self) -> None:
-        """Measures the best candidate on held-out tasks, the only time that the sweep looks at them."""
+        """Measure the best candidate on held-out tasks; the sweep uses them only here."""
         standing = self._log.standing
         best = standing.best
         if best is None:
-            why = next((one.why for one in standing.scores.values() if one.why), "none was measured")
+            why = next((one.why for one in standing.scores.values() if one.why), "no candidate was measured")
             raise ComponentFailed(
                 f"No candidate has a score; the first: {why}",
-                hint="list_runs names the members; read_logs says more of each.",
+                hint="list_runs names the members; read_logs shows the log of each.",
             )
         if standing.final is not None and (standing.final.measured is not None or standing.final.why):
-            if standing.final.measured is not None and self._members.is_there(final_id(self._member.spec.run_id)):
-                self._tell_heldout(self._members.status(final_id(self._member.spec.run_id)), standing.final.candidate)
+            if standing.final.measured is not None and self._members.exists(final_id(self._member.spec.run_id)):
+                self._report_heldout(self._members.status(final_id(self._member.spec.run_id)), standing.final.candidate)
             return
         if not self._member.spec.config.evaluation.heldout_tasks:
             self._log.append(Finalist(candidate=best.candidate, why="evaluation.heldout_tasks is 0"))
@@ -297,28 +297,28 @@ class Conductor:
         self._enter("evaluating")
         run_id = final_id(self._member.spec.run_id)
         try:
-            if not await self._taken_up(run_id):
+            if not await self._resume_stopped(run_id):
                 await self._start("the winner's run", lambda: self._members.start_final(winner, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not self._members.is_there(run_id) or self._members.was_stopped(run_id):
+            if not self._members.exists(run_id) or self._members.was_stopped(run_id):
                 self._log.append(Finalist(candidate=winner.id, why=f"it could not be measured: {error.message}"))
                 self._warn(f"the winner was not measured on held-out tasks: {error.message}")
                 return
-        status, _ = await self._follow(winner.id, run_id)
+        status, _ = await self._wait_for_end(winner.id, run_id)
         if status.state != "completed":
-            said = status.failure.reason if status.failure else status.reason
-            self._log.append(Finalist(candidate=winner.id, run_id=run_id, why=f"its run {status.state}: {said}"))
-            self._warn(f"the winner was not measured on held-out tasks: its run {status.state}: {said}")
+            reason = status.failure.reason if status.failure else status.reason
+            self._log.append(Finalist(candidate=winner.id, run_id=run_id, why=f"its run {status.state}: {reason}"))
+            self._warn(f"the winner was not measured on held-out tasks: its run {status.state}: {reason}")
             return
-        measured: Measured = await asyncio.to_thread(self._members.measured, status)
+        measured: Measured = await asyncio.to_thread(self._members.read_result, status)
         self._log.append(Finalist(candidate=winner.id, run_id=run_id, measured=measured))
-        self._tell_heldout(status, winner.id)
+        self._report_heldout(status, winner.id)
 
-    # Telling and ending
+    # Reports and the end
 
-    def _tell_heldout(self, status: Status, winner: str) -> None:
+    def _report_heldout(self, status: Status, winner: str) -> None:
         best = self._log.standing.runs[winner]
         self._member.report(Evaluated("heldout", {**status.evaluations.get("test", {}), "best": best}))
 
@@ -326,61 +326,61 @@ class Conductor:
         self._phase = phase
         self._report_progress()
 
-    async def _tell(self) -> None:
+    async def _report_often(self) -> None:
         while True:
             self._report_progress()
-            await asyncio.sleep(_TELL_EVERY_S)
+            await asyncio.sleep(_REPORT_EVERY_S)
 
     def _report_progress(self) -> None:
         standing, plan = self._log.standing, self._plan
         if plan.evaluate == "train":
-            done, total = standing.steps + sum(self._doing.values()), plan.total_steps
+            done, total = standing.steps + sum(self._steps_in_progress.values()), plan.total_steps
         else:
             done, total = len(standing.scores), plan.runs - 1
         values = {"epoch": float(self._epoch), "measured": float(len(standing.scores))}
         if standing.best is not None and standing.best.score is not None:
             values["best"] = round(standing.best.score, 6)
         what = self._phase if self._phase == "complete" else f"{self._phase} (epoch {self._epoch} of {plan.epochs})"
-        told = (what, done, tuple(values.items()))
-        if told != self._told:
-            self._told = told
+        progress = (what, done, tuple(values.items()))
+        if progress != self._last_progress:
+            self._last_progress = progress
             self._member.report(Progress(what, done, total, values))
 
     def _warn(self, what: str) -> None:
         self._member.report(Warned(what))
 
-    def _check_ending(self) -> None:
+    def _check_stop(self) -> None:
         if self._member.ending.is_set():
-            raise _Ending
+            raise _StopRequested
 
-    async def _unless_ending(self, work: Awaitable[T]) -> T:
-        """What `work` comes to; left when the sweep is to end, however long a strategy takes."""
+    async def _await_unless_stopped(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`; cancel it when the conductor is told to stop, however long a strategy takes."""
         task = asyncio.ensure_future(work)
-        while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
+        while not (await asyncio.wait({task}, timeout=_CHECK_EVERY_S))[0]:
             if self._member.ending.is_set():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-                raise _Ending
+                raise _StopRequested
         return task.result()
 
 
 def main() -> int:
-    """The component program."""
+    """Run the component's program and return its exit code."""
     member = CrewMember.join()
     signal.signal(signal.SIGTERM, lambda *_: member.ending.set())
-    # The members' keepers take their surroundings from here, and outlive the temporary folder of this run.
+    # The members' keepers inherit this environment and outlive the temporary folder of this run.
     os.environ.pop("TMPDIR", None)
 
     async def run() -> None:
-        pulse = asyncio.create_task(send_heartbeats(member.report))
+        heartbeats = asyncio.create_task(send_heartbeats(member.report))
         try:
             await Conductor(member, Home.locate()).run()
         finally:
-            pulse.cancel()
+            heartbeats.cancel()
 
     try:
         asyncio.run(run())
-    except _Ending:
+    except _StopRequested:
         return 0
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))

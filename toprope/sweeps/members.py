@@ -1,7 +1,7 @@
-"""A sweep's runs: made of candidates, frozen and held against the owner's limits as any other, started once, followed.
+"""Starts, resumes and reads the runs of one sweep, within the owner's limits as any other run.
 
-What a member is follows from the sweep's specification and the decisions in its journal alone, so that whoever comes
-back after a crash makes the same of it. Held-out tasks are for the winner's last run.
+A member follows from the sweep's specification and the decisions in its journal alone, so that a conductor that takes
+over after a crash creates the same members. Held-out tasks are for the winner's last run only.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _HOPELESS = frozenset(
         "scorer_ignores_answers",
     }
 )
-"""Findings that, once they are critical, no further step has healed."""
+"""Findings that further steps never healed once they were critical."""
 
 
 def hopeless_reason(status: Status) -> str:
-    """Why a member that trains is not worth its time any more, by the diagnosis of its keeper; empty: it is."""
+    """Return the critical finding that makes further training of a member pointless; empty if there is none."""
     if status.state != "training":
         return ""
     for finding in status.findings:
@@ -68,36 +68,37 @@ class SweepMembers:
 
     @property
     def plan(self) -> SweepPlan:
-        """What the sweep is to do."""
+        """The sweep's plan."""
         return self._plan
 
-    def width(self) -> int:
-        """How many of its runs this machine has room for at the same time."""
+    def parallel_runs(self) -> int:
+        """Return the number of members that this machine has room for at the same time."""
         launcher, machine = self._sweep.config.launcher, self.runs.machine()
         if machine.gpus and launcher.device != "cpu":
             return len(machine.gpus)
         return max(1, machine.threads // (launcher.threads * (2 if self._plan.evaluate == "train" else 1)))
 
-    def number(self, candidate: str) -> int:
-        """The place of a candidate among all of the sweep, from 1."""
-        return int(candidate.removeprefix("c"))
-
     def run_id(self, candidate: Candidate) -> str:
-        """The id of the run that measures a candidate."""
-        return member_id(self._sweep.run_id, self.number(candidate.id))
+        """Return the id of the run that measures a candidate."""
+        return member_id(self._sweep.run_id, int(candidate.id.removeprefix("c")))
 
-    def is_there(self, run_id: str) -> bool:
-        """Whether a run was started."""
+    def exists(self, run_id: str) -> bool:
+        """True if a run was started."""
         return (self.runs.path / run_id).is_dir()
 
     def start(self, candidate: Candidate, epoch: int, standing: Standing) -> None:
-        """Starts the run of a candidate; nothing where it was started before.
+        """Start the run that measures a candidate, unless it was started before.
+
+        Args:
+            candidate: The candidate.
+            epoch: The epoch that it belongs to, from 1.
+            standing: The decisions so far.
 
         Raises:
             NoRoomWithin: The owner's limits leave no room.
             TopropeError: The candidate's configuration cannot run.
         """
-        if self.is_there(run_id := self.run_id(candidate)):
+        if self.exists(run_id := self.run_id(candidate)):
             return
         config, changes, base, first = self._sweep.config, dict(candidate.values), None, 0
         locks = self._home.locks()
@@ -124,12 +125,13 @@ class SweepMembers:
         self._launch(run_id, changes, member, test, base)
 
     def start_final(self, candidate: Candidate, standing: Standing) -> None:
-        """Starts the winner's measurement on held-out tasks; nothing where it was started before.
+        """Start the run that measures the winner on held-out tasks, unless it was started before.
 
-        Raises: see `start`.
+        Raises:
+            NoRoomWithin, TopropeError: See `start`.
         """
         run_id = final_id(self._sweep.run_id)
-        if self.is_there(run_id):
+        if self.exists(run_id):
             return
         member = SweepMember(sweep=self._sweep.run_id, candidate=candidate.id, epoch=self._plan.epochs, final=True)
         base = None
@@ -139,15 +141,15 @@ class SweepMembers:
         self._launch(run_id, candidate.values, member, test, base)
 
     def was_stopped(self, run_id: str) -> bool:
-        """Whether a run is there and was ordered to stop."""
-        return self.is_there(run_id) and self.status(run_id).state in ("stopping", "stopped")
+        """True if a run exists and was told to stop."""
+        return self.exists(run_id) and self.status(run_id).state in ("stopping", "stopped")
 
-    def go_on(self, run_id: str) -> None:
-        """Has a run go on that was stopped, from its last checkpoint.
+    def resume(self, run_id: str) -> None:
+        """Resume a run that was stopped, from its last checkpoint.
 
         Raises:
             NoRoomWithin: The owner's limits leave no room.
-            TopropeError: It cannot go on.
+            TopropeError: The run cannot be resumed.
         """
         specification = Specification.read(RunFolder(self.runs.path / run_id))
         with ledger_lock(self.runs.path):
@@ -169,15 +171,15 @@ class SweepMembers:
         self._starter.start_frozen([made.model_copy(update={"run_id": run_id, "member": member})])
 
     def status(self, run_id: str) -> Status:
-        """How a member stands; one that was lost goes on by itself where its own settings say so."""
+        """Return the status of a member. A lost member resumes by itself if its own settings say so."""
         return self.runs.status(run_id)
 
-    def over(self, status: Status) -> bool:
-        """Whether nothing more comes of a member."""
+    def is_over(self, status: Status) -> bool:
+        """True if a member has ended and will not resume by itself."""
         return status.ended and status.ended_at is not None and (status.state != "lost" or status.resume_at is None)
 
-    def measured(self, status: Status) -> Measured:
-        """What a member that is over came to."""
+    def read_result(self, status: Status) -> Measured:
+        """Return the measurements of a member that is over."""
         folder = RunFolder(self.runs.path / status.run_id)
         summary = status.evaluations.get("after") or status.evaluations.get("test") or {}
         specification = Specification.read(folder)

@@ -1,7 +1,7 @@
-"""Plain search by Optuna's tree-structured Parzen estimator: each epoch asks for a population, given all scores.
+"""Searches by Optuna's tree-structured Parzen estimator: each epoch asks for a population, given all scores.
 
-Nothing is kept between epochs: the study is made anew of what was measured, so that a conductor that was killed goes on
-where it was. Optuna is imported by the conductor alone.
+No state is kept between epochs: the study is rebuilt from the measurements, so that a conductor that was killed
+continues where it was. Only the conductor imports Optuna.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["OptunaSearch"]
 
 
 class OptunaSearch(RandomSearch):
-    """See the module and `toprope.sdk.evolution.Evolution`; the first population is spread over the space."""
+    """A strategy; see `toprope.sdk.evolution.Evolution`. The first population is spread over the space."""
 
     def advance(
         self, epoch: int, survivors: Sequence[dict[str, Any]], history: Sequence[Mapping[str, Any]]
     ) -> list[Any]:
-        """See `Evolution.advance`.
+        """Return the population of an epoch after the first. See `Evolution.advance`.
 
         Raises:
             ComponentFailed: Optuna is not installed.
@@ -31,7 +31,7 @@ class OptunaSearch(RandomSearch):
         except ImportError as error:
             raise ComponentFailed(
                 f"The strategy optuna needs a package that is not installed: {error}.",
-                hint="pip install optuna into the interpreter of Toprope, or take another strategy.",
+                hint="Install optuna into the interpreter of Toprope, or choose another strategy.",
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         kinds = {name: _distribution(optuna, one) for name, one in self.space.dimensions.items()}
@@ -56,7 +56,7 @@ class OptunaSearch(RandomSearch):
 
 
 def _distribution(optuna: Any, one: Mapping[str, Any]) -> Any:
-    """Of choices their places are drawn: Optuna takes plain values only, and ours may be lists."""
+    """Return the distribution of a dimension. For choices it draws an index, because values may be lists."""
     if one.get("choices"):
         return optuna.distributions.CategoricalDistribution(list(range(len(one["choices"]))))
     if one.get("integer"):
@@ -71,10 +71,7 @@ def _index(one: Mapping[str, Any], value: Any) -> Any:
 def _value(one: Mapping[str, Any], asked: Any) -> Any:
     if one.get("choices"):
         return one["choices"][asked]
-    return (
-        int(asked)
-        if one.get("integer")
-        else float(f"{asked:.6g}")
-        if one["low"] <= float(f"{asked:.6g}") <= one["high"]
-        else asked
-    )
+    if one.get("integer"):
+        return int(asked)
+    rounded = float(f"{asked:.6g}")
+    return rounded if one["low"] <= rounded <= one["high"] else asked

@@ -1,7 +1,7 @@
-"""From what an agent asks for to the plan of a sweep: the space held against fields and locks, the cost known before.
+"""Turns an agent's request into the plan of a sweep: checks the space against fields and locks, and computes the cost.
 
-Everything that can be wrong is found here, before anything starts: a field that is none, bounds that field or owner do
-not allow, a strategy that nobody knows.
+Every error is found here, before anything starts: an unknown field, bounds that the field or the owner does not allow,
+an unknown strategy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ __all__ = [
     "MOST_EPOCHS",
     "MOST_POPULATION",
     "OPTUNA",
-    "parse_space",
     "create_strategy",
+    "longest_run_steps",
     "make_plan",
+    "parse_space",
     "strategy_arguments",
 ]
 
@@ -34,13 +35,13 @@ OPTUNA = "optuna"
 _KEYS = ("min", "max", "log", "choices")
 _OWN = re.compile(r"^(?P<file>[A-Za-z0-9_][A-Za-z0-9_-]{0,63}):(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})$")
 _NOT_VARIED = {
-    "budget.steps": "steps of start_sweep is what a candidate trains for",
-    "evaluation.heldout_tasks": "held-out tasks measure the winner alone",
+    "budget.steps": "the argument steps of start_sweep sets the steps of a candidate",
+    "evaluation.heldout_tasks": "held-out tasks measure only the winner",
     "evaluation.validation_tasks": "all candidates are measured on the same tasks",
-    "algorithm.seed": "all candidates have the draft's; a lucky seed is no setting",
+    "algorithm.seed": "all candidates use the draft's seed, because a lucky seed is not a better setting",
     "algorithm.name": "candidates are compared by their steps",
-    "policy.model": "PBT and halving go on with weights by themselves",
-    "launcher.kind": "it is the same for all",
+    "policy.model": "PBT and halving continue from weights by themselves",
+    "launcher.kind": "it is the same for all candidates",
 }
 _EXAMPLE = (
     '{"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": true}, '
@@ -49,17 +50,17 @@ _EXAMPLE = (
 
 
 def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[str, Dimension]:
-    """The space of a sweep over a draft's fields.
+    """Check and convert the space of a sweep over a draft's fields.
 
     Args:
-        space: By dotted field `{"min": .., "max": .., "log": true}` or `{"choices": [..]}`.
-        draft: Whose fields they are.
+        space: `{"min": .., "max": .., "log": true}` or `{"choices": [..]}` by dotted field.
+        draft: The draft with these fields.
         locks: The owner's.
 
     Raises:
-        NotFound: A field is none.
-        LockedField: The owner does not allow some of it, with the reason.
-        InvalidValue: It is empty, or bounds or choices do not fit the field.
+        NotFound: A field does not exist.
+        LockedField: The owner does not allow a part of the space; the message has the reason.
+        InvalidValue: The space is empty, or bounds or choices do not fit the field.
     """
     if not space:
         raise InvalidValue("space is empty: nothing would be varied.", hint=f"For example {_EXAMPLE}")
@@ -69,24 +70,24 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[st
         why = _NOT_VARIED.get(field.name) or NOT_EDITABLE.get(field.name)
         if why:
             raise InvalidValue(f"space: {name} cannot be varied: {why}.")
-        found[name] = _dimension(name, field, given, locks)
+        found[name] = _parse_dimension(name, field, given, locks)
     return found
 
 
-def _dimension(name: str, field: Field, given: Any, locks: Locks) -> Dimension:
+def _parse_dimension(name: str, field: Field, given: Any, locks: Locks) -> Dimension:
     if isinstance(given, list | tuple):
         given = {"choices": list(given)}
     if not isinstance(given, Mapping) or set(given) - set(_KEYS) or not given:
-        raise InvalidValue(f"space: {name}: {shown(given)} is no range.", hint=f"For example {_EXAMPLE}")
+        raise InvalidValue(f"space: {name}: {shown(given)} is not a range.", hint=f"For example {_EXAMPLE}")
     if "choices" in given:
         choices = given["choices"]
         if not isinstance(choices, list) or len(choices) < 2 or len(given) > 1:
-            raise InvalidValue(f"space: {name}: choices must be a list of two values or more, and stand alone.")
+            raise InvalidValue(f"space: {name}: choices must be a list of at least two values, without other keys.")
         typed = [field.coerce(one) for one in choices]
         for one in typed:
             _require_allowed(name, one, locks)
         if any(one in typed[:place] for place, one in enumerate(typed)):
-            raise InvalidValue(f"space: {name}: a choice stands there twice.")
+            raise InvalidValue(f"space: {name}: a choice is listed twice.")
         return Dimension(choices=typed)
     if field.kind not in ("integer", "number") or field.choices is not None:
         raise InvalidValue(f"space: {name} is a {field.type_text}: give choices.", hint=f"Allowed: {field.bounds}.")
@@ -120,23 +121,25 @@ def make_plan(
     evaluate: Literal["train", "test"],
     strategies: Path,
 ) -> SweepPlan:
-    """The plan of a sweep, with what it may cost at most.
+    """Make the plan of a sweep, with its highest possible cost.
 
     Args:
-        draft: What is varied.
+        draft: The configuration to vary.
         locks: The owner's.
-        space: See `dimensions`.
-        strategy: One of STRATEGIES, `optuna`, or `file:Class` for one of the owner's.
-        population: Candidates of an epoch.
-        epochs: How many.
-        selection_ratio: Share that survives an epoch.
-        mutation_rate: How much new candidates differ.
+        space: See `parse_space`.
+        strategy: One of STRATEGIES, `optuna`, or `file:Class` for a strategy of the owner's own.
+        population: Number of candidates per epoch.
+        epochs: Number of epochs.
+        selection_ratio: Share of candidates that survives an epoch.
+        mutation_rate: How much new candidates differ from their parents, from 0 to 1.
         steps: Optimizer steps of a candidate in the first epoch; the draft's budget when None.
-        evaluate: By training, or by a test of the policy as it is.
+        evaluate: Measure a candidate by training, or by a test of the policy as it is.
         strategies: The folder with the owner's own strategies.
 
     Raises:
-        NotFound, LockedField, InvalidValue: See `dimensions`, and for numbers and strategies that are none.
+        NotFound: A field or the strategy does not exist.
+        LockedField: See `parse_space`.
+        InvalidValue: See `parse_space`; also for numbers out of range and combinations that cannot work.
     """
     known = (*STRATEGIES, OPTUNA)
     for what, value, most in (("population", population, MOST_POPULATION), ("epochs", epochs, MOST_EPOCHS)):
@@ -147,9 +150,11 @@ def make_plan(
     if not 0 < selection_ratio <= 1 or not 0 <= mutation_rate <= 1:
         raise InvalidValue("selection_ratio must be above 0 and at most 1, mutation_rate from 0 to 1.")
     if strategy == "halving" and selection_ratio > 0.5:
-        raise InvalidValue("Halving with a selection_ratio above 0.5 leaves out too few.", hint="0.5 or 0.33.")
+        raise InvalidValue("Halving with a selection_ratio above 0.5 leaves out too few.", hint="Use 0.5 or 0.33.")
     if evaluate == "test" and strategy in ("pbt", "halving"):
-        raise InvalidValue(f"{strategy} trains on from weights; a test has none.", hint="evolution, random or optuna.")
+        raise InvalidValue(
+            f"{strategy} continues from weights; a test has none.", hint="Use evolution, random or optuna."
+        )
     if draft.config.algorithm.name == "sft":
         raise InvalidValue(
             "A sweep compares runs by reward; this draft fine-tunes.", hint="Set algorithm.name to grpo."
@@ -163,13 +168,13 @@ def make_plan(
             there = ", ".join(sorted(one.stem for one in strategies.glob("*.py"))) or "none"
             raise NotFound(
                 f"There is no {own['file']}.py in {strategies}.",
-                hint=f"Strategies there: {there}. Ours: {', '.join(known)}.",
+                hint=f"Strategies there: {there}. Built-in: {', '.join(known)}.",
             )
         file, name = str(path.resolve()), own["name"]
     elif strategy not in known:
         raise NotFound(
             f"There is no strategy {shown(strategy)}.",
-            hint=f"There are {', '.join(known)}, and file:Class for one in {strategies}.",
+            hint=f"Use one of {', '.join(known)}, or file:Class for a strategy in {strategies}.",
         )
     plan = SweepPlan(
         space=parse_space(space, draft, locks),
@@ -186,19 +191,20 @@ def make_plan(
         total_steps=0,
         knobs=draft.knobs,
     )
-    # A strategy of a user's own cannot be asked here, where no code of users runs: it may have a population an epoch.
+    # No user code runs in this process, so the owner's own strategy may use a whole population per epoch.
     stages = [(population, plan.steps)] * epochs if file else create_strategy(plan).plan()
     runs = sum(many for many, _ in stages)
     if runs > _MOST_RUNS:
         raise InvalidValue(
-            f"{runs} runs are too many for a sweep.", hint=f"At most {_MOST_RUNS}: a smaller population."
+            f"{runs} runs are too many for a sweep.",
+            hint=f"At most {_MOST_RUNS}: use a smaller population.",
         )
     steps_in_all = sum(many * each for many, each in stages) if evaluate == "train" else 0
     return plan.model_copy(update={"runs": runs + 1, "total_steps": steps_in_all})
 
 
 def strategy_arguments(plan: SweepPlan) -> dict[str, Any]:
-    """What the class of a strategy is made with."""
+    """Return the arguments of a strategy's class."""
     return {
         "space": {name: one.model_dump(exclude_none=True) for name, one in plan.space.items()},
         "population": plan.population,
@@ -212,7 +218,7 @@ def strategy_arguments(plan: SweepPlan) -> dict[str, Any]:
 
 
 def create_strategy(plan: SweepPlan) -> Evolution:
-    """One of our own strategies; for a user's the one whose methods fill in what theirs lacks."""
+    """Create a built-in strategy; for the owner's own, the one that provides the methods it lacks."""
     if plan.file is None and plan.strategy == OPTUNA:
         from toprope.sweeps.optuna_search import OptunaSearch
 
@@ -223,7 +229,7 @@ def create_strategy(plan: SweepPlan) -> Evolution:
 
 
 def longest_run_steps(plan: SweepPlan) -> int:
-    """Optimizer steps of the longest single run."""
+    """Return the optimizer steps of the longest single run."""
     if plan.file or plan.evaluate == "test":
         return plan.steps
     return max(each for _, each in create_strategy(plan).plan())
