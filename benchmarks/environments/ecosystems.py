@@ -27,10 +27,10 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.policy.tiny_model import Recipe, build
-from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
+from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import Made, RolloutMaker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 __all__ = ["ecosystems"]
 
@@ -72,7 +72,7 @@ async def _measured(folder: Path, console: Console) -> dict[str, Any]:
                 console.print("".join(traceback.format_exception(error))[-2000:], markup=False, highlight=False)
                 continue
             played.append(sample.ecosystem)
-            group = made.group(sample.ecosystem, "g")
+            group = made.to_record(sample.ecosystem, "g")
             row = (str(len(made.outcomes)), str(sum(mask >= 0 for row in group.masks for mask in row)))
             table.add_row(sample.ecosystem, own, *row, f"{made.seconds:.2f}", f"{beyond[sample.ecosystem]:.2f}")
         if "verifiers" in played:
@@ -135,7 +135,7 @@ async def _opened(
 
 async def _played(
     sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, warm: int = 0, **knobs: Any
-) -> Made:
+) -> SampledGroup:
     """Plays a task through the worker and inference, and looks whether everything is as a trainer needs it; after
     another one, `warm` times, which pays for what is made once."""
     link, card = await _opened(sample, python, folder, policy, knobs)
@@ -146,25 +146,25 @@ async def _played(
     client = PolicyClient(url, _SECRET)
     section = LauncherSection(restarts=0)
     try:
-        async with await Worker.start(opened, section) as worker:
-            kind = OwnLoopMaker if card["own_loop"] else RolloutMaker
+        async with await RestartingWorker.start(opened, section) as worker:
+            kind = EnvManagedSampler if card["own_loop"] else GroupSampler
             maker = kind(worker, client, multi_turn=card["max_turns"] > 1, call_timeout_s=60)
-            if isinstance(maker, OwnLoopMaker):
+            if isinstance(maker, EnvManagedSampler):
                 maker.rollout_timeout_s = _ROLLOUT_S
             if warm:
-                _whole(await maker.make("train", 1, warm, Sampling(1.0, 1.0, 8)), warm)
-            made = await maker.make("train", 0, size, Sampling(1.0, 1.0, 8))
+                _whole(await maker.sample(TaskRef("train", 1), warm, Sampling(1.0, 1.0, 8)), warm)
+            made = await maker.sample(TaskRef("train", 0), size, Sampling(1.0, 1.0, 8))
             _whole(made, size)
     finally:
         await client.close()
     return made
 
 
-def _whole(made: Made, size: int) -> None:
+def _whole(made: SampledGroup, size: int) -> None:
     errors = [outcome.error for outcome in made.outcomes if outcome.error]
     if errors:
         raise RuntimeError(f"{len(errors)} rollouts ended with an error: {errors[0]}")
-    group = made.group("sample", "g")
+    group = made.to_record("sample", "g")
     owners = set(group.rollouts if group.rollouts is not None else range(len(group.tokens)))
     if owners != set(range(size)):
         raise RuntimeError(f"only rollouts {sorted(owners)} of {size} were recorded")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from toprope.records.messages import Checked, Evaluated
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource, SweepMember, TestPlan
 from toprope.settings.schema import Config
@@ -44,11 +45,11 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    async def heldout(self, label: str, tasks: int, examples: int, *, greedy: bool) -> dict[str, Any]:
+    async def evaluate_heldout(self, label: str, tasks: int, examples: int, *, greedy: bool) -> dict[str, Any]:
         self.calls.append(("heldout", label, tasks))
         return {"split": "heldout"}
 
-    async def along(self, label: str, tasks: int) -> dict[str, Any]:
+    async def evaluate_validation(self, label: str, tasks: int) -> dict[str, Any]:
         self.calls.append(("validation", label, tasks))
         return {"split": "validation"}
 
@@ -64,25 +65,22 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
         mixture=[], locks={}, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
         test=test, ask=None, member=member,
     )  # fmt: skip
-    membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0)
+    membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0, folder=RunFolder(tmp_path))
     driver, asked = Driver(membership), Asked()  # type: ignore[arg-type]
-    driver._leave_contents = lambda: None  # type: ignore[method-assign]
 
     async def run() -> None:
-        await driver._start()
+        await driver.start_environments()
         try:
-            await driver._check()
-            hosts = {host.label: host for host in driver._hosts}
-            players = SimpleNamespace(
-                count=lambda split, each: sum(min(each, host.sizes.get(split, 0)) for host in hosts.values())
-            )
+            await driver.check_environments()
+            [sizes] = [report.detail["tasks"] for report in reports if isinstance(report, Checked)]
+            environments = SimpleNamespace(count=lambda split, each: min(each, sizes.get(split, 0)))
             if test is not None:
-                await driver._test(players, asked)  # type: ignore[arg-type]
+                await driver.test(test, environments, asked)  # type: ignore[arg-type]
                 return
             for label in ("before", "after"):
-                await driver._evaluate(players, asked, label)  # type: ignore[arg-type]
+                await driver.evaluate(environments, asked, label)  # type: ignore[arg-type]
         finally:
-            await asyncio.gather(*(host.close() for host in driver._hosts))
+            await driver.close()
 
     asyncio.run(run())
     [checked] = [report for report in reports if isinstance(report, Checked)]

@@ -15,7 +15,7 @@ from toprope.records.journal.demonstrations import read_traces
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.sdk.authoring.environment import Task
 from toprope.settings.schema import Config
-from toprope.training.demonstrations.from_dataset import content_id, take_given
+from toprope.training.demonstrations.from_dataset import content_id, write_dataset_demonstrations
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.datasets.writers import writing
@@ -71,15 +71,15 @@ def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
         try:
             await link.call("open", source={"file": str(tmp_path / "add.py"), "attribute": "Add"})
 
-            async def the_link() -> EnvironmentWorker:
+            async def current() -> EnvironmentWorker:
                 return link
 
             host = SimpleNamespace(
-                worker=SimpleNamespace(link=the_link),
+                worker=SimpleNamespace(current=current),
                 sizes={"heldout": 6},
                 plan=SimpleNamespace(section=specification.config.environment),
             )
-            await take_given(
+            await write_dataset_demonstrations(
                 [host],
                 specification,
                 tmp_path / "traces.jsonl",

@@ -12,16 +12,17 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.messages import Checked, Making
+from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
 from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
-from toprope.training.driver.producer import Producer
+from toprope.training.driver.producer import GroupProducer
 from toprope.training.driver.program import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
-from toprope.training.rollouts.group_sampler import Made
-from toprope.training.rollouts.task_sampler import Choice
+from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.task_sampler import TaskSampler
 
 ECHO = '''
 """Say the number."""
@@ -58,7 +59,7 @@ class Member:
             mixture=[],
             locks={},
             config=config,
-            kind="train",
+            run_kind=KINDS["train"],
             test=None,
             member=None,
             run_id="run",
@@ -90,11 +91,11 @@ def test_the_worker_gets_the_keys_that_the_owner_named_for_it_and_the_first_task
     driver = Driver(member)  # type: ignore[arg-type]
 
     async def run() -> None:
-        await driver._start()
+        await driver.start_environments()
         try:
-            await driver._check()
+            await driver.check_environments()
         finally:
-            await asyncio.gather(*(host.close() for host in driver._hosts))
+            await driver.close()
 
     asyncio.run(run())
     [checked] = [report for report in member.reports if isinstance(report, Checked)]
@@ -126,47 +127,43 @@ class FullApi:
 def test_prompts_that_are_too_long_are_failed_groups_and_end_the_run_only_when_nothing_else_comes(
     member: Member,
 ) -> None:
-    class Maker:
-        made = 0
+    class Sampler:
+        calls = 0
 
-        async def make(self, *arguments: Any) -> Any:
+        async def sample(self, *arguments: Any) -> Any:
             await asyncio.sleep(0)
-            Maker.made += 1
+            Sampler.calls += 1
             raise PromptTooLong("no room for an answer")
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await produce(member, FullApi(), Maker())
+            await produce(member, FullApi(), Sampler())
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
     assert "one after the other; the last: no room" in str(caught.value.exceptions[0])
-    assert Maker.made >= 32
+    assert Sampler.calls >= 32
 
 
-class Maker:
-    async def make(self, *arguments: Any) -> Any:
+class Sampler:
+    async def sample(self, *arguments: Any) -> Any:
         await asyncio.sleep(0)
         turn = Turn([], [1], [-0.1], [(0, 1)], "stop")
-        return Made("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
+        return SampledGroup("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
 
 
-class Only:
-    """The players of one environment, all of whose groups a maker makes."""
-
-    def __init__(self, member: Member, maker: Any) -> None:
-        [plan] = members_of(member.spec.config.environment)
-        self.hosts, self._maker = {"echo": SimpleNamespace(plan=plan, parts={})}, maker
-
-    async def play(self, label: str, *arguments: Any) -> Any:
-        return await self._maker.make(*arguments)
+def only_environment(member: Member, sampler: Any) -> Any:
+    """The environments of a run with one environment, whose groups come from `sampler`."""
+    [plan] = members_of(member.spec.config.environment)
+    host = SimpleNamespace(plan=plan, part_weights={})
+    return SimpleNamespace(hosts={"echo": host}, samplers={"echo": sampler})
 
 
-def produce(member: Member, api: FullApi, maker: Any = None) -> Any:
+def produce(member: Member, api: FullApi, sampler: Any = None) -> Any:
     member.spec.config.environment.name = "echo"
-    players = Only(member, maker or Maker())
-    choice = Choice(member, players)  # type: ignore[arg-type]
-    return Producer(member, players, api, None, None, choice).run()  # type: ignore[arg-type]
+    environments = only_environment(member, sampler or Sampler())
+    tasks = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
+    return GroupProducer(member, environments, api, None, None, tasks).run()  # type: ignore[arg-type]
 
 
 def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:
@@ -206,13 +203,13 @@ def test_every_group_that_was_begun_is_posted_or_given_up_with_a_reason_and_ids_
                 None,
             ]
 
-        async def make(self, *arguments: Any) -> Any:
+        async def sample(self, *arguments: Any) -> Any:
             await asyncio.sleep(0)
             if not self.turns:
                 await asyncio.Event().wait()
             if (error := self.turns.pop(0)) is not None:
                 raise error
-            return await Maker().make()
+            return await Sampler().sample()
 
     class Api(FullApi):
         posted: list[Group] = []

@@ -1,4 +1,4 @@
-"""Several environments in one run: real workers, a scripted policy, the driver's own parts."""
+"""EnvironmentMetrics environments in one run: real workers, a scripted policy, the driver's own parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.rollouts.test_rollouts import SAMPLING, ScriptedPolicy
+from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy
 from toprope.errors import ComponentFailed, LockedField
 from toprope.records.journal.groups import Group
 from toprope.records.messages import ENV_CHECKPOINT, Leveled, Renewed
@@ -22,11 +22,12 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification
 from toprope.sdk.errors import WorkerDied
 from toprope.settings.schema import Config
-from toprope.training.driver.producer import Producer
+from toprope.training.driver.producer import GroupProducer
 from toprope.training.evaluation.evaluator import Evaluator
-from toprope.training.rollouts.environment_host import Hosted, measured_by, plans_of
-from toprope.training.rollouts.environment_set import Players
-from toprope.training.rollouts.task_sampler import Choice
+from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans, evaluator_digests
+from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.task_sampler import TaskSampler
 
 CODE = '''
 """Two environments and a reward function."""
@@ -105,17 +106,18 @@ def member_of(tmp_path: Path, changes: dict[str, Any] | None = None, **mixture: 
     return Member(spec, tmp_path)
 
 
-def hosted(member: Member, policy: Any, work: Callable[[Players], Awaitable[Any]], **needed: int) -> Any:
+def hosted(member: Member, policy: Any, work: Callable[[EnvironmentSet], Awaitable[Any]], **needed: int) -> Any:
     """Runs `work` with all environments of a run, started and checked."""
 
     async def run() -> Any:
-        plans, hosts = plans_of(member.spec), []
+        plans, hosts = environment_plans(member.spec), []
         try:
+            is_only = len(plans) == 1
             for plan, source in plans:
-                hosts.append(await Hosted.start(member.spec, plan, source, member.report, alone=len(plans) == 1))
+                hosts.append(await EnvironmentHost.start(member.spec, plan, source, member.report, is_only=is_only))
                 await hosts[-1].check({"train": 1, "validation": 4, "heldout": 5} | needed)
             async with asyncio.timeout(120):
-                return await work(Players(hosts, policy))
+                return await work(EnvironmentSet(hosts, policy))
         finally:
             await asyncio.gather(*(host.close() for host in hosts))
 
@@ -131,15 +133,15 @@ def told(messages: list[dict[str, Any]], index: int) -> str:
 def test_evaluations_count_all_tasks_together_and_each_environment_by_itself(tmp_path: Path) -> None:
     member, policy = member_of(tmp_path), ScriptedPolicy(told)
 
-    async def work(players: Players) -> Any:
+    async def work(environments: EnvironmentSet) -> Any:
         evaluator = Evaluator(
-            member.folder, players, SAMPLING, concurrency=8, progress=lambda *said: None,
-            evaluator=lambda: measured_by(list(players.hosts.values())),
+            member.folder, environments, SAMPLING, concurrency=8, progress=lambda *said: None,
+            digests=lambda: evaluator_digests(list(environments.hosts.values())),
         )  # fmt: skip
-        assert players.count("heldout", 5) == 10 and players.count("heldout", 2) == 4
-        order = [players.environment_of("heldout", index) for index in range(10)]
+        assert environments.count("heldout", 5) == 10 and environments.count("heldout", 2) == 4
+        order = [environments.environment_of("heldout", index) for index in range(10)]
         assert order == ["sums", "words"] * 5
-        return await evaluator.heldout("before", 10, 4, greedy=False)
+        return await evaluator.evaluate_heldout("before", 10, 4, greedy=False)
 
     (tmp_path / "evaluations").mkdir()
     summary = hosted(member, policy, work)
@@ -183,10 +185,10 @@ class Api:
         return True
 
 
-async def produced(member: Member, players: Players, api: Api) -> Choice:
+async def produced(member: Member, environments: EnvironmentSet, api: Api) -> TaskSampler:
     """Makes groups until there are enough of them."""
-    choice = Choice(member, players)  # type: ignore[arg-type]
-    producer = Producer(member, players, api, SAMPLING, None, choice)  # type: ignore[arg-type]
+    tasks = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
+    producer = GroupProducer(member, environments, api, SAMPLING, None, tasks)  # type: ignore[arg-type]
     making, enough = asyncio.ensure_future(producer.run()), asyncio.ensure_future(api.done.wait())
     await asyncio.wait({making, enough}, return_when=asyncio.FIRST_COMPLETED)
     if making.done():
@@ -194,7 +196,7 @@ async def produced(member: Member, players: Players, api: Api) -> Choice:
         making.result()
     making.cancel()
     await asyncio.gather(making, return_exceptions=True)
-    return choice
+    return tasks
 
 
 def owners(groups: list[Group]) -> list[str]:
@@ -205,15 +207,15 @@ def test_groups_come_by_their_shares_and_an_attempt_that_goes_on_takes_up_their_
     member = member_of(tmp_path, {"environment.weight": 3.0, "algorithm.deterministic": True})
     policy = ScriptedPolicy(told)
 
-    async def work(players: Players) -> tuple[list[Group], list[Group]]:
+    async def work(environments: EnvironmentSet) -> tuple[list[Group], list[Group]]:
         whole = Api(24)
-        await produced(member, players, whole)
+        await produced(member, environments, whole)
         (tmp_path / "mixture.json").unlink()
         first = Api(10)
-        await produced(member, players, first)
+        await produced(member, environments, first)
         member.attempt, first.enough = 2, 24
         first.done.clear()
-        await produced(member, players, first)
+        await produced(member, environments, first)
         return whole.groups, first.groups
 
     whole, halves = hosted(member, policy, work)
@@ -229,18 +231,18 @@ def test_groups_come_by_their_shares_and_an_attempt_that_goes_on_takes_up_their_
 def test_an_environment_that_fails_for_good_ends_the_run_by_its_name(tmp_path: Path) -> None:
     member = member_of(tmp_path, {"launcher.restarts": 1, "launcher.restart_backoff_s": 0.0})
 
-    async def killed(players: Players) -> None:
-        assert not player_error(await attempt(players.play("words", "train", 0, 2, SAMPLING)))
-        link = await players.hosts["sums"].worker.link()
+    async def killed(environments: EnvironmentSet) -> None:
+        assert not player_error(await attempt(environments.samplers["words"].sample(TaskRef("train", 0), 2, SAMPLING)))
+        link = await environments.hosts["sums"].worker.current()
         os.kill(link.pid, signal.SIGKILL)  # once: it is started again, and the other one does not notice
-        assert not player_error(await attempt(players.play("sums", "train", 0, 2, SAMPLING)))
+        assert not player_error(await attempt(environments.samplers["sums"].sample(TaskRef("train", 0), 2, SAMPLING)))
         [renewed] = [report for report in member.reports if isinstance(report, Renewed)]
         assert renewed.what == "worker of sums"
-        link = await players.hosts["sums"].worker.link()
+        link = await environments.hosts["sums"].worker.current()
         os.kill(link.pid, signal.SIGKILL)
-        error = player_error(await attempt(players.play("sums", "train", 1, 2, SAMPLING)))
+        error = player_error(await attempt(environments.samplers["sums"].sample(TaskRef("train", 1), 2, SAMPLING)))
         assert isinstance(error, WorkerDied) and str(error).startswith("sums: ") and error.environment == "sums"
-        assert not player_error(await attempt(players.play("words", "train", 1, 2, SAMPLING)))
+        assert not player_error(await attempt(environments.samplers["words"].sample(TaskRef("train", 1), 2, SAMPLING)))
 
     hosted(member, ScriptedPolicy(told), killed)
 
@@ -252,9 +254,9 @@ def test_an_environment_that_fails_for_good_ends_the_run_by_its_name(tmp_path: P
                 raise PromptTooLong("no room")
             return await super().chat(messages, sampling, n=n, session=session)
 
-    async def work(players: Players) -> None:
+    async def work(environments: EnvironmentSet) -> None:
         with pytest.raises(BaseExceptionGroup) as caught:
-            await produced(member, players, Api(10_000))
+            await produced(member, environments, Api(10_000))
         cause: BaseException = caught.value
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -284,7 +286,7 @@ def test_owners_locks_hold_for_the_defaults_of_environments_that_are_mixed_in(tm
     spec.config.environment.knobs = {"largest": 4}
     member.spec = spec
 
-    async def nothing(players: Players) -> None: ...
+    async def nothing(environments: EnvironmentSet) -> None: ...
 
     with pytest.raises(LockedField, match="words: environment.knobs.largest is locked .* not 9. Reason: small sums"):
         hosted(member, ScriptedPolicy(told), nothing)
@@ -304,15 +306,15 @@ def test_a_curriculum_moves_on_validation_tasks_of_its_level_and_is_taken_up_aga
         asked.append(messages[0]["content"])
         return told(messages, index) if not messages[0]["content"].endswith("of 7") else "no"
 
-    async def work(players: Players) -> tuple[Choice, Choice, Choice]:
+    async def work(environments: EnvironmentSet) -> tuple[TaskSampler, TaskSampler, TaskSampler]:
         api = Api(40)
-        first = await produced(member, players, api)
+        first = await produced(member, environments, api)
         member.attempt = 2
         monkeypatch.setenv(ENV_CHECKPOINT, str(tmp_path / "step-000005"))
-        back = Choice(member, players)  # type: ignore[arg-type]
+        back = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
         member.attempt, member.life = 1, 1
-        Curricula(environments={"sums": first.climbs["sums"].stands}).write(member.folder)
-        return first, back, Choice(member, players)  # type: ignore[arg-type]
+        Curricula(environments={"sums": first.curricula["sums"].record}).write(member.folder)
+        return first, back, TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
 
     first, back, again = hosted(member, ScriptedPolicy(able), work)
     moves = [report for report in member.reports if isinstance(report, Leveled)]
@@ -321,8 +323,10 @@ def test_a_curriculum_moves_on_validation_tasks_of_its_level_and_is_taken_up_aga
         ("sums", 7, 2, 3),
     ]
     assert all(one.successes == one.tasks == 4 for one in moves) and moves[0].step < moves[1].step
-    assert first.climbs["sums"].level == again.climbs["sums"].level == 2, "a driver that is started again goes on there"
-    assert back.climbs["sums"].level == 1 and back.climbs["sums"].stands.since == moves[0].step
+    assert first.curricula["sums"].level == again.curricula["sums"].level == 2, (
+        "a driver that is started again goes on there"
+    )
+    assert back.curricula["sums"].level == 1 and back.curricula["sums"].record.since == moves[0].step
     trained = Counter(text.rpartition(" ")[2] for text in asked if text.startswith("sum"))
     assert trained["3"] and trained["5"] and trained["7"]
     assert "9" not in trained, "the knob's own value is at no level"
@@ -333,9 +337,9 @@ def test_evaluations_measure_the_last_level_whatever_is_trained(tmp_path: Path) 
     member.spec = member.spec.model_copy(update={"mixture": []})
     member.spec.config.environment.mixture = []
 
-    async def work(players: Players) -> list[str]:
-        made = await players.make("validation", 0, 1, SAMPLING)
-        level = await players.play("sums", "validation", 0, 1, SAMPLING, "level-0")
+    async def work(environments: EnvironmentSet) -> list[str]:
+        made = await environments.sample("validation", 0, 1, SAMPLING)
+        level = await environments.samplers["sums"].sample(TaskRef("validation", 0, "level-0"), 1, SAMPLING)
         return [one.messages[0]["content"] for one in (made, level)]
 
     assert [text.rpartition(" ")[2] for text in hosted(member, ScriptedPolicy(told), work)] == ["7", "3"]

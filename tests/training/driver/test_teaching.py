@@ -14,9 +14,9 @@ from toprope.records.messages import Renewed
 from toprope.records.worker_messages import Card
 from toprope.settings.environment import EnvironmentSection
 from toprope.settings.launcher import LauncherSection
-from toprope.training.driver.reward_signal_check import require_teaching
+from toprope.training.driver.reward_signal_check import require_reward_signal
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 HEAD = """import os
 from toprope.sdk import Environment, Task
@@ -47,11 +47,14 @@ def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
 
     async def run() -> None:
         launcher = LauncherSection(restarts=2, restart_backoff_s=0.01)
-        async with asyncio.timeout(120), await Worker.start(opened, launcher, reports.append) as worker:
+        async with asyncio.timeout(120), await RestartingWorker.start(opened, launcher, reports.append) as worker:
             plan = SimpleNamespace(section=EnvironmentSection(**section))
-            host: Any = SimpleNamespace(worker=worker, plan=plan, card=cards[0], alone=True, label="mine")
-            await require_teaching(host)
-            assert (await worker.link()).alive
+            host: Any = SimpleNamespace(
+                worker=worker, plan=plan, card=cards[0], is_only=True, subject="The environment",
+                name_error=lambda error: error,
+            )  # fmt: skip
+            await require_reward_signal(host)
+            assert (await worker.current()).alive
 
     asyncio.run(run())
     return reports, asked.count("score")

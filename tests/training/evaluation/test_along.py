@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toprope.training.evaluation.periodic import every_so_many_steps
+from toprope.training.evaluation.evaluator import evaluate_repeatedly
 
 
 def step(metrics: Path, number: int) -> None:
@@ -20,7 +20,7 @@ def test_every_so_many_steps_and_not_again_for_the_same(tmp_path: Path) -> None:
     metrics, seen = tmp_path / "metrics.jsonl", asyncio.Queue()
 
     async def work() -> None:
-        task = asyncio.create_task(every_so_many_steps(metrics, 5, seen.put))
+        task = asyncio.create_task(evaluate_repeatedly(metrics, 5, seen.put))
         for number in range(1, 5):
             step(metrics, number)
         await asyncio.sleep(0.6)
@@ -48,4 +48,4 @@ def test_what_an_evaluation_raises_is_not_lost(tmp_path: Path) -> None:
         raise RuntimeError(label)
 
     with pytest.raises(RuntimeError, match="step-1"):
-        asyncio.run(asyncio.wait_for(every_so_many_steps(tmp_path / "metrics.jsonl", 1, fails), 60))
+        asyncio.run(asyncio.wait_for(evaluate_repeatedly(tmp_path / "metrics.jsonl", 1, fails), 60))

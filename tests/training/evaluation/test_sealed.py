@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.training.rollouts.test_rollouts import SAMPLING, ScriptedPolicy
+from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
 from toprope.records.run.digests import environment_digest, measuring
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.launcher import LauncherSection
-from toprope.training.driver.contamination import Contents, words_of, write_contents
+from toprope.training.driver.contamination import ContaminationTracker, normalized_words, write_contamination
 from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import RolloutMaker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.group_sampler import GroupSampler
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 CHATTY = '''
 """Prints and raises what it is asked."""
@@ -77,23 +78,24 @@ def play(tmp_path: Path, answer: str, work: Any) -> tuple[Any, Heard]:
         return link
 
     async def run() -> Any:
-        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
-            link = await worker.link()
+        async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
+            link = await worker.current()
             policy = ScriptedPolicy(lambda messages, index: answer)
-            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=30)  # type: ignore[arg-type]
+            maker = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=30)  # type: ignore[arg-type]
+            environments = only_environment(maker)
             folder = RunFolder(tmp_path / "run")
             folder.evaluations.mkdir(parents=True)
-            contents = Contents()
+            contents = ContaminationTracker()
             evaluator = Evaluator(
                 folder,
-                maker,
+                environments,
                 SAMPLING,
                 concurrency=4,
                 progress=lambda *told: None,
-                evaluator=lambda: {"loaded": {"environment": "e"}},
-                seen=lambda split, made: contents.saw(split, made.task_id, made.messages),
+                digests=lambda: {"loaded": {"environment": "e"}},
+                on_group=lambda split, made: contents.add(split, made.task_id, made.messages),
             )
-            return await work(evaluator, link, contents)
+            return await work(evaluator, link, contents, environments)
 
     return asyncio.run(run()), heard
 
@@ -104,9 +106,11 @@ def canaries(text: str) -> set[str]:
 
 @pytest.mark.parametrize("answer", ["1", "raise"])
 def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
-    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> set[str]:
-        await evaluator.heldout("before", 30, 3, greedy=True)
-        write_contents(RunFolder(tmp_path / "run"), 1, contents)
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> set[str]:
+        await evaluator.evaluate_heldout("before", 30, 3, greedy=True)
+        write_contamination(RunFolder(tmp_path / "run"), 1, contents)
         sealed = await link.call("tasks", split="heldout", start=0, count=800)
         await link.call("score", split="validation", index=1, answer="1")
         return {task["messages"][0]["content"] for task in sealed["tasks"]}
@@ -116,7 +120,7 @@ def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
     log = heard.data.decode()
     # Examples and the score beside are of the validation split, and are told.
     assert canaries(log) and not canaries(log) & sealed
-    assert "bytes printed while held-out tasks were played are not kept" in log
+    assert "bytes printed while held-out tasks were sampled are not kept" in log
     for path in (tmp_path / "run").rglob("*.json"):
         assert not canaries(path.read_text()) & sealed, path
     measured = read_json(tmp_path / "run" / "evaluations" / "before.json")
@@ -132,8 +136,10 @@ def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
 
 
 def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
-    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
-        await evaluator.heldout("before", 10, 1, greedy=False)
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        await evaluator.evaluate_heldout("before", 10, 1, greedy=False)
 
     with pytest.raises(ComponentFailed, match="sealed") as failed:
         play(tmp_path, "die", work)
@@ -141,7 +147,9 @@ def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
 
 
 def test_the_worker_is_heard_again_after_a_seal(tmp_path):
-    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
         for _ in range(3):
             link.seal()
             await link.call("score", split="heldout", index=1, answer="1")
@@ -156,7 +164,9 @@ def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_p
     """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
     played: list[str] = []
 
-    async def work(evaluator: Evaluator, link: EnvironmentWorker, contents: Contents) -> None:
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
         ask_worker = link.call
 
         async def call(op: str, /, **arguments: Any) -> Any:
@@ -164,14 +174,14 @@ def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_p
             return await ask_worker(op, **arguments)
 
         link.call = call  # type: ignore[method-assign]
-        await evaluator.along("step-5", 5)
+        await evaluator.evaluate_validation("step-5", 5)
         await evaluator.test(4, 2)
         assert played and set(played) == {"validation"}
         with pytest.raises(ValueError, match="under seal"):
-            await evaluator._players.make("heldout", 0, 1, SAMPLING)
-        await evaluator.heldout("after", 3, 1, greedy=True)
+            await environments.sample("heldout", 0, 1, SAMPLING)
+        await evaluator.evaluate_heldout("after", 3, 1, greedy=True)
         with pytest.raises(ValueError, match="under seal"):
-            await evaluator._players.make("heldout", 0, 1, SAMPLING)
+            await environments.sample("heldout", 0, 1, SAMPLING)
 
     play(tmp_path, "1", work)
     assert played.count("heldout") == 6
@@ -186,23 +196,23 @@ def long_text(start: int) -> str:
 
 
 def test_copies_under_another_spelling_and_shared_passages_are_counted():
-    contents = Contents()
+    contents = ContaminationTracker()
     for number in range(25):
-        contents.saw("heldout", f"h{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
-    contents.saw("heldout", "copied", ask(long_text(1)))
-    contents.saw("heldout", "quoted", ask(long_text(2)))
-    contents.saw("validation", "v0", ask("Something else"))
+        contents.add("heldout", f"h{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
+    contents.add("heldout", "copied", ask(long_text(1)))
+    contents.add("heldout", "quoted", ask(long_text(2)))
+    contents.add("validation", "v0", ask("Something else"))
     for number in range(100, 160):
-        contents.saw("train", f"t{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
+        contents.add("train", f"t{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
     clean = contents.report()
     assert clean["seen"] == {"train": 60, "validation": 1, "heldout": 27}
     assert set(clean["copies"].values()) == {0} and clean["heldout_sharing_passages"] == 0
-    contents.saw("train", "copy", ask("  " + long_text(1).upper() + " ."))
-    contents.saw("train", "quotes", ask("Before. " + long_text(2)[40:180] + " And after."))
+    contents.add("train", "copy", ask("  " + long_text(1).upper() + " ."))
+    contents.add("train", "quotes", ask("Before. " + long_text(2)[40:180] + " And after."))
     found = contents.report()
     assert found["copies"]["train_heldout"] == 1
     assert found["heldout_sharing_passages"] == 2
-    assert words_of(ask("Ｗｈａｔ\u200b is it??")) == words_of(ask("what IS it"))
+    assert normalized_words(ask("Ｗｈａｔ\u200b is it??")) == normalized_words(ask("what IS it"))
 
 
 def test_what_measures_is_known_by_its_source(tmp_path):
@@ -223,10 +233,10 @@ def test_what_measures_is_known_by_its_source(tmp_path):
 
 
 def test_what_earlier_attempts_saw_stays(tmp_path):
-    folder, contents = RunFolder(tmp_path), Contents()
-    contents.saw("train", "t", ask("x"))
-    write_contents(folder, 1, contents)
-    write_contents(folder, 2, Contents())
+    folder, contents = RunFolder(tmp_path), ContaminationTracker()
+    contents.add("train", "t", ask("x"))
+    write_contamination(folder, 1, contents)
+    write_contamination(folder, 2, ContaminationTracker())
     assert {
         key: one["seen"]["train"]
         for key, one in json.loads((tmp_path / "contents.json").read_text())["attempts"].items()

@@ -16,7 +16,7 @@ from toprope.training.inference.engine import Done, Sample, SamplingRequest
 from toprope.training.inference.sessions import Turn
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, parse_tool_calls
 from toprope.training.policy.loading import load_tokenizer
-from toprope.training.rollouts.env_managed_sampler import chain_of
+from toprope.training.rollouts.env_managed_sampler import outcome_turns
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 CALL = 'I add.\n<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
@@ -91,7 +91,10 @@ def test_tool_call_continues_with_sampled_tokens(http: TestClient, engine: Scrip
     assert recorded[1]["prompt_ids"][: len(before)] == before, "sampled ids are not tokenised again"
     talk = [*messages, second["message"]]
     known = [Turn(**one) for one in recorded]
-    assert chain_of([*known, Turn([9], [9], [-1.0], [(0, 1)], "stop", "x", "lost<eos>")], as_worker_text(talk)) == known
+    assert (
+        outcome_turns([*known, Turn([9], [9], [-1.0], [(0, 1)], "stop", "x", "lost<eos>")], as_worker_text(talk))
+        == known
+    )
 
 
 def as_worker_text(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Models at endpoints that refuse, limit, hang and talk nonsense; and the contest that none of them may spoil."""
+"""Endpoints that refuse, limit, hang or answer nonsense, and a comparison of models that survives them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.rollout_stand_ins import only_environment
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.launcher import LauncherSection
-from toprope.training.evaluation.model_comparison import best_of, contest
+from toprope.training.evaluation.model_comparison import best_model, compare_models
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import RolloutMaker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.group_sampler import GroupSampler
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 SAMPLING = Sampling(0.7, 1.0, 32)
 KEY = "sk-very-secret-0123456789"
@@ -49,7 +50,7 @@ def server():
 
 def chat(server: OpenAiStandIn, model: str, n: int = 1, **options: Any) -> tuple[Any, EndpointClient]:
     async def work() -> tuple[Any, EndpointClient]:
-        client = EndpointClient(Endpoint(base_url=server.url, model=model), KEY, pause_s=0.01, **options)
+        client = EndpointClient(Endpoint(base_url=server.url, model=model), KEY, **options)
         try:
             return await client.chat([{"role": "user", "content": "1 + 2"}], SAMPLING, n=n), client
         finally:
@@ -104,7 +105,7 @@ def test_a_redirect_takes_the_key_nowhere(server: OpenAiStandIn) -> None:
 
 def test_nobody_there_is_unanswered() -> None:
     async def work() -> None:
-        client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, tries=2, pause_s=0.01)
+        client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, tries=2)
         try:
             await client.chat([{"role": "user", "content": "?"}], SAMPLING)
         finally:
@@ -127,21 +128,23 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
             await link.call("open", source={"file": str(file), "attribute": "Add"})
             return link
 
-        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
+        async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
             named = [
                 ModelUnderTest(
                     name=name, endpoint=None if name == "base" else Endpoint(base_url=server.url, model=name)
                 )
                 for name in models
             ]
-            return await contest(
+            return await compare_models(
                 TestPlan(tasks=tasks, group_size=2, models=named, **plan),
                 tasks,
                 SAMPLING,
                 policy_name="tiny",
-                policy=policy,
+                connect_policy=policy,
                 keys={},
-                players_of=lambda player: RolloutMaker(worker, player, multi_turn=False, call_timeout_s=10),
+                environments_with=lambda policy: only_environment(
+                    GroupSampler(worker, policy, multi_turn=False, call_timeout_s=10)
+                ),
                 progress=lambda what, done, total: None,
             )
 
@@ -161,7 +164,7 @@ def test_each_model_is_measured_by_itself(tmp_path: Path, server: OpenAiStandIn)
     # What failed has no number at all: a zero would be a measurement.
     for failed, why in [(forbidden, "401"), (base, "no memory"), (silent, "time limit of 3 s")]:
         assert failed.sampled is None and why in failed.error
-    best = best_of(found)
+    best = best_model(found)
     assert best is not None and best.name == "right"
 
 

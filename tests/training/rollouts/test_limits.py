@@ -13,11 +13,11 @@ from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
 from toprope.sdk.worker.resource_limits import network_can_be_denied
 from toprope.settings.launcher import LauncherSection
-from toprope.training.driver.mishaps import Errors, reason_of
+from toprope.training.driver.producer import ErrorCounts, failure_reason
 from toprope.training.rollouts import restarting_worker as workers
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.memory_watch import held_mb, watch_memory
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.memory_watch import resident_mb, watch_memory
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 GREEDY = """import socket, subprocess, sys
 from toprope.sdk import Environment, Task
@@ -80,7 +80,7 @@ def test_too_much_at_once_is_an_error_of_that_rollout(tmp_path: Path) -> None:
 def test_what_creeps_up_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         link = await opened(tmp_path)
-        limit = round(held_mb(link.pid)) + 60
+        limit = round(resident_mb(link.pid)) + 60
         watch = asyncio.create_task(watch_memory(link, limit, 0.02))
         with pytest.raises(WorkerDied, match=r"more than environment.memory_mb \(\d+\)") as ended:
             async with asyncio.timeout(60):
@@ -94,18 +94,18 @@ def test_what_creeps_up_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_did_its_work_may_end_without_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "ENOUGH_WORK", 5)
+    monkeypatch.setattr(workers, "GROUPS_PER_FREE_RESTART", 5)
     reports: list[Any] = []
 
     async def run() -> None:
         section = LauncherSection(restarts=1, restart_backoff_s=0.01)
-        async with await Worker.start(lambda: opened(tmp_path), section, reports.append) as worker:
+        async with await RestartingWorker.start(lambda: opened(tmp_path), section, reports.append) as worker:
             for groups in (5, 7, 0):
                 for _ in range(groups):
-                    worker.played()
-                await worker.lost(await worker.link(), WorkerDied("gone", 7))
+                    worker.count_group()
+                await worker.replace(await worker.current(), WorkerDied("gone", 7))
             with pytest.raises(WorkerDied, match="once more"):
-                await worker.lost(await worker.link(), WorkerDied("gone", 7))
+                await worker.replace(await worker.current(), WorkerDied("gone", 7))
 
     asyncio.run(run())
     assert [(one.number, one.limit) for one in reports if isinstance(one, Renewed)] == [(0, 1), (0, 1), (1, 1)]
@@ -114,14 +114,14 @@ def test_a_worker_that_did_its_work_may_end_without_a_count(tmp_path: Path, monk
 def test_failures_have_few_names() -> None:
     from toprope.records.journal.groups import Outcome
 
-    assert reason_of(WorkerError("raised", "KeyError", "x")) == "the environment failed"
-    assert reason_of(WorkerError("ended", "WorkerTimeout", "x")) == "the environment hung"
-    assert reason_of(WorkerError("ended", "WorkerDied", "x")) == "the environment's process ended"
-    errors = Errors()
+    assert failure_reason(WorkerError("raised", "KeyError", "x")) == "the environment failed"
+    assert failure_reason(WorkerError("ended", "WorkerTimeout", "x")) == "the environment hung"
+    assert failure_reason(WorkerError("ended", "WorkerDied", "x")) == "the environment's process ended"
+    errors = ErrorCounts()
     errors.add([Outcome(1.0), Outcome(0.0, error="ValueError: no (a.py:3)"), Outcome(0.0, error="context is full")])
     errors.add([Outcome(0.0, error=f"Kind{number}: x") for number in range(40)])
-    assert (errors.rollouts, errors.counted["ValueError"], errors.counted["context is full"]) == (43, 1, 1)
-    assert len(errors.counted) <= 13 and errors.counted["other"] == 30
+    assert (errors.rollouts, errors.by_kind["ValueError"], errors.by_kind["context is full"]) == (43, 1, 1)
+    assert len(errors.by_kind) <= 13 and errors.by_kind["other"] == 30
 
 
 def test_halves_of_characters_reach_nobody(tmp_path: Path) -> None:

@@ -15,87 +15,87 @@ from toprope.settings.changes import apply
 from toprope.settings.environment import members_of
 from toprope.settings.mixture import Curriculum
 from toprope.settings.schema import Config
-from toprope.training.rollouts.curriculum import Climb
-from toprope.training.rollouts.mixture_weights import Claim, Mixer, shares
+from toprope.training.rollouts.curriculum import CurriculumProgress
+from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler, mixture_shares
 from toprope.training.trainer.environment_metrics import EnvironmentMetrics
 
-CLAIMS = [Claim("sums", 3), Claim("words", 1), Claim("games", 1, 0.3)]
+CLAIMS = [MixtureEntry("sums", 3), MixtureEntry("words", 1), MixtureEntry("games", 1, 0.3)]
 
 
-def order(mixer: Mixer, count: int) -> list[str]:
+def order(mixer: MixtureScheduler, count: int) -> list[str]:
     found = []
     for _ in range(count):
-        label = mixer.take()
+        label = mixer.choose()
         assert label is not None
-        mixer.done(label)
+        mixer.finish(label)
         found.append(label)
     return found
 
 
 def test_shares_hold_after_any_number_of_groups_and_the_seed_decides_ties_alone() -> None:
-    assert shares(CLAIMS) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
-    found = order(Mixer(CLAIMS), 400)
+    assert mixture_shares(CLAIMS) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
+    found = order(MixtureScheduler(CLAIMS), 400)
     for count in range(1, 401):
-        for label, share in shares(CLAIMS).items():
+        for label, share in mixture_shares(CLAIMS).items():
             assert abs(Counter(found[:count])[label] - share * count) <= 1.0 + 1e-9
-    assert found == order(Mixer(CLAIMS), 400)
-    even = [Claim(label) for label in "abcd"]
-    starts = {tuple(order(Mixer(even, seed=seed), 4)) for seed in range(8)}
+    assert found == order(MixtureScheduler(CLAIMS), 400)
+    even = [MixtureEntry(label) for label in "abcd"]
+    starts = {tuple(order(MixtureScheduler(even, seed=seed), 4)) for seed in range(8)}
     assert len(starts) > 1 and all(sorted(start) == list("abcd") for start in starts)
 
 
 def test_an_order_goes_on_where_it_was() -> None:
-    whole, first = Mixer(CLAIMS), Mixer(CLAIMS)
+    whole, first = MixtureScheduler(CLAIMS), MixtureScheduler(CLAIMS)
     found = order(whole, 40)
     assert order(first, 17) == found[:17]
-    second = Mixer(CLAIMS)
-    second.take_up(first.state())
+    second = MixtureScheduler(CLAIMS)
+    second.restore(first.state())
     assert order(second, 23) == found[17:]
     with pytest.raises(KeyError):
-        second.take_up(Mixer([Claim("others")]).state())
+        second.restore(MixtureScheduler([MixtureEntry("others")]).state())
 
 
 def test_a_slow_environment_leaves_room_for_the_others_until_its_minimum_is_at_stake() -> None:
-    def begun(claims: list[Claim], groups: int) -> Counter[str]:
-        mixer, found = Mixer(claims, places=16), []
-        while len(found) < groups and (label := mixer.take()) is not None:
+    def begun(claims: list[MixtureEntry], groups: int) -> Counter[str]:
+        mixer, found = MixtureScheduler(claims, places=16), []
+        while len(found) < groups and (label := mixer.choose()) is not None:
             found.append(label)
             if label != "slow":  # whose groups do not end
-                mixer.done(label)
+                mixer.finish(label)
         return Counter(found)
 
-    free = begun([Claim("a"), Claim("b"), Claim("slow")], 500)
+    free = begun([MixtureEntry("a"), MixtureEntry("b"), MixtureEntry("slow")], 500)
     assert sum(free.values()) == 500 and free["slow"] < 16
-    held = begun([Claim("a"), Claim("b"), Claim("slow", min_share=0.25)], 500)
+    held = begun([MixtureEntry("a"), MixtureEntry("b"), MixtureEntry("slow", min_share=0.25)], 500)
     assert sum(held.values()) < 500 and held["slow"] / sum(held.values()) == pytest.approx(0.25, abs=0.03)
 
 
 def test_whose_groups_are_dropped_is_chosen_more_often_and_the_others_keep_half_of_theirs() -> None:
-    mixer = Mixer([Claim("a"), Claim("b", min_share=0.4)])
+    mixer = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
     draw, trained = random.Random(0), Counter({"a": 1})
     for _ in range(60):
         for label in order(mixer, 20):
             trained[label] += label == "a" or draw.random() < 0.4  # six of ten groups of b carry no signal
         total = sum(trained.values())
-        mixer.trained({label: count / total for label, count in trained.items()})
+        mixer.adjust({label: count / total for label, count in trained.items()})
         trained = Counter({label: count // 2 for label, count in trained.items()})
     assert trained["b"] / sum(trained.values()) == pytest.approx(0.4, abs=0.1)
-    hopeless = Mixer([Claim("a"), Claim("b", min_share=0.4)])
+    hopeless = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
     for _ in range(100):
-        hopeless.trained({"a": 1.0})
+        hopeless.adjust({"a": 1.0})
     assert hopeless.shares == pytest.approx({"a": 0.25, "b": 0.75})
     for _ in range(100):
-        hopeless.trained({"a": 0.5, "b": 0.5})
+        hopeless.adjust({"a": 0.5, "b": 0.5})
     assert hopeless.shares == pytest.approx({"a": 0.5, "b": 0.5})
 
 
 def test_a_turn_that_came_to_nothing_is_given_back() -> None:
-    mixer, counted = Mixer([Claim("a"), Claim("b")]), Counter()
+    mixer, counted = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b")]), Counter()
     for number in range(60):
-        label = mixer.take()
+        label = mixer.choose()
         assert label is not None
         lost = label == "a" and number % 3 == 0
-        mixer.done(label, counts=not lost)
+        mixer.finish(label, counts=not lost)
         counted[label] += not lost
     assert abs(counted["a"] - counted["b"]) <= 3
 
@@ -120,30 +120,35 @@ def test_a_step_tells_of_each_environment() -> None:
 
 def test_levels_open_on_success_and_some_groups_stay_at_earlier_ones() -> None:
     curriculum = Curriculum(knob="digits", levels=[1, 2, 4], success=0.75, min_steps=10, window=8, earlier_share=0.25)
-    climb = Climb(curriculum)
-    assert {climb.next_level() for _ in range(20)} == {0} and not climb.due(9) and climb.due(10)
-    assert not climb.measured(10, 5, 8).moved and not climb.due(19)
-    assert climb.measured(20, 6, 8).moved and climb.level == 1 and climb.stands.value == 2
+    climb = CurriculumProgress(curriculum)
+    assert {climb.next_level() for _ in range(20)} == {0} and not climb.is_due(9) and climb.is_due(10)
+    assert not climb.add_measure(10, 5, 8).moved and not climb.is_due(19)
+    assert climb.add_measure(20, 6, 8).moved and climb.level == 1 and climb.record.value == 2
     levels = Counter(climb.next_level() for _ in range(40))
     assert levels == {1: 30, 0: 10}
-    assert climb.measured(30, 8, 8).moved and climb.at_the_top and not climb.due(1000)
+    assert climb.add_measure(30, 8, 8).moved and climb.at_last_level and not climb.is_due(1000)
     assert Counter(climb.next_level() for _ in range(80)) == {2: 60, 0: 10, 1: 10}
-    again = Climb(curriculum, climb.stands)
+    again = CurriculumProgress(curriculum, climb.record)
     assert again.level == 2
     # What was reached after the checkpoint is not reached yet; other levels begin anew.
-    assert Climb(curriculum, climb.stands.at(25)).level == 1 and Climb(curriculum, climb.stands.at(19)).level == 0
-    assert Climb(curriculum, climb.stands.at(25)).due(30) and not Climb(curriculum, climb.stands.at(25)).due(29)
-    assert Climb(curriculum.model_copy(update={"levels": [1, 3]}), climb.stands).level == 0
+    assert (
+        CurriculumProgress(curriculum, climb.record.at(25)).level == 1
+        and CurriculumProgress(curriculum, climb.record.at(19)).level == 0
+    )
+    assert CurriculumProgress(curriculum, climb.record.at(25)).is_due(30) and not CurriculumProgress(
+        curriculum, climb.record.at(25)
+    ).is_due(29)
+    assert CurriculumProgress(curriculum.model_copy(update={"levels": [1, 3]}), climb.record).level == 0
 
 
 def test_where_curricula_stand_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert Curricula.read(folder) is None
-    climb = Climb(Curriculum(knob="digits", levels=["a", "b"]))
-    climb.measured(20, 32, 32)
-    Curricula(environments={"sums": climb.stands}).write(folder)
+    climb = CurriculumProgress(Curriculum(knob="digits", levels=["a", "b"]))
+    climb.add_measure(20, 32, 32)
+    Curricula(environments={"sums": climb.record}).write(folder)
     found = Curricula.read(folder)
-    assert found is not None and found.environments == {"sums": climb.stands}
+    assert found is not None and found.environments == {"sums": climb.record}
 
 
 @pytest.mark.parametrize(

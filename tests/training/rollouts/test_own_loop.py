@@ -22,10 +22,11 @@ from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
-from toprope.training.rollouts.endpoint_proxy import Relay
-from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker, chain_of
+from toprope.training.rollouts.endpoint_proxy import EndpointProxy
+from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler, outcome_turns
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 SECRET = "s3cret"
 SAMPLING = Sampling(1.0, 1.0, 6)
@@ -91,7 +92,7 @@ def play(
     engine: EmbeddedEngine,
     tiny_policy: Path,
     folder: Path,
-    body: Callable[[OwnLoopMaker, list[Any], Any], Awaitable[None]],
+    body: Callable[[EnvManagedSampler, list[Any], Any], Awaitable[None]],
 ) -> None:
     """Runs `body` with a maker, the reports of its worker, and the server."""
     (folder / "talk.py").write_text(TALK)
@@ -108,9 +109,9 @@ def play(
         serving = asyncio.create_task(serve(server.app, address.set_result, ending))
         policy = PolicyClient(await address, SECRET)
         section = LauncherSection(restart_backoff_s=0)
-        async with await Worker.start(opened, section, reports.append) as worker:
+        async with await RestartingWorker.start(opened, section, reports.append) as worker:
             try:
-                await body(OwnLoopMaker(worker, policy, multi_turn=True, call_timeout_s=30), reports, server)
+                await body(EnvManagedSampler(worker, policy, multi_turn=True, call_timeout_s=30), reports, server)
             finally:
                 await policy.close()
                 ending.set()
@@ -119,9 +120,9 @@ def play(
     asyncio.run(work())
 
 
-async def numbers(maker: OwnLoopMaker) -> dict[str, int]:
+async def numbers(maker: EnvManagedSampler) -> dict[str, int]:
     """The index of each training task by its prompt."""
-    link = await maker._worker.link()
+    link = await maker.worker.current()
     found = (await link.call("tasks", split="train", start=0, count=100))["tasks"]
     return {task["messages"][0]["content"]: index for index, task in enumerate(found)}
 
@@ -129,15 +130,15 @@ async def numbers(maker: OwnLoopMaker) -> dict[str, int]:
 def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
     engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
-    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)
         good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
-        groups = await asyncio.gather(*(maker.make("train", index, 3, SAMPLING) for index in good))
+        groups = await asyncio.gather(*(maker.sample(TaskRef("train", index), 3, SAMPLING) for index in good))
         for made in groups:
             assert [outcome.error for outcome in made.outcomes] == [None] * 3
             assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
             assert made.outcomes[0].parts == {"kind": 1.0, "length": 4.0} and made.outcomes[0].turns == 2
-            group = made.group("talk", "g")
+            group = made.to_record("talk", "g")
             # A random policy says special tokens, which no client gives back: such a conversation is not continued.
             whole = [not any(token < 4 for token in turns[0].completion_ids[:-1]) for turns in made.turns]
             for turns, plain in zip(made.turns, whole, strict=True):
@@ -145,7 +146,7 @@ def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
                 continued = turns[0].prompt_ids + turns[0].completion_ids
                 assert not plain or turns[1].prompt_ids[: len(continued)] == continued
             assert len(group.tokens) <= 3 + whole.count(False), "two turns of a rollout are one sequence"
-            assert all("assistant" in talk and "go on" in talk for talk in made.talks)
+            assert all("assistant" in talk and "go on" in talk for talk in made.transcripts)
         assert len(server.sessions) == 0, "sessions are forgotten with their group"
 
     play(engine, tiny_policy, tmp_path, body)
@@ -154,9 +155,9 @@ def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
 def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
     engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
-    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
         index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
-        made = await maker.make("train", index, 4, SAMPLING)
+        made = await maker.sample(TaskRef("train", index), 4, SAMPLING)
         assert [outcome.error for outcome in made.outcomes] == [None] * 4
         for turns, text in zip(made.turns, made.texts, strict=True):
             assert len(turns) == 1 and turns[0].completion_ids
@@ -170,26 +171,28 @@ def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
 def test_a_bad_rollout_is_data_and_a_dead_worker_costs_its_own_group_only(
     engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
-    async def body(maker: OwnLoopMaker, reports: list[Any], server: Any) -> None:
+    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)
         raising, sleeping, dying, fine = (
             next(index for name, index in places.items() if name.startswith(start))
             for start in ("task 3", "task 4", "task 5", "task 6")
         )
-        made = await maker.make("train", raising, 2, SAMPLING)
+        made = await maker.sample(TaskRef("train", raising), 2, SAMPLING)
         assert all("no task for me" in (outcome.error or "") for outcome in made.outcomes)
         assert made.outcomes[0].reward == 0.0
         maker.rollout_timeout_s = 0.5
-        made = await maker.make("train", sleeping, 2, SAMPLING)
+        made = await maker.sample(TaskRef("train", sleeping), 2, SAMPLING)
         assert all("longer than 0.5 s" in (outcome.error or "") for outcome in made.outcomes)
         maker.rollout_timeout_s = 60.0
         neighbour, dead = await asyncio.gather(
-            maker.make("train", fine, 2, SAMPLING), maker.make("train", dying, 2, SAMPLING), return_exceptions=True
+            maker.sample(TaskRef("train", fine), 2, SAMPLING),
+            maker.sample(TaskRef("train", dying), 2, SAMPLING),
+            return_exceptions=True,
         )
         assert isinstance(dead, WorkerError) and dead.kind == "ended"
         assert not isinstance(neighbour, BaseException) or neighbour.kind == "ended"
         assert len(reports) >= 2
-        made = await maker.make("train", fine, 2, SAMPLING)
+        made = await maker.sample(TaskRef("train", fine), 2, SAMPLING)
         assert [outcome.error for outcome in made.outcomes] == [None, None]
 
     play(engine, tiny_policy, tmp_path, body)
@@ -222,18 +225,18 @@ def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path
         return link
 
     async def work() -> None:
-        async with await Worker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
+        async with await RestartingWorker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
 
-            def maker(model: str) -> tuple[OwnLoopMaker, EndpointClient]:
-                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, pause_s=0.01, tries=2)
-                return OwnLoopMaker(worker, client, multi_turn=True, call_timeout_s=30), client
+            def maker(model: str) -> tuple[EnvManagedSampler, EndpointClient]:
+                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, tries=2)
+                return EnvManagedSampler(worker, client, multi_turn=True, call_timeout_s=30), client
 
             good, client = maker("priced")
             places = await numbers(good)
             fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
-            made = await good.make("train", fine, 2, SAMPLING)
+            made = await good.sample(TaskRef("train", fine), 2, SAMPLING)
             assert [(outcome.error, outcome.reward) for outcome in made.outcomes] == [(None, 1.0)] * 2
-            assert made.texts == ["heard go on"] * 2 and all("heard task" in talk for talk in made.talks)
+            assert made.texts == ["heard go on"] * 2 and all("heard task" in talk for talk in made.transcripts)
             assert [len(turns) for turns in made.turns] == [2, 2], "neither the retry nor the judge"
             assert client.usage.requests == 8 and client.usage.cost_usd == 2.0
             sent = [body for _, told, body in stand_in.seen if told == f"Bearer {key}"]
@@ -242,7 +245,7 @@ def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path
             for model, error in (("forbidden", ModelFailed), ("broken", Unanswered)):
                 bad, client = maker(model)
                 with pytest.raises(error) as failure:
-                    await bad.make("train", fine, 2, SAMPLING)
+                    await bad.sample(TaskRef("train", fine), 2, SAMPLING)
                 assert key not in str(failure.value)
                 await client.close()
 
@@ -258,7 +261,7 @@ def test_the_relay_opens_to_its_rollouts_only_and_speaks_the_dialect() -> None:
     async def work() -> None:
         client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None)
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 99, "stream": True}
-        async with Relay(client, 1, SAMPLING) as relay, aiohttp.ClientSession() as http:
+        async with EndpointProxy(client, 1, SAMPLING) as relay, aiohttp.ClientSession() as http:
             for bad in ("", "Bearer x", f"Basic {relay.keys[0]}"):
                 headers = {"Authorization": bad}
                 async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
@@ -292,10 +295,10 @@ def test_the_chain_follows_the_conversation() -> None:
     def said(*texts: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": "a"}] + [{"role": "assistant", "content": text} for text in texts]
 
-    assert chain_of(turns, said("one", "two")) == [first, second]
-    assert chain_of(turns, said("uno", "two")) == [again, second]
-    assert chain_of(turns, []) == [again, branch, second], "without a conversation only retries are known"
-    assert chain_of(turns, said("something else")) == [again, branch, second]
+    assert outcome_turns(turns, said("one", "two")) == [first, second]
+    assert outcome_turns(turns, said("uno", "two")) == [again, second]
+    assert outcome_turns(turns, []) == [again, branch, second], "without a conversation only retries are known"
+    assert outcome_turns(turns, said("something else")) == [again, branch, second]
 
 
 def test_the_fixed_answer_streams_for_clients_that_want_that() -> None:

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.records.run.folder import RunFolder
 from toprope.settings.launcher import LauncherSection
 from toprope.training.evaluation.evaluator import Evaluator, summarize
-from toprope.training.inference.client import Answer, PromptTooLong, Sampling
-from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import Made, RolloutMaker
-from toprope.training.rollouts.restarting_worker import Worker
-
-SAMPLING = Sampling(1.0, 1.0, 16)
+from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 COUNTDOWN = '''
 """Say the number one lower than the last, until 0."""
@@ -54,35 +51,8 @@ class Countdown(Environment):
 '''
 
 
-class ScriptedPolicy:
-    """Answers by a function of the conversation; tokens are characters' code points."""
-
-    def __init__(self, answer: Callable[[list[dict[str, Any]], int], str], context: int = 10_000) -> None:
-        self.answer, self.context = answer, context
-        self.requests: list[tuple[str, int]] = []
-        self.closed: list[str] = []
-
-    async def chat(
-        self, messages: list[dict[str, Any]], sampling: Sampling, *, n: int = 1, session: str = ""
-    ) -> list[Answer]:
-        self.requests.append((session, n))
-        prompt = [ord(letter) for message in messages for letter in message["content"] + "\n"]
-        if len(prompt) >= self.context:
-            raise PromptTooLong("no room for an answer")
-        answers = []
-        for index in range(n):
-            text = self.answer(messages, index)
-            ids = [ord(letter) for letter in text + "\n"]
-            turn = Turn(prompt, ids, [-0.1] * len(ids), [(3, len(ids))], "stop")
-            answers.append(Answer(text, False, turn))
-        return answers
-
-    async def close_session(self, session: str) -> None:
-        self.closed.append(session)
-
-
 def play(
-    tmp_path: Path, policy: ScriptedPolicy, work: Callable[[RolloutMaker, EnvironmentWorker], Awaitable[Any]]
+    tmp_path: Path, policy: ScriptedPolicy, work: Callable[[GroupSampler, EnvironmentWorker], Awaitable[Any]]
 ) -> Any:
     file = tmp_path / "countdown.py"
     file.write_text(COUNTDOWN)
@@ -93,9 +63,9 @@ def play(
         return link
 
     async def run() -> Any:
-        async with await Worker.start(opened, LauncherSection(restarts=0)) as worker:
-            maker = RolloutMaker(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
-            return await work(maker, await worker.link())
+        async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
+            maker = GroupSampler(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
+            return await work(maker, await worker.current())
 
     return asyncio.run(run())
 
@@ -109,14 +79,14 @@ def number_below(messages: list[dict[str, Any]], index: int) -> str:
 def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> None:
     policy = ScriptedPolicy(number_below)
 
-    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> list[Made]:
-        return [await maker.make("train", index, 3, SAMPLING) for index in range(6)]
+    async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
+        return [await maker.sample(TaskRef("train", index), 3, SAMPLING) for index in range(6)]
 
     for made in play(tmp_path, policy, work):
         turns = int(made.messages[0]["content"].split()[3])
         assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
         assert [outcome.turns for outcome in made.outcomes] == [turns] * 3
-        group = made.group("countdown", "id-1")
+        group = made.to_record("countdown", "id-1")
         assert len(group.tokens) == 3  # the turns of a rollout extend each other: one row each
         assert group.rollouts is None
         for row, masks in zip(group.tokens, group.masks, strict=True):
@@ -133,8 +103,8 @@ def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> N
 def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "boom" if index == 1 else number_below(messages, index))
 
-    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> Made:
-        return await maker.make("train", 0, 3, SAMPLING)
+    async def work(maker: GroupSampler, link: EnvironmentWorker) -> SampledGroup:
+        return await maker.sample(TaskRef("train", 0), 3, SAMPLING)
 
     made = play(tmp_path, policy, work)
     assert [outcome.error is not None for outcome in made.outcomes] == [False, True, False]
@@ -145,8 +115,8 @@ def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None
 def test_a_conversation_that_outgrows_the_context_is_a_truncated_rollout(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "x" * 30, context=60)
 
-    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> list[Made]:
-        return [await maker.make("train", index, 2, SAMPLING) for index in range(6)]
+    async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
+        return [await maker.sample(TaskRef("train", index), 2, SAMPLING) for index in range(6)]
 
     outcomes = [outcome for made in play(tmp_path, policy, work) for outcome in made.outcomes]
     outgrown = [outcome for outcome in outcomes if outcome.error == "context is full"]
@@ -158,9 +128,9 @@ def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> Non
     def answer(messages: list[dict[str, Any]], index: int) -> str:
         raise RuntimeError("inference is gone")
 
-    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> int:
+    async def work(maker: GroupSampler, link: EnvironmentWorker) -> int:
         try:
-            await maker.make("train", 0, 3, SAMPLING)
+            await maker.sample(TaskRef("train", 0), 3, SAMPLING)
         except RuntimeError:
             return await link.call("discard", rollouts=[1, 2, 3])
         raise AssertionError("the failure was hidden")
@@ -171,11 +141,11 @@ def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> Non
 def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     policy = ScriptedPolicy(number_below, context)
 
-    async def work(maker: RolloutMaker, link: EnvironmentWorker) -> dict[str, Any]:
+    async def work(maker: GroupSampler, link: EnvironmentWorker) -> dict[str, Any]:
         folder = RunFolder(tmp_path)
         folder.evaluations.mkdir()
-        evaluator = Evaluator(folder, maker, SAMPLING, concurrency=4, progress=lambda *told: None)
-        return await evaluator.heldout("before", 12, 2, greedy=False)
+        evaluator = Evaluator(folder, only_environment(maker), SAMPLING, concurrency=4, progress=lambda *told: None)
+        return await evaluator.evaluate_heldout("before", 12, 2, greedy=False)
 
     return play(tmp_path, policy, work)
 

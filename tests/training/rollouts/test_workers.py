@@ -17,8 +17,8 @@ from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import Answer, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import Made, RolloutMaker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
 ODD = '''
 """Some tasks end the worker."""
@@ -72,7 +72,7 @@ class Says:
 def play(
     tmp_path: Path,
     policy: Says,
-    work: Callable[[RolloutMaker, Worker], Awaitable[Any]],
+    work: Callable[[GroupSampler, RestartingWorker], Awaitable[Any]],
     restarts: int,
     call_timeout_s: float = 60.0,
 ) -> tuple[Any, list[Any]]:
@@ -86,8 +86,8 @@ def play(
 
     async def run() -> Any:
         section = LauncherSection(restarts=restarts, restart_backoff_s=0.01)
-        async with asyncio.timeout(120), await Worker.start(opened, section, reports.append) as worker:
-            maker = RolloutMaker(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
+        async with asyncio.timeout(120), await RestartingWorker.start(opened, section, reports.append) as worker:
+            maker = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
             return await work(maker, worker)
 
     return asyncio.run(run()), reports
@@ -96,8 +96,8 @@ def play(
 SAMPLING = Sampling(1.0, 1.0, 8)
 
 
-async def all_of(maker: RolloutMaker, count: int, split: str = "train") -> list[Any]:
-    work = (maker.make(split, number, 2, SAMPLING) for number in range(count))
+async def all_of(maker: GroupSampler, count: int, split: str = "train") -> list[Any]:
+    work = (maker.sample(TaskRef(split, number), 2, SAMPLING) for number in range(count))
     return await asyncio.gather(*work, return_exceptions=True)
 
 
@@ -105,10 +105,10 @@ def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Pat
     """Eight at a time in one worker: one of them crashes it, one hangs in it."""
     policy = Says("fine", "die", "fine", "hang")
     made, reports = play(tmp_path, policy, lambda maker, _: all_of(maker, 8), restarts=2, call_timeout_s=5)
-    failed = [one for one in made if not isinstance(one, Made)]
+    failed = [one for one in made if not isinstance(one, SampledGroup)]
     assert len(failed) == 2 and all(isinstance(one, WorkerError) for one in failed), made
     assert sorted(one.type for one in failed) == ["WorkerDied", "WorkerTimeout"]
-    assert all(outcome.reward == 1.0 for one in made if isinstance(one, Made) for outcome in one.outcomes)
+    assert all(outcome.reward == 1.0 for one in made if isinstance(one, SampledGroup) for outcome in one.outcomes)
     assert [(one.what, one.number, one.limit) for one in reports if isinstance(one, Renewed)] == [
         ("worker", 1, 2),
         ("worker", 2, 2),
@@ -116,23 +116,23 @@ def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Pat
 
 
 def test_a_worker_that_somebody_killed_leaves_nothing_out(tmp_path: Path) -> None:
-    async def work(maker: RolloutMaker, worker: Worker) -> list[Any]:
-        os.kill((await worker.link()).pid, signal.SIGKILL)
+    async def work(maker: GroupSampler, worker: RestartingWorker) -> list[Any]:
+        os.kill((await worker.current()).pid, signal.SIGKILL)
         return await all_of(maker, 3)
 
     made, reports = play(tmp_path, Says(), work, restarts=1)
-    assert all(isinstance(one, Made) for one in made), made
+    assert all(isinstance(one, SampledGroup) for one in made), made
     assert len(reports) == 1 and "SIGKILL" in reports[0].reason
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_worker_that_ends_too_often_is_given_up_with_its_last_words(tmp_path: Path, restarts: int) -> None:
-    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         for number in range(restarts):
             with pytest.raises(WorkerError):
-                await maker.make("train", number, 2, SAMPLING)
+                await maker.sample(TaskRef("train", number), 2, SAMPLING)
         with pytest.raises(WorkerDied) as ended:
-            await maker.make("train", 9, 2, SAMPLING)
+            await maker.sample(TaskRef("train", 9), 2, SAMPLING)
         return ended.value
 
     error, reports = play(tmp_path, Says("die", "die"), work, restarts=restarts)
@@ -142,12 +142,12 @@ def test_a_worker_that_ends_too_often_is_given_up_with_its_last_words(tmp_path: 
 
 
 def test_what_a_worker_says_last_of_sealed_tasks_is_told_to_nobody(tmp_path: Path) -> None:
-    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         async with worker.sealed():
             made = await all_of(maker, 3, "heldout")
             # The seal holds for the worker that took the other's place.
-            assert (await worker.link()).sealed
-        assert not (await worker.link()).sealed
+            assert (await worker.current()).sealed
+        assert not (await worker.current()).sealed
         return made
 
     made, reports = play(tmp_path, Says("die"), work, restarts=1)
@@ -157,11 +157,11 @@ def test_what_a_worker_says_last_of_sealed_tasks_is_told_to_nobody(tmp_path: Pat
 
 
 def test_a_lost_session_ends_a_group_for_training_and_only_repeats_an_evaluation(tmp_path: Path) -> None:
-    async def work(maker: RolloutMaker, worker: Worker) -> Any:
+    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         with pytest.raises(SessionLost):
-            await maker.make("train", 0, 2, SAMPLING)
-        return await maker.make("validation", 0, 2, SAMPLING)
+            await maker.sample(TaskRef("train", 0), 2, SAMPLING)
+        return await maker.sample(TaskRef("validation", 0), 2, SAMPLING)
 
     policy = Says(losses=3)
     made, _ = play(tmp_path, policy, work, restarts=1)
-    assert isinstance(made, Made) and policy.asked == 4
+    assert isinstance(made, SampledGroup) and policy.asked == 4

@@ -18,14 +18,14 @@ from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
 from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
-from toprope.training.driver.producer import Producer
+from toprope.training.driver.producer import GroupProducer
 from toprope.training.inference.client import Sampling
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import fix_kernels, load_tokenizer
-from toprope.training.rollouts.group_sampler import Made
-from toprope.training.rollouts.task_sampler import Choice
+from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+from toprope.training.rollouts.task_sampler import TaskSampler
 from toprope.training.trainer.optimization import learning_rate_factor
 
 
@@ -109,10 +109,10 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
     config = Config()
     config.algorithm.deterministic, config.evaluation.every_steps = True, 2
 
-    async def play(label: str, split: str, number: int, size: int, sampling: Sampling, variant: str) -> Made:
-        log.append(f"made {number}")
+    async def sample(task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
+        log.append(f"made {task.index}")
         turn = Turn([1], [2], [-0.5], [(0, 1)], "stop")
-        return Made("t", [{"role": "user", "content": "q"}], ["a"], [Outcome(1.0)], [[turn]], 0.1)
+        return SampledGroup("t", [{"role": "user", "content": "q"}], ["a"], [Outcome(1.0)], [[turn]], 0.1)
 
     async def along(label: str, tasks: int) -> dict[str, Any]:
         log.append(label)
@@ -130,14 +130,16 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
     api = Api(log, demands)
     config.environment.name = "e"
     [plan] = members_of(config.environment)
-    players = SimpleNamespace(play=play, hosts={"e": SimpleNamespace(plan=plan, parts={})})
-    producer = Producer(
+    environments: Any = SimpleNamespace(
+        hosts={"e": SimpleNamespace(plan=plan, part_weights={})}, samplers={"e": SimpleNamespace(sample=sample)}
+    )
+    producer = GroupProducer(
         member,
-        players,
+        environments,
         api,
         Sampling(1, 1, 9),
-        SimpleNamespace(along=along),  # type: ignore[arg-type]
-        Choice(member, players),  # type: ignore[arg-type]
+        SimpleNamespace(evaluate_validation=along),  # type: ignore[arg-type]
+        TaskSampler(member, environments.hosts),  # type: ignore[arg-type]
     )
 
     async def until_nothing_is_wanted() -> None:

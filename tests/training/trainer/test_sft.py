@@ -19,10 +19,10 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
-from toprope.training.demonstrations.from_teacher import Collector, cache_of
+from toprope.training.demonstrations.from_teacher import DemonstrationCollector, cache_path
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
-from toprope.training.rollouts.environment_host import Hosted, plans_of
+from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
 from toprope.training.trainer.sft import SftRun, row_order, tokenize_traces, training_config
 
 KEY = "sk-very-secret-0123456789"
@@ -129,12 +129,12 @@ def collected(
         told: list[tuple[str, int, int]] = []
         asked = None
         if asks is not None:
-            asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, pause_s=0.01)
-        [(plan, source)] = plans_of(spec)
-        host = await Hosted.start(spec, plan, source, lambda report: None)
-        cache = cache_of(spec, host)
+            asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY)
+        [(plan, source)] = environment_plans(spec)
+        host = await EnvironmentHost.start(spec, plan, source, lambda report: None)
+        cache = cache_path(spec, host)
         assert cache.parent == tmp_path / "home" / "traces"
-        collector = Collector(host.worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
+        collector = DemonstrationCollector(host.worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
         try:
             found = await collector.collect(tasks)
         finally:

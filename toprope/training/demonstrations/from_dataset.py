@@ -1,7 +1,7 @@
-"""Demonstrations that are given instead of made: a version of a data set becomes what an `sft` run learns from.
+"""Takes the demonstrations of an `sft` run from a version of a data set.
 
-The version is held against the digest that was frozen with the run. Whatever asks for a task that this run holds out is
-left out, by its id or by its words, and counted: a data set may be of other runs, or of anywhere.
+The version is checked against the digest that was frozen with the run. Items of tasks that this run holds out are left
+out, by id or by words, and counted: a data set may come from other runs, or from anywhere.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.run.specification import DatasetSource, Specification
-from toprope.training.rollouts.environment_host import Hosted
+from toprope.training.rollouts.environment_host import EnvironmentHost
 
-__all__ = ["content_id", "take_given"]
+__all__ = ["content_id", "write_dataset_demonstrations"]
 
-_KEEP_EVERY = 1000
+_FLUSH_EVERY = 1000
 _HELDOUT_PIECE = 256
 
 
@@ -36,38 +36,38 @@ _decode = msgspec.json.Decoder(_Item).decode
 
 
 def content_id(messages: Sequence[dict[str, Any]]) -> str:
-    """The id that a task with this prompt has where nothing else makes its content
-    (toprope.sdk.authoring.environment.Task)."""
-    asked = [str(one.get("content", "")) for one in messages if one.get("role") == "user"]
-    said = " ".join(asked or [str(one.get("content", "")) for one in messages])
-    return hashlib.sha256(" ".join(said.casefold().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    """Id of a task whose content is its prompt alone; see `toprope.sdk.authoring.environment.Task`."""
+    questions = [str(one.get("content", "")) for one in messages if one.get("role") == "user"]
+    text = " ".join(questions or [str(one.get("content", "")) for one in messages])
+    return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-async def take_given(
-    hosts: Sequence[Hosted],
+async def write_dataset_demonstrations(
+    hosts: Sequence[EnvironmentHost],
     specification: Specification,
     path: Path,
-    tell: Callable[[str, int, int], None],
-    saw: Callable[[str, str, list[dict[str, Any]]], None],
+    progress: Callable[[str, int, int], None],
+    on_item: Callable[[str, str, list[dict[str, Any]]], None],
 ) -> Path:
     """Writes the items of the run's data set as demonstrations.
 
     Args:
-        hosts: The environments, which know what is held out.
-        specification: The run's, with its data set.
-        path: The file to write, at once.
-        tell: Progress: what, done, total.
-        saw: Told of every item that is taken: its environment, task and first messages.
+        hosts: The environments, which know the held-out tasks.
+        specification: The run's specification, with its data set.
+        path: The file to write; it appears when it is complete.
+        progress: Called with what is done, and how many of how many items are.
+        on_item: Called with the environment, task id and first messages of every item that is used.
 
     Raises:
-        Corrupt: The data set is not what was frozen.
-        InvalidValue: Nothing of it can be learned from.
+        Corrupt: The data set differs from the frozen one.
+        InvalidValue: No item can be learned from.
+        ComponentFailed: The data set cannot be read.
     """
     source = specification.dataset
     assert source is not None
     file = Path(source.file)
-    _require_sound(file, source)
-    sealed = await _heldout(hosts, specification)
+    _require_unchanged(file, source)
+    heldout = await _heldout_ids(hosts, specification)
     aside = path.with_name(f".{path.name}")
     aside.unlink(missing_ok=True)
     traces: list[Trace] = []
@@ -81,13 +81,14 @@ async def take_given(
             if not state or not answered:
                 empty += 1
                 continue
-            told = content_id(state)
-            task = str(item.metadata.get("task") or told)
-            if not sealed.isdisjoint((task, task.rpartition("/")[2], told)):  # a mixture's tasks are ENVIRONMENT/ID
+            prompt_id = content_id(state)
+            task = str(item.metadata.get("task") or prompt_id)
+            own_id = task.rpartition("/")[2]  # tasks of a mixture are ENVIRONMENT/ID
+            if not heldout.isdisjoint((task, own_id, prompt_id)):
                 left += 1
                 continue
             taken += 1
-            saw(str(item.metadata.get("environment") or source.name), task, state)
+            on_item(str(item.metadata.get("environment") or source.name), task, state)
             traces.append(
                 Trace(
                     task_id=task,
@@ -99,10 +100,10 @@ async def take_given(
                     teacher=source.name,
                 )
             )
-            if len(traces) >= _KEEP_EVERY:
+            if len(traces) >= _FLUSH_EVERY:
                 append_traces(aside, traces)
                 traces = []
-                tell("reading the data set", number, source.items)
+                progress("reading the data set", number, source.items)
     append_traces(aside, traces)
     if not taken:
         aside.unlink(missing_ok=True)
@@ -114,17 +115,17 @@ async def take_given(
     if left or empty:
         print(f"{source.name}: {left} items of held-out tasks and {empty} without words were left out", flush=True)
     os.replace(aside, path)
-    tell("reading the data set", source.items, source.items)
+    progress("reading the data set", source.items, source.items)
     return path
 
 
-def _parts(told: Any) -> dict[str, float]:
-    """Parts of a reward, as far as they are some: an item of outside may call anything so."""
-    found = told.items() if isinstance(told, dict) else ()
-    return {name: float(value) for name, value in found if isinstance(value, int | float)}
+def _parts(value: Any) -> dict[str, float]:
+    """The numeric parts of a reward; items from outside may have anything there."""
+    found = value.items() if isinstance(value, dict) else ()
+    return {name: float(part) for name, part in found if isinstance(part, int | float)}
 
 
-def _require_sound(file: Path, source: DatasetSource) -> None:
+def _require_unchanged(file: Path, source: DatasetSource) -> None:
     try:
         with file.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -140,15 +141,15 @@ def _require_sound(file: Path, source: DatasetSource) -> None:
         )
 
 
-async def _heldout(hosts: Sequence[Hosted], specification: Specification) -> set[str]:
-    """Ids of the held-out tasks, as far as they are played."""
+async def _heldout_ids(hosts: Sequence[EnvironmentHost], specification: Specification) -> set[str]:
+    """Ids of the held-out tasks that evaluations use, and ids of their prompts."""
     found: set[str] = set()
     for host in hosts:
-        link = await host.worker.link()
+        worker = await host.worker.current()
         wanted = min(specification.config.evaluation.heldout_tasks, host.sizes.get("heldout", 0))
         for start in range(0, wanted, _HELDOUT_PIECE):
             count = min(_HELDOUT_PIECE, wanted - start)
-            page = await link.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)
+            page = await worker.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)
             for task in page.tasks:
                 found |= {task.id, content_id(task.messages)}
     return found

@@ -1,14 +1,14 @@
-"""Whether what is trained on contains what is measured: the splits' contents held against each other as they play.
+"""Detects contamination: tasks of one split that repeat, or share passages with, tasks of another.
 
-Splits are made so that no task lies in two of them, but an author's own splits, data sets with copies under another
-spelling, and long texts that share their passages get past that. Here the texts are at hand anyway; what is kept of
-them are hashes, and what is written are counts: held-out texts go nowhere.
+No task lies in two splits, but an author's own splits, data sets with copies under another spelling, and long texts
+that share passages get past the check of ids. The tasks' texts are compared as they are sampled. Only hashes are kept
+in memory and only counts are written: held-out texts leave no trace.
 
-Two tasks are copies when their words are the same, whatever case, spelling of Unicode, spaces and closing punctuation.
-They overlap when they share a passage of n words that is rare: n is the 5th percentile of the held-out tasks' lengths,
-within 8 and 13, and a passage that more than ten training tasks have is a template, as in Brown et al., Language Models
-are Few-Shot Learners (2020), appendix C; so is one that more than a twentieth of the held-out tasks have. Shorter tasks
-are compared whole.
+Two tasks are copies if their words are equal up to case, Unicode normalization, spaces and closing punctuation. They
+overlap if they share a rare passage of n words. n is the 5th percentile of the held-out tasks' lengths, within 8 and
+13. A passage that more than ten training tasks have is a template, as in Brown et al., Language Models are Few-Shot
+Learners (2020), appendix C; so is one that more than a twentieth of the held-out tasks have. Shorter tasks are compared
+whole.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 
-__all__ = ["Contents", "words_of", "write_contents"]
+__all__ = ["ContaminationTracker", "normalized_words", "write_contamination"]
 
-_SHORTEST, _LONGEST = 8, 13
+_MIN_WORDS, _MAX_WORDS = 8, 13
 _TEMPLATE = 10
 _MOST_PASSAGES = 200_000
-"""Passages of training tasks that are remembered: some 20 MB. What comes after is not looked at, and that is said."""
+"""Distinct passages of training tasks that are kept, some 20 MB; later training tasks are only counted."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _SEALED = "heldout"
 
 
-def words_of(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """The words and signs of a task's messages in one spelling."""
+def normalized_words(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Words and punctuation of a task's messages in normalized spelling."""
     text = " ".join(str(message.get("content", "")) for message in messages)
     plain = "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if unicodedata.category(c) != "Cf")
     return _WORD.findall(plain.rstrip(" \t\r\n.!?"))
 
 
-class Contents:
-    """What was seen of each split. `heldout` and `validation` are few; `train` is bounded."""
+class ContaminationTracker:
+    """Hashes of the tasks seen of each split. `heldout` and `validation` are small; `train` is bounded."""
 
     def __init__(self) -> None:
         self._ids: dict[str, set[str]] = {"train": set(), "validation": set(), _SEALED: set()}
@@ -51,14 +51,14 @@ class Contents:
         self._texts: dict[str, list[list[str]]] = {"validation": [], _SEALED: []}
         self._passages: Counter[int] = Counter()
         self._n: int | None = None
-        self._passed_over = 0
+        self._skipped = 0
 
-    def saw(self, split: str, task_id: str, messages: Sequence[dict[str, Any]]) -> None:
-        """A task was played. The same one again is known by its id and costs nothing."""
+    def add(self, split: str, task_id: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Adds a task that was sampled; a known id costs nothing."""
         if task_id in self._ids[split]:
             return
         self._ids[split].add(task_id)
-        words = words_of(messages)
+        words = normalized_words(messages)
         self._whole[split][_hash(words)] += 1
         if split != "train":
             self._texts[split].append(words)
@@ -66,14 +66,14 @@ class Contents:
         if self._n is None:
             self._n = _length(self._texts[_SEALED] or self._texts["validation"])
         if len(self._passages) >= _MOST_PASSAGES:
-            self._passed_over += 1
+            self._skipped += 1
             return
-        # A task that repeats itself is one task.
+        # A passage that a task repeats counts once.
         self._passages.update(set(_passages(words, self._n)))
 
     def report(self) -> dict[str, Any]:
-        """Counts: distinct tasks seen by split, tasks whose copy lies in another split, and held-out tasks that share
-        a rare passage with training tasks."""
+        """Counts of distinct tasks by split, of tasks with a copy in another split, and of held-out tasks that share a
+        rare passage with training tasks."""
         n = self._n or _length(self._texts[_SEALED])
         whole = self._whole
         sealed = [set(_passages(words, n)) for words in self._texts[_SEALED]]
@@ -84,19 +84,19 @@ class Contents:
         return {
             "seen": {split: len(ids) for split, ids in self._ids.items()},
             "copies": {
-                "train_heldout": _shared(whole[_SEALED], whole["train"]),
-                "train_validation": _shared(whole["validation"], whole["train"]),
-                "validation_heldout": _shared(whole[_SEALED], whole["validation"]),
+                "train_heldout": _count_shared(whole[_SEALED], whole["train"]),
+                "train_validation": _count_shared(whole["validation"], whole["train"]),
+                "validation_heldout": _count_shared(whole[_SEALED], whole["validation"]),
             },
             "passage_words": n,
             "heldout_sharing_passages": overlapping,
-            "train_not_looked_at": self._passed_over,
+            "train_not_looked_at": self._skipped,
         }
 
 
 def _length(texts: Sequence[list[str]]) -> int:
     lengths = sorted(len(words) for words in texts)
-    return min(max(lengths[len(lengths) // 20], _SHORTEST), _LONGEST) if lengths else _LONGEST
+    return min(max(lengths[len(lengths) // 20], _MIN_WORDS), _MAX_WORDS) if lengths else _MAX_WORDS
 
 
 def _passages(words: Sequence[str], n: int) -> list[int]:
@@ -109,18 +109,18 @@ def _hash(words: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def _shared(counted: Counter[int], other: Counter[int]) -> int:
+def _count_shared(counted: Counter[int], other: Counter[int]) -> int:
     return sum(count for content, count in counted.items() if content in other)
 
 
-def write_contents(folder: RunFolder, attempt: int, contents: Contents) -> None:
-    """Puts what this attempt saw into contents.json, beside what earlier ones did. Training goes on where it cannot."""
+def write_contamination(folder: RunFolder, attempt: int, tracker: ContaminationTracker) -> None:
+    """Adds this attempt's report to contents.json; prints an error if the file cannot be written."""
     path = folder.path / "contents.json"
     try:
         attempts = dict(read_json(path)["attempts"])
     except (NotFound, Corrupt, TypeError, KeyError, ValueError):
         attempts = {}
     try:
-        write_json(path, {"version": 1, "attempts": {**attempts, str(attempt): contents.report()}})
+        write_json(path, {"version": 1, "attempts": {**attempts, str(attempt): tracker.report()}})
     except OSError as error:
         print(f"contents.json could not be written: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""What the driver found of its environments, for a trainer of the owner's own that checks it first."""
+"""Reports on a run's environments to a custom trainer, which checks them first."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,37 +11,33 @@ from msgspec.structs import asdict
 
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
-from toprope.training.rollouts.environment_host import Hosted
+from toprope.training.rollouts.environment_host import EnvironmentHost
 
-__all__ = ["describe"]
+__all__ = ["write_environment_report"]
 
-_LONGEST = 4000
+_MAX_LENGTH = 4000
 
 
-async def describe(folder: RunFolder, hosts: Sequence[Hosted]) -> Path:
-    """Writes `toprope.sdk.training.Data` as JSON, where the trainer finds it.
+async def write_environment_report(folder: RunFolder, hosts: Sequence[EnvironmentHost]) -> Path:
+    """Writes the fields of `toprope.sdk.training.Data` as JSON into the crew's folder; returns the file.
 
     Args:
-        folder: The run's; the file lies among what goes with the crew.
-        hosts: The environments, checked; of several the first is described, and tasks and parts are of all.
+        folder: The run's folder.
+        hosts: The environments, checked. Example and outcome come from the first, tasks and parts from all.
     """
     first = hosts[0]
-    link = await first.worker.link()
-    [example] = (await link.tasks("train", 0, 1, timeout=first.plan.section.load_timeout_s)).tasks
-    tasks: dict[str, int] = {}
+    worker = await first.worker.current()
+    [example] = (await worker.tasks("train", 0, 1, timeout=first.plan.section.load_timeout_s)).tasks
+    tasks: Counter[str] = Counter()
     for host in hosts:
-        for split, size in host.sizes.items():
-            tasks[split] = tasks.get(split, 0) + size
+        tasks.update(host.sizes)
     path = folder.crew / "data.json"
     write_json(
         path,
         {
             "environment": ", ".join(host.label for host in hosts),
-            "tasks": tasks,
-            "example": {
-                "prompt": _text(example.messages),
-                "reference": _text(example.reference),
-            },
+            "tasks": dict(tasks),
+            "example": {"prompt": _text(example.messages), "reference": _text(example.reference)},
             "parts": {name: asdict(part) for host in hosts for name, part in host.card.parts.items()},
             "reference_outcome": {} if first.outcome is None else asdict(first.outcome),
         },
@@ -53,4 +50,4 @@ def _text(value: Any) -> str | None:
         return None
     if isinstance(value, list):
         value = "\n".join(str(message.get("content", "")) for message in value if isinstance(message, dict))
-    return str(value)[:_LONGEST]
+    return str(value)[:_MAX_LENGTH]

@@ -1,291 +1,327 @@
-"""Feeds the trajectory API with scored groups until it is told to stop, and keeps the account of them.
+"""Feeds the trajectory API with scored groups until it is stopped, and accounts for every group.
 
-Every group that is begun ends as one of two: posted, or given up with a reason. What is given up is no loss (there are
-other tasks), but it is counted, and the keeper is told before and after each step, so that even of a driver that is
-killed the account is exact. Group ids name run, attempt, the driver's life and a number: none comes twice, and a post
-that had to be repeated is stored once.
+Every group that is begun ends as posted, or as given up with a reason. A group that is given up is no loss, because
+there are other tasks, but it is counted. The keeper is told before and after each step, so the account is exact even if
+the driver is killed. Group ids contain run, attempt, the driver's life and a number, so none occurs twice, and a
+repeated post is stored once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from toprope.errors import ComponentFailed
+from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated, Making
 from toprope.sdk.errors import WorkerError
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember
-from toprope.training.driver.mishaps import Errors, reason_of
 from toprope.training.evaluation.evaluator import Evaluator, newest_version
 from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
-from toprope.training.rollouts.environment_host import level_name
-from toprope.training.rollouts.environment_set import Players
-from toprope.training.rollouts.group_sampler import Made
-from toprope.training.rollouts.task_sampler import Choice
+from toprope.training.rollouts.curriculum import level_variant
+from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+from toprope.training.rollouts.task_sampler import TaskChoice, TaskSampler
 
-__all__ = ["Producer"]
+__all__ = ["ErrorCounts", "GroupProducer", "failure_reason"]
 
-_FAILURES_IN_A_ROW = 32
-"""Groups that may fail one after the other before the environment is given up."""
-_ROOM_WAIT_S = 20.0
+_MAX_FAILURES = 32
+"""Groups in a row that may fail before the environment is given up."""
+_WAIT_S = 20.0
+"""Seconds of one long poll of the API."""
+_ERROR_KIND = re.compile(r"^([A-Za-z_][\w.]{0,60}?)(?::|$)")
+_MAX_KINDS = 12
+_OTHER = "other"
 
+# Reasons for which groups are given up. They are stored in status.json.
 _TOO_LONG = "the prompt left no room"
 _EMPTY = "nothing was sampled"
 _SESSION = "inference was started again"
 _ENDED = "training had ended"
 
 
+def failure_reason(error: WorkerError) -> str:
+    """The reason for which a group is given up; there are few, so that their counts are informative."""
+    if error.kind != "ended":
+        return "the environment failed"
+    return "the environment hung" if error.type == "WorkerTimeout" else "the environment's process ended"
+
+
+class ErrorCounts:
+    """Counts the errors of rollouts by kind."""
+
+    def __init__(self) -> None:
+        self.rollouts = 0
+        self.by_kind: Counter[str] = Counter()
+
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            self.rollouts += 1
+            if outcome.error:
+                kind = found[1] if (found := _ERROR_KIND.match(outcome.error)) else outcome.error[:40]
+                is_counted = kind in self.by_kind or len(self.by_kind) < _MAX_KINDS
+                self.by_kind[kind if is_counted else _OTHER] += 1
+
+
 class _Account:
-    """What became of the groups of this life; every change is told."""
+    """The fate of this life's groups; reports every change."""
 
     def __init__(self, member: CrewMember) -> None:
         self._member = member
         self._begun = self._posting = self._posted = 0
         self._given_up: Counter[str] = Counter()
-        self._errors = Errors()
+        self._errors = ErrorCounts()
 
     def begin(self) -> None:
         self._begun += 1
-        self._tell()
+        self._report()
 
-    def post(self) -> None:
+    def add_outcomes(self, outcomes: Iterable[Outcome]) -> None:
+        """Counts the rollouts of a sampled group; reported with the next change."""
+        self._errors.add(outcomes)
+
+    def start_post(self) -> None:
         self._posting += 1
-        self._tell()
+        self._report()
 
-    def posted(self) -> None:
+    def finish_post(self) -> None:
         self._posting, self._posted = self._posting - 1, self._posted + 1
-        self._tell()
-
-    def played(self, made: Made) -> None:
-        self._errors.add(made.outcomes)
+        self._report()
 
     def give_up(self, reason: str) -> None:
         self._given_up[reason] += 1
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        errors = self._errors
+    def _report(self) -> None:
+        given_up, errors = dict(self._given_up), self._errors
         self._member.report(
-            Making(
-                self._begun,
-                self._posting,
-                self._posted,
-                dict(self._given_up),
-                errors.rollouts,
-                dict(errors.counted),
-            )
+            Making(self._begun, self._posting, self._posted, given_up, errors.rollouts, dict(errors.by_kind))
         )
 
 
-class Producer:
-    """The making of groups for training.
+class GroupProducer:
+    """Samples groups for training.
 
     Args:
         member: The driver's membership.
-        players: Play tasks.
-        api: Where groups go.
-        sampling: How answers are sampled.
-        evaluator: Measures along the way.
-        choice: What is played next.
-        validation: Validation tasks for that.
-        seen: Hears of every group that was played for training.
+        environments: The environments with the policy.
+        api: Takes the groups.
+        sampling: Sampling parameters.
+        evaluator: Evaluates during training.
+        tasks: Chooses the tasks.
+        validation_tasks: Tasks of an evaluation during training.
+        on_group: Called with every group that was sampled for training.
     """
 
     def __init__(
         self,
         member: CrewMember,
-        players: Players,
+        environments: EnvironmentSet,
         api: ApiClient,
         sampling: Sampling,
         evaluator: Evaluator,
-        choice: Choice,
+        tasks: TaskSampler,
         *,
-        validation: int = 0,
-        seen: Callable[[Made], None] = lambda made: None,
+        validation_tasks: int = 0,
+        on_group: Callable[[SampledGroup], None] = lambda group: None,
     ) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
-        self._players, self._api, self._sampling = players, api, sampling
-        self._choice = choice
-        self._evaluator, self._validation, self._seen = evaluator, validation, seen
+        self._environments, self._api, self._sampling = environments, api, sampling
+        self._tasks, self._evaluator, self._validation_tasks = tasks, evaluator, validation_tasks
+        self._on_group = on_group
         self._account = _Account(member)
-        self._failed_in_a_row: Counter[str] = Counter()
-        self._version, self._news, self._climbs = 0, asyncio.Event(), asyncio.Event()
+        self._failures_in_a_row: Counter[str] = Counter()
+        self._version = 0
+        """Newest policy version that sampled a token."""
+        self._evaluation_news, self._curriculum_news = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Makes groups for ever, `concurrency` at a time, and pauses while enough of them wait.
+        """Samples and posts groups until it is cancelled; pauses while enough of them wait for the trainer.
 
         Raises:
-            BaseExceptionGroup, TopropeError, WorkerFailure: It cannot go on.
+            BaseExceptionGroup, TopropeError, WorkerFailure: It cannot continue.
         """
-        # A run or driver that goes on does so with tasks that were not played yet, or few that were.
-        goes_on = self._member.attempt > 1 or self._member.life > 0
-        # So does a member of a sweep that goes on with another's weights.
+        # A resumed run and a restarted driver begin with tasks that were not sampled yet, up to a few.
+        is_resumed = self._member.attempt > 1 or self._member.life > 0
+        # So does a member of a sweep that continues with another's weights.
         first = self._spec.member.first_task if self._spec.member is not None else 0
-        accepted = (await self._api.counts()).accepted if goes_on else 0
+        accepted = (await self._api.counts()).accepted if is_resumed else 0
         self._numbers = itertools.count(first + accepted)
-        self._choice.begin(first, accepted)
+        self._tasks.restore(first, accepted)
         if self._config.algorithm.deterministic:
-            await self._in_step()
+            await self._sample_in_step()
         else:
-            await self._side_by_side()
+            await self._sample_concurrently()
 
-    async def _side_by_side(self) -> None:
+    async def _sample_concurrently(self) -> None:
+        """Samples `rollout.concurrency` groups at a time."""
         rollout, api = self._config.rollout, self._api
-        room = asyncio.Event()
-        room.set()
+        has_room = asyncio.Event()
+        has_room.set()
 
         async def watch_room() -> None:
-            while not await api.wait_for_room(below=rollout.queue_groups, wait_s=_ROOM_WAIT_S):
+            while not await api.wait_for_room(below=rollout.queue_groups, wait_s=_WAIT_S):
                 pass
-            room.set()
+            has_room.set()
 
-        async def work() -> None:
+        async def sample_forever() -> None:
             while True:
-                await room.wait()
+                await has_room.wait()
                 await self._member.hold_async()
-                waiting = await self._one()
-                if waiting >= rollout.queue_groups and room.is_set():
-                    room.clear()
-                    tasks.create_task(watch_room())
+                waiting = await self._sample_group()
+                if waiting >= rollout.queue_groups and has_room.is_set():
+                    has_room.clear()
+                    group.create_task(watch_room())
 
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as group:
             for _ in range(rollout.concurrency):
-                tasks.create_task(work())
+                group.create_task(sample_forever())
             if self._config.evaluation.every_steps:
-                tasks.create_task(self._evaluate_along())
-            if self._choice.climbs:
-                tasks.create_task(self._climb_along())
+                group.create_task(self._evaluate_repeatedly())
+            if self._tasks.curricula:
+                group.create_task(self._measure_levels_repeatedly())
 
-    async def _in_step(self) -> None:
-        """Makes groups one after the other, and only for a trainer that waits: each is sampled by exactly the weights
-        that it trains, and no clock decides what a step is made of."""
+    async def _sample_in_step(self) -> None:
+        """Samples one group at a time, and only while the trainer waits.
+
+        Each group is sampled by exactly the weights that it trains, and no clock decides which groups a step has.
+        """
         due = self._config.evaluation.every_steps
         while True:
-            wanted = await self._api.missing_rows(wait_s=_ROOM_WAIT_S)
-            if not wanted.rows:
+            missing = await self._api.missing_rows(wait_s=_WAIT_S)
+            if not missing.rows:
                 continue
-            if due and wanted.version >= due:
-                due = await self._evaluate_now(wanted.version)
-            await self._climb(wanted.version)
+            if due and missing.version >= due:
+                due = await self._evaluate(missing.version)
+            await self._measure_due_levels(missing.version)
             await self._member.hold_async()
-            await self._one()
+            await self._sample_group()
 
-    async def _one(self) -> int:
-        """Makes and posts a group; how many wait with it."""
-        pick = await self._choice.next()
+    async def _sample_group(self) -> int:
+        """Samples and posts one group; returns how many groups wait for the trainer."""
+        choice = await self._tasks.next()
         number, account = next(self._numbers), self._account
         account.begin()
-        self._weigh()
-        posting, posted, counts = False, False, True
+        self._update_reward_weights()
+        is_posting, posted, counts = False, False, True
         try:
-            made = await self._players.play(
-                pick.label, "train", pick.number, self._config.rollout.group_size, self._sampling, pick.variant
-            )
-            member = self._member
-            life = f"{member.attempt}.{member.life}" if member.life else str(member.attempt)
-            group = made.group(pick.label, f"{self._spec.run_id}-{life}-{number}")
+            sampler = self._environments.samplers[choice.label]
+            sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
+            group = sampled.to_record(choice.label, self._group_id(number))
             if not group.tokens:
-                return self._failed(pick.label, _EMPTY, "no rollout of it holds a sampled token")
-            self._failed_in_a_row[pick.label] = 0
-            self._seen(made)
-            account.played(made)
-            self._sampled_by(newest_version(made))
-            account.post()
-            posting = True
+                return self._count_failure(choice, _EMPTY, "no rollout of it contains a sampled token")
+            self._failures_in_a_row[choice.label] = 0
+            self._on_group(sampled)
+            account.add_outcomes(sampled.outcomes)
+            self._note_version(newest_version(sampled))
+            account.start_post()
+            is_posting = True
             waiting = await self._api.post_group(group)
-            account.posted()
+            account.finish_post()
             posted = True
             return waiting
         except WorkerError as error:
-            return self._failed(pick.label, reason_of(error), error)
+            return self._count_failure(choice, failure_reason(error), error)
         except PromptTooLong as error:
-            return self._failed(pick.label, _TOO_LONG, error)
+            return self._count_failure(choice, _TOO_LONG, error)
         except SessionLost:
             account.give_up(_SESSION)
             counts = False
             return 0
         except asyncio.CancelledError:
-            if not posting:  # what was being posted is nobody's loss: the API's account says whether it has it
+            if not is_posting:  # the API's own account says whether it has a group that was being posted
                 account.give_up(_ENDED)
             raise
         finally:
-            self._choice.done(pick, posted=posted, counts=counts)
+            self._tasks.finish(choice, posted=posted, counts=counts)
 
-    def _weigh(self) -> None:
-        """Moves the weights of reward parts along their line: as far as the policy's versions are on theirs."""
+    def _group_id(self, number: int) -> str:
+        member = self._member
+        life = f"{member.attempt}.{member.life}" if member.life else str(member.attempt)
+        return f"{self._spec.run_id}-{life}-{number}"
+
+    def _update_reward_weights(self) -> None:
+        """Interpolates the weights of reward parts by the share of steps that the policy has made."""
         share = min(1.0, self._version / self._config.budget.steps)
-        for label, host in self._players.hosts.items():
+        for label, host in self._environments.hosts.items():
             if end := host.plan.section.reward_weights_end:
-                begun = host.parts
-                moved = {name: round(begun[name] + share * (end[name] - begun[name]), 6) for name in end}
-                self._players.weigh(label, moved)
+                start = host.part_weights
+                weights = {name: round(start[name] + share * (end[name] - start[name]), 6) for name in end}
+                self._environments.samplers[label].weights = weights
 
-    def _failed(self, label: str, reason: str, error: Exception | str) -> int:
+    def _count_failure(self, choice: TaskChoice, reason: str, error: Exception | str) -> int:
+        """Gives a group up; returns 0.
+
+        Raises:
+            ComponentFailed: Too many groups of the environment failed in a row.
+        """
+        label = choice.label
         self._account.give_up(reason)
-        self._failed_in_a_row[label] += 1
-        several = len(self._players.hosts) > 1
-        print(f"a group{f' of {label}' if several else ''} failed: {error}", file=sys.stderr, flush=True)
-        if self._failed_in_a_row[label] >= _FAILURES_IN_A_ROW:
+        self._failures_in_a_row[label] += 1
+        is_mixture = len(self._environments.hosts) > 1
+        print(f"a group{f' of {label}' if is_mixture else ''} failed: {error}", file=sys.stderr, flush=True)
+        if self._failures_in_a_row[label] >= _MAX_FAILURES:
             raise ComponentFailed(
-                f"The environment {f'{label} ' if several else ''}failed {self._failed_in_a_row[label]} groups one "
-                f"after the other; the last: {error}",
+                f"The environment {f'{label} ' if is_mixture else ''}failed {self._failures_in_a_row[label]} groups "
+                f"one after the other; the last: {error}",
                 hint="describe_environment shows how it scores; read_logs(component='environment') has the details.",
             )
         return 0
 
-    def _sampled_by(self, version: int) -> None:
+    def _note_version(self, version: int) -> None:
         if version > self._version:
             self._version = version
-            self._news.set()
-            self._climbs.set()
+            self._evaluation_news.set()
+            self._curriculum_news.set()
 
-    async def _climb_along(self) -> None:
-        """Measures the levels of curricula when it is time, while training goes on."""
+    async def _measure_levels_repeatedly(self) -> None:
+        """Measures curriculum levels when they are due, while training goes on."""
         while True:
-            await self._climbs.wait()
-            self._climbs.clear()
-            await self._climb(self._version)
+            await self._curriculum_news.wait()
+            self._curriculum_news.clear()
+            await self._measure_due_levels(self._version)
 
-    async def _climb(self, version: int) -> None:
-        """Measures those levels that are due, on validation tasks."""
-        for label, climb in self._choice.climbs.items():
-            if climb.due(version):
-                host = self._players.hosts[label]
-                tasks = min(climb.curriculum.window, host.level_sizes[climb.level])
-                successes = await self._solved(label, tasks, level_name(climb.level))
-                self._choice.climbed(label, version, successes, tasks)
+    async def _measure_due_levels(self, version: int) -> None:
+        """Measures the levels that are due, on validation tasks."""
+        for label, progress in self._tasks.curricula.items():
+            if progress.is_due(version):
+                host = self._environments.hosts[label]
+                tasks = min(progress.curriculum.window, host.level_sizes[progress.level])
+                successes = await self._count_solved(label, tasks, level_variant(progress.level))
+                self._tasks.add_measure(label, version, successes, tasks)
 
-    async def _solved(self, label: str, tasks: int, variant: str) -> int:
-        """How many of the first validation tasks of a level one answer each solves; those that fail are not solved."""
+    async def _count_solved(self, label: str, tasks: int, variant: str) -> int:
+        """How many of a level's first validation tasks one answer each solves; a task that fails is not solved."""
         limit = asyncio.Semaphore(1 if self._config.algorithm.deterministic else self._config.rollout.concurrency)
+        sampler = self._environments.samplers[label]
 
-        async def one(index: int) -> bool:
+        async def is_solved(index: int) -> bool:
             async with limit:
                 try:
-                    made = await self._players.play(label, "validation", index, 1, self._sampling, variant)
+                    group = await sampler.sample(TaskRef("validation", index, variant), 1, self._sampling)
                 except (WorkerError, PromptTooLong) as error:
                     print(f"a validation task of {label} failed: {error}", file=sys.stderr, flush=True)
                     return False
-            return made.outcomes[0].success
+            return group.outcomes[0].success
 
-        return sum(await asyncio.gather(*(one(index) for index in range(tasks))))
+        return sum(await asyncio.gather(*(is_solved(index) for index in range(tasks))))
 
-    async def _evaluate_along(self) -> None:
-        """Evaluates on validation tasks every so many steps, while training goes on."""
+    async def _evaluate_repeatedly(self) -> None:
+        """Evaluates on validation tasks every `evaluation.every_steps` steps, while training goes on."""
         due = self._config.evaluation.every_steps
         while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._version < due:
-                continue
-            due = await self._evaluate_now(self._version)
+            await self._evaluation_news.wait()
+            self._evaluation_news.clear()
+            if self._version >= due:
+                due = await self._evaluate(self._version)
 
-    async def _evaluate_now(self, version: int) -> int:
-        """Evaluates on validation tasks; the version at which the next time is due."""
+    async def _evaluate(self, version: int) -> int:
+        """Evaluates on validation tasks; returns the version at which the next evaluation is due."""
         label, every = f"step-{version}", self._config.evaluation.every_steps
-        self._member.report(Evaluated(label, await self._evaluator.along(label, self._validation)))
+        self._member.report(Evaluated(label, await self._evaluator.evaluate_validation(label, self._validation_tasks)))
         return (version // every + 1) * every

@@ -1,9 +1,9 @@
-"""The rollout driver's program: the crew's `environment`.
+"""Program of the rollout driver, the crew's `environment`.
 
-It starts a worker for each environment of its run, looks whether they score, then follows the kind of its run:
-`train` evaluates the starting policy, feeds the trajectory API with scored groups until it is asked to evaluate again;
-`test` plays validation tasks, with the policy or with several models, and ends; `ask` loads no environment and puts
-questions to the policy. It holds no user code and no model.
+It starts and checks a worker for each environment of its run, then follows the kind of the run: `train` evaluates the
+starting policy and feeds the trajectory API with scored groups until it is asked to evaluate again; `sft` collects
+demonstrations and evaluates; `test` samples validation tasks with the policy or with several models; `ask` loads no
+environment and puts questions to the policy. It runs no user code and no model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,257 +32,273 @@ from toprope.records.messages import (
 )
 from toprope.records.run.folder import read_json
 from toprope.records.run.full_disk import NO_ROOM
-from toprope.records.run.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource, TestPlan
 from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.settings.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.component.peer_addresses import PeerAway
-from toprope.training.demonstrations.from_dataset import take_given
-from toprope.training.demonstrations.from_teacher import demonstrate
-from toprope.training.driver.contamination import Contents, write_contents
-from toprope.training.driver.environment_report import describe
-from toprope.training.driver.producer import Producer
-from toprope.training.evaluation.evaluator import Evaluator, summary_of
-from toprope.training.evaluation.model_comparison import best_of, contest
-from toprope.training.evaluation.periodic import every_so_many_steps
-from toprope.training.evaluation.questions import ask
+from toprope.training.demonstrations.from_dataset import write_dataset_demonstrations
+from toprope.training.demonstrations.from_teacher import write_teacher_demonstrations
+from toprope.training.driver.contamination import ContaminationTracker, write_contamination
+from toprope.training.driver.environment_report import write_environment_report
+from toprope.training.driver.producer import GroupProducer
+from toprope.training.driver.reward_signal_check import require_reward_signal
+from toprope.training.evaluation.evaluator import Evaluator, evaluate_repeatedly, status_summary
+from toprope.training.evaluation.model_comparison import best_model, compare_models
+from toprope.training.evaluation.questions import answer_questions
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient
-from toprope.training.rollouts.environment_host import Hosted, checked_of, measured_by, plans_of
-from toprope.training.rollouts.environment_set import Players
-from toprope.training.rollouts.group_sampler import Made
-from toprope.training.rollouts.task_sampler import Choice
+from toprope.training.rollouts.environment_host import (
+    EnvironmentHost,
+    checks_summary,
+    environment_plans,
+    evaluator_digests,
+)
+from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.task_sampler import TaskSampler
 
 __all__ = ["Driver", "main"]
 
 
 class Driver:
-    """One run's rollouts, from the environment's first load to its last evaluation."""
+    """Drives one run's rollouts, from the first load of its environments to the last evaluation."""
 
     def __init__(self, member: CrewMember) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
-        self._contents = Contents()
-        self._started: dict[str, Hosted] = {}
-        # Out of this process's variables before a worker is started from it.
+        self._contamination = ContaminationTracker()
+        self._hosts: list[EnvironmentHost] = []
+        """The environments whose workers were started, the selected one first."""
+        # Taken out of this process's variables before a worker inherits them.
         names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
         self._keys = {name.removeprefix(ENDPOINT_KEY): os.environ.pop(name) for name in names}
 
     async def run(self) -> None:
-        """Does what the run's kind asks for.
+        """Does the work of the run's kind.
 
         Raises:
-            TopropeError, WorkerFailure: The run cannot go on.
+            TopropeError, WorkerFailure: The run cannot continue.
         """
         if self._spec.ask is not None:
-            await ask(self._member)
+            await answer_questions(self._member)
             return
         policy: PolicyClient | None = None
         try:
-            await self._start()
-            await self._check()
+            await self.start_environments()
+            await self.check_environments()
             if self._spec.run_kind.demonstrates:
-                self._member.report(Ready(str(await self._demonstrations())))
-            elif self._has_own_trainer:
-                self._member.report(Ready(str(await describe(self._member.folder, self._hosts))))
+                self._member.report(Ready(str(await self._collect_demonstrations())))
+            elif self._has_custom_trainer:
+                self._member.report(Ready(str(await write_environment_report(self._member.folder, self._hosts))))
             else:
                 self._member.report(Ready())
             if self._spec.test is not None and self._spec.test.models:
-                await self._contest()
+                await self._compare_models(self._spec.test)
                 return
-            policy = await self._own_policy()
-            rollout, sampling = self._config.rollout, self._sampling()
-            players = Players(self._hosts, policy)
-            evaluator = Evaluator(
-                self._member.folder,
-                players,
-                sampling,
-                concurrency=1 if self._config.algorithm.deterministic else max(64, rollout.concurrency),
-                progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
-                evaluator=self._measured_by,
-                seen=self._saw,
-            )
+            policy = await self._connect_policy()
+            environments = EnvironmentSet(self._hosts, policy)
+            evaluator = self._create_evaluator(environments)
             if self._spec.test is not None:
-                await self._test(players, evaluator)
+                await self.test(self._spec.test, environments, evaluator)
             elif self._spec.run_kind.demonstrates:
-                await self._fine_tune(players, evaluator)
+                await self._fine_tune(environments, evaluator)
             else:
-                await self._train(players, evaluator, sampling)
+                await self._train(environments, evaluator)
         finally:
             if policy is not None:
                 await policy.close()
-            await asyncio.gather(*(host.close() for host in self._hosts))
+            await self.close()
 
-    async def _start(self) -> None:
-        """Starts all workers, beside each other; where one fails the others are ended by `run`."""
-        plans = plans_of(self._spec)
+    async def start_environments(self) -> None:
+        """Starts all workers side by side.
 
-        async def one(plan: MemberPlan, source: EnvironmentSource) -> Hosted:
-            host = await Hosted.start(self._spec, plan, source, self._member.report, alone=len(plans) == 1)
-            self._started[plan.label] = host
-            return host
+        Raises:
+            WorkerFailure, InvalidValue, LockedField: See `EnvironmentHost.start`; `close` ends the other workers.
+        """
+        plans = environment_plans(self._spec)
 
-        found = await asyncio.gather(*(one(plan, source) for plan, source in plans), return_exceptions=True)
-        for failure in found:
-            if isinstance(failure, BaseException):
-                raise failure
+        async def start(plan: MemberPlan, source: EnvironmentSource) -> None:
+            is_only = len(plans) == 1
+            host = await EnvironmentHost.start(self._spec, plan, source, self._member.report, is_only=is_only)
+            self._hosts.append(host)
 
-    @property
-    def _hosts(self) -> list[Hosted]:
-        """The environments whose workers are there, the selected one first."""
-        order = [plan.label for plan, _ in plans_of(self._spec)] if self._started else []
-        return [self._started[label] for label in order if label in self._started]
+        try:
+            await _gather_all([start(plan, source) for plan, source in plans])
+        finally:
+            order = [plan.label for plan, _ in plans]
+            self._hosts.sort(key=lambda host: order.index(host.label))
 
-    async def _own_policy(self) -> PolicyClient:
-        """The run's own policy, from when it serves, wherever that is."""
+    async def check_environments(self) -> None:
+        """Checks that every environment has the tasks that the run needs, scores answers, and gives a reward signal.
+
+        Raises: see `EnvironmentHost.check` and `require_reward_signal`.
+        """
+        evaluation, test = self._config.evaluation, self._spec.test
+        if test is not None and test.heldout:
+            needed = {"train": 0, "validation": max(evaluation.examples, 1), "heldout": test.tasks}
+        elif test is not None:
+            needed = {"train": 0, "validation": test.tasks, "heldout": 0}
+        else:
+            is_sweep_member = self._spec.member is not None
+            validation = evaluation.validation_tasks if evaluation.every_steps or is_sweep_member else 1
+            heldout = 0 if is_sweep_member else evaluation.heldout_tasks
+            needed = {"train": 1, "validation": max(evaluation.examples, validation), "heldout": heldout}
+
+        async def check(host: EnvironmentHost) -> None:
+            await host.check(needed)
+            if self._spec.run_kind.samples:
+                await require_reward_signal(host)
+
+        await _gather_all([check(host) for host in self._hosts])
+        self._member.report(Checked(checks_summary(self._hosts)))
+
+    async def close(self) -> None:
+        """Ends all workers."""
+        await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def _connect_policy(self) -> PolicyClient:
+        """A client of the run's own policy once that serves; it follows the policy to new addresses."""
         await self._member.address_async("inference")
         return PolicyClient(lambda: self._member.peer("inference"), self._member.secret)
 
     def _sampling(self) -> Sampling:
-        rollout = self._config.rollout
-        algorithm = self._config.algorithm
+        rollout, algorithm = self._config.rollout, self._config.algorithm
         seed = algorithm.seed if algorithm.deterministic else None
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
-    async def _check(self) -> None:
-        """Looks whether every split of every environment has tasks and an answer can be scored.
+    def _create_evaluator(self, environments: EnvironmentSet) -> Evaluator:
+        return Evaluator(
+            self._member.folder,
+            environments,
+            self._sampling(),
+            concurrency=1 if self._config.algorithm.deterministic else max(64, self._config.rollout.concurrency),
+            progress=self._report_progress,
+            digests=lambda: evaluator_digests(self._hosts),
+            on_group=self._track_contamination,
+        )
 
-        Raises: see `Hosted.check`.
-        """
-        evaluation = self._config.evaluation
-        along = evaluation.validation_tasks if evaluation.every_steps or self._spec.member is not None else 1
-        needed = {"train": 1, "validation": max(evaluation.examples, along), "heldout": evaluation.heldout_tasks}
-        if self._spec.test is not None:
-            needed = {"train": 0, "validation": self._spec.test.tasks, "heldout": 0}
-            if self._spec.test.heldout:
-                needed |= {"validation": max(evaluation.examples, 1), "heldout": self._spec.test.tasks}
-        elif self._spec.member is not None:
-            needed["heldout"] = 0
-        found = await asyncio.gather(*(host.check(needed) for host in self._hosts), return_exceptions=True)
-        for failure in found:
-            if isinstance(failure, BaseException):
-                raise failure
-        self._member.report(Checked(checked_of(self._hosts)))
+    def _report_progress(self, what: str, done: int, total: int) -> None:
+        self._member.report(Progress(what, done, total))
 
-    async def _demonstrations(self) -> Path:
-        """Has a teacher solve training tasks; the file in the run folder from which the trainer learns."""
+    async def _collect_demonstrations(self) -> Path:
+        """Writes the demonstrations that the trainer learns from into the run's folder; returns the file."""
         path, model = self._member.folder.path / "traces.jsonl", self._spec.teacher
         if path.is_file():
-            return path  # of an earlier attempt, or an earlier life
+            return path  # from an earlier attempt or life
         if self._spec.dataset is not None:
-            return await take_given(
+            return await write_dataset_demonstrations(
                 self._hosts,
                 self._spec,
                 path,
-                lambda what, done, total: self._member.report(Progress(what, done, total)),
-                lambda environment, task, asked: self._contents.saw("train", f"{environment}/{task}", asked),
+                self._report_progress,
+                lambda environment, task, messages: self._contamination.add("train", f"{environment}/{task}", messages),
             )
         teacher = None
         if model is not None and model.endpoint is not None:
             teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""))
         try:
-            return await demonstrate(
-                self._hosts,
-                self._spec,
-                path,
-                teacher,
-                lambda what, done, total: self._member.report(Progress(what, done, total)),
-            )
+            return await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
         finally:
             if teacher is not None:
                 await teacher.close()
 
-    async def _fine_tune(self, players: Players, evaluator: Evaluator) -> None:
-        """Measures the policy before and after, as training by reward does; the trainer learns meanwhile."""
-        await self._evaluate_first(players, evaluator)
-        along: asyncio.Task[None] | None = None
+    async def _fine_tune(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
+        """Evaluates before, during and after the trainer's fine-tuning."""
+        await self._evaluate_before(environments, evaluator)
+        periodic: asyncio.Task[None] | None = None
         if every := self._config.evaluation.every_steps:
-            tasks = players.count("validation", self._config.evaluation.validation_tasks)
+            tasks = environments.count("validation", self._config.evaluation.validation_tasks)
 
-            async def measure(label: str) -> None:
-                self._member.report(Evaluated(label, await evaluator.along(label, tasks)))
+            async def evaluate(label: str) -> None:
+                self._member.report(Evaluated(label, await evaluator.evaluate_validation(label, tasks)))
 
-            along = asyncio.create_task(every_so_many_steps(self._member.folder.metrics, every, measure))
+            periodic = asyncio.create_task(evaluate_repeatedly(self._member.folder.metrics, every, evaluate))
         try:
-            async for label in self._evaluations():
-                if along is not None:
-                    await _cancelled(along)
-                    if not along.cancelled():
-                        along.result()
-                await self._evaluate(players, evaluator, label)
+            async for label in self._requested_evaluations():
+                if periodic is not None:
+                    await _cancel(periodic)
+                    if not periodic.cancelled():
+                        periodic.result()
+                await self.evaluate(environments, evaluator, label)
         finally:
-            if along is not None:
-                await _cancelled(along)
+            if periodic is not None:
+                await _cancel(periodic)
 
-    async def _evaluate_first(self, players: Players, evaluator: Evaluator) -> None:
-        # What was measured before training stays; a resumed run has another policy by now.
-        if (known := self._known("before")) is None:
-            await self._evaluate(players, evaluator, "before")
+    async def _evaluate_before(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
+        # A resumed run has another policy by now, so the first attempt's evaluation stays.
+        if (known := self._read_evaluation("before")) is None:
+            await self.evaluate(environments, evaluator, "before")
         else:
             self._member.report(Evaluated("before", known))
 
-    async def _evaluate(self, players: Players, evaluator: Evaluator, label: str) -> None:
+    async def evaluate(self, environments: EnvironmentSet, evaluator: Evaluator, label: str) -> None:
+        """Runs and reports the evaluation `before` or `after` training."""
         evaluation = self._config.evaluation
-        heldout = players.count("heldout", evaluation.heldout_tasks)
+        heldout = environments.count("heldout", evaluation.heldout_tasks)
         summary: dict[str, Any] = {}
         if heldout:
-            examples = self._examples(players)
-            summary = await evaluator.heldout(label, heldout, examples, greedy=evaluation.greedy)
+            examples = self._count_examples(environments)
+            summary = await evaluator.evaluate_heldout(label, heldout, examples, greedy=evaluation.greedy)
         elif self._spec.member is not None and label != "before":
-            # A sweep compares its members on validation tasks; held-out ones are for its winner.
-            summary = await evaluator.along(label, players.count("validation", evaluation.validation_tasks))
-        self._leave_contents()
+            # A sweep compares its members on validation tasks; held-out tasks are for its winner.
+            tasks = environments.count("validation", evaluation.validation_tasks)
+            summary = await evaluator.evaluate_validation(label, tasks)
+        self._write_contamination()
         self._member.report(Evaluated(label, summary))
 
-    def _examples(self, players: Players) -> int:
-        """How many tasks are shown: as many as were asked for, and of each environment one at least."""
-        asked = self._config.evaluation.examples
-        return players.count("validation", max(1, asked // len(self._hosts)) if asked else 0)
+    def _count_examples(self, environments: EnvironmentSet) -> int:
+        """Number of example tasks: as many as configured, and at least one of each environment."""
+        wanted = self._config.evaluation.examples
+        return environments.count("validation", max(1, wanted // len(self._hosts)) if wanted else 0)
 
-    async def _test(self, players: Players, evaluator: Evaluator) -> None:
-        plan = self._spec.test
-        assert plan is not None
+    async def test(self, plan: TestPlan, environments: EnvironmentSet, evaluator: Evaluator) -> None:
+        """Runs and reports a test of the policy."""
         if plan.heldout:
-            tasks, greedy = players.count("heldout", plan.tasks), self._config.evaluation.greedy
-            summary = await evaluator.heldout("test", tasks, self._examples(players), greedy=greedy)
+            tasks, greedy = environments.count("heldout", plan.tasks), self._config.evaluation.greedy
+            examples = self._count_examples(environments)
+            summary = await evaluator.evaluate_heldout("test", tasks, examples, greedy=greedy)
         else:
-            summary = await evaluator.test(players.count("validation", plan.tasks), plan.group_size)
+            summary = await evaluator.test(environments.count("validation", plan.tasks), plan.group_size)
         self._member.report(Evaluated("test", summary))
         self._member.report(Finished())
 
-    async def _contest(self) -> None:
-        """Tests several models; what the best reached goes into the status."""
-        plan, sampling = self._spec.test, self._sampling()
-        assert plan is not None
+    async def _compare_models(self, plan: TestPlan) -> None:
+        """Tests several models; the best one's figures go into the status."""
+        sampling = self._sampling()
         if plan.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=plan.max_new_tokens)
-        models = await contest(
+        models = await compare_models(
             plan,
             sum(min(plan.tasks, host.sizes["validation"]) for host in self._hosts),
             sampling,
             policy_name=self._config.policy.model,
-            policy=self._policy,
+            connect_policy=self._await_policy,
             keys=self._keys,
-            players_of=lambda player: Players(self._hosts, player),
-            progress=lambda what, done, total: self._member.report(Progress(what, done, total)),
+            environments_with=lambda policy: EnvironmentSet(self._hosts, policy),
+            progress=self._report_progress,
         )
         write_models(self._member.folder, models)
         summary: dict[str, Any] = {
             "split": "validation",
             "models": {model.name: model.sampled and model.sampled["accuracy"] for model in models},
         }
-        if (best := best_of(models)) is not None and best.sampled is not None:
+        if (best := best_model(models)) is not None and best.sampled is not None:
             kept = ("accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
             summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
         self._member.report(Evaluated("test", summary))
         self._member.report(Finished())
 
-    async def _policy(self) -> PolicyClient:
-        """The run's own policy once it serves; the run goes on where it will not."""
+    async def _await_policy(self) -> PolicyClient:
+        """`_connect_policy` for a run that can do without its own policy.
+
+        Raises:
+            ComponentFailed: The policy cannot be brought up, or the run is ending.
+        """
         async for order in self._member.orders():
             if isinstance(order, Peers) and "inference" in order.addresses:
-                return await self._own_policy()
+                return await self._connect_policy()
             if isinstance(order, Without):
                 raise ComponentFailed(f"The policy could not be brought up: {order.component}: {order.reason}")
             if isinstance(order, Stop):
@@ -290,112 +306,113 @@ class Driver:
         raise ComponentFailed("The run is ending.")
 
     @property
-    def _has_own_trainer(self) -> bool:
+    def _has_custom_trainer(self) -> bool:
         return self._spec.run_kind.samples and self._config.algorithm.name == "custom"
 
-    async def _train(self, players: Players, evaluator: Evaluator, sampling: Sampling) -> None:
-        if self._has_own_trainer:
+    async def _train(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
+        """Samples groups for the trainer, and evaluates before and after."""
+        if self._has_custom_trainer:
             await self._member.address_async("trainer")  # its checks come before anything is sampled
-        await self._evaluate_first(players, evaluator)
+        await self._evaluate_before(environments, evaluator)
         await self._member.address_async("api")
         api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
-        producer = Producer(
+        producer = GroupProducer(
             self._member,
-            players,
+            environments,
             api,
-            sampling,
+            self._sampling(),
             evaluator,
-            Choice(self._member, players),
-            validation=players.count("validation", self._config.evaluation.validation_tasks),
-            seen=lambda made: self._saw("train", made),
+            TaskSampler(self._member, environments.hosts),
+            validation_tasks=environments.count("validation", self._config.evaluation.validation_tasks),
+            on_group=lambda group: self._track_contamination("train", group),
         )
         producing: asyncio.Task[None] | None = asyncio.create_task(producer.run())
-        evaluations = self._evaluations()
+        evaluations = self._requested_evaluations()
         try:
             while True:
-                order = asyncio.ensure_future(anext(evaluations, None))
-                await asyncio.wait({order} | ({producing} if producing else set()), return_when=asyncio.FIRST_COMPLETED)
+                request = asyncio.ensure_future(anext(evaluations, None))
+                watched = {request} if producing is None else {request, producing}
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
                 if producing is not None and producing.done():
-                    order.cancel()
+                    request.cancel()
                     producing.result()
-                if (label := await order) is None:
+                if (label := await request) is None:
                     return
-                if producing is not None:  # the trainer has ended: what is in the making would be nobody's
-                    producing = await _cancelled(producing)
-                await self._evaluate(players, evaluator, label)
+                if producing is not None:  # the trainer has ended, and nobody would read further groups
+                    await _cancel(producing)
+                    producing = None
+                await self.evaluate(environments, evaluator, label)
         finally:
             if producing is not None:
-                await _cancelled(producing)
-            self._leave_contents()
+                await _cancel(producing)
+            self._write_contamination()
             await api.close()
 
-    def _known(self, label: str) -> dict[str, Any] | None:
-        """What an evaluation found in an earlier attempt or an earlier life of this driver; None: there is none."""
+    def _read_evaluation(self, label: str) -> dict[str, Any] | None:
+        """Summary of an evaluation by an earlier attempt or life; None if there is none."""
         try:
-            return summary_of(read_json(self._member.folder.evaluation(label)))
+            return status_summary(read_json(self._member.folder.evaluation(label)))
         except (NotFound, Corrupt, KeyError, TypeError):
             return None
 
-    async def _evaluations(self) -> AsyncIterator[str]:
-        """Labels of the evaluations that the keeper asks for, until it says stop or is gone."""
+    async def _requested_evaluations(self) -> AsyncIterator[str]:
+        """Labels of the evaluations that the keeper requests, until it orders a stop or is gone."""
         async for order in self._member.orders():
             if isinstance(order, Evaluate):
                 yield order.label
             if isinstance(order, Stop):
                 return
 
-    def _leave_contents(self) -> None:
+    def _track_contamination(self, split: str, group: SampledGroup) -> None:
+        self._contamination.add(split, f"{group.environment}/{group.task_id}", group.messages)
+
+    def _write_contamination(self) -> None:
         try:
-            write_contents(self._member.folder, self._member.attempt, self._contents)
+            write_contamination(self._member.folder, self._member.attempt, self._contamination)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            print(f"what tasks held could not be written: {error}", file=sys.stderr, flush=True)
-
-    def _saw(self, split: str, made: Made) -> None:
-        self._contents.saw(split, f"{made.environment}/{made.task_id}", made.messages)
-
-    def _measured_by(self) -> dict[str, Any]:
-        """What this attempt measures with, as it was loaded, and as it lies on the disk now."""
-        return measured_by(self._hosts)
+            print(f"contents.json could not be written: {error}", file=sys.stderr, flush=True)
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    """Cancels a task and waits until it has ended, however."""
+async def _gather_all(work: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Waits until all coroutines have ended; raises the first failure."""
+    for failure in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(failure, BaseException):
+            raise failure
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancels a task and waits until it has ended, successful or not."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 def main() -> int:
-    """The component program."""
+    """Runs the component; returns its exit status."""
     member = CrewMember.join()
 
     async def run() -> None:
-        pulse = asyncio.create_task(send_heartbeats(member.report))
+        heartbeats = asyncio.create_task(send_heartbeats(member.report))
         try:
             await Driver(member).run()
         finally:
-            pulse.cancel()
+            heartbeats.cancel()
 
     try:
         asyncio.run(run())
     except (TopropeError, WorkerFailure, BaseExceptionGroup) as error:
-        cause = _first(error)
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
         if isinstance(cause, TopropeError):
             member.report(Failed(cause.message, cause.hint, isinstance(cause, PeerAway)))
         elif isinstance(cause, WorkerFailure):
             hint = "read_logs(component='environment') has what the environment printed."
-            # Killed by somebody else, before there was one to keep going.
+            # A worker that somebody else killed before restarts were possible: starting again may help.
             killed = isinstance(cause, WorkerDied) and cause.code == -signal.SIGKILL
             member.report(Failed(str(cause), hint, killed))
         else:
             raise
         return 1
     return 0
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error within the groups that task groups raise."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,16 +1,15 @@
-"""Before a run trains: whether the environment's reward tells one answer from another at all.
+"""Checks before training that the environment's reward tells one answer from another.
 
-An environment whose reward never varies costs a night and teaches nothing. So a training run tries a few answers to its
-first tasks, the right one first, and goes on at the first two that earn different rewards: of a sound environment that
-is two calls. Where all of them earn the same, and a right one was among them, the run is refused. Whoever knows better
-says why in `environment.unchecked_reason`, which is frozen with the run.
+An environment whose reward never varies costs a night and teaches nothing. A training run therefore tries a few answers
+to its first tasks, the reference answer first, and continues at the first two with different rewards; for a sound
+environment these are two calls. If all answers get the same reward, and a reference answer was among them, the run is
+refused. `environment.unchecked_reason` overrides the refusal; it is frozen with the run.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
@@ -19,75 +18,70 @@ from toprope.sdk.checks.observed import Finding, SplitSeen
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.checks.scoring import never_varies
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
+from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-if TYPE_CHECKING:
-    from toprope.training.rollouts.environment_host import Hosted
-
-__all__ = ["require_teaching"]
+__all__ = ["require_reward_signal"]
 
 _TASKS = 4
 _SECONDS = 20.0
-"""How long a suspicious environment is tried; what it has shown by then is judged."""
+"""Longest time for trying answers; after it the check judges by the answers so far."""
 
 
-async def require_teaching(host: Hosted) -> None:
-    """Passes where some answer earns more than another, or where nobody can tell.
+async def require_reward_signal(host: EnvironmentHost) -> None:
+    """Returns if some answer gets more reward than another, or if the check cannot tell.
 
     Raises:
-        ComponentFailed: Nothing can be learned from this environment's reward, and nobody said why to go on.
+        ComponentFailed: The reward never varies, and the configuration does not say why to train on it.
         WorkerFailure: The environment's worker ended too often.
     """
-    found = await _tried(host)
-    if found is None:
+    try:
+        finding = await _find_constant_reward(host)
+    except WorkerFailure as error:
+        raise host.name_error(error) from (error.__cause__ if host.is_only else error)
+    if finding is None:
         return
-    section = host.plan.section
-    name = "The environment" if host.alone else f"The environment {host.label}"
-    if not found.refuses:
-        print(f"{name}: {found.what}", file=sys.stderr, flush=True)
-        return
-    if section.unchecked_reason:
-        print(
-            f"{name}: {found.what} It is trained on all the same: {section.unchecked_reason}",
-            file=sys.stderr,
-            flush=True,
+    section, text = host.plan.section, f"{host.subject}: {finding.what}"
+    if not finding.refuses:
+        print(text, file=sys.stderr, flush=True)
+    elif section.unchecked_reason:
+        print(f"{text} It is trained on all the same: {section.unchecked_reason}", file=sys.stderr, flush=True)
+    else:
+        raise ComponentFailed(
+            f"{host.subject} cannot teach anything: {finding.what}",
+            hint=f"check_environment shows more; {finding.next}. To train on it all the same, edit_config sets "
+            "environment.unchecked_reason to why, which is kept with the run.",
         )
-        return
-    raise ComponentFailed(
-        f"{name} cannot teach anything: {found.what}",
-        hint=f"check_environment shows more; {found.next}. To train on it all the same, edit_config sets "
-        "environment.unchecked_reason to why, which is kept with the run.",
-    )
 
 
-async def _tried(host: Hosted) -> Finding | None:
-    """`never_varies` where it holds."""
-    link, timeout = await host.worker.link(), host.plan.section.call_timeout_s
-    page = await link.tasks("train", 0, _TASKS, timeout=host.plan.section.load_timeout_s)
-    ended: list[WorkerFailure] = []
+async def _find_constant_reward(host: EnvironmentHost) -> Finding | None:
+    """The finding `never_varies` if the reward does not vary."""
+    worker, timeout = await host.worker.current(), host.plan.section.call_timeout_s
+    page = await worker.tasks("train", 0, _TASKS, timeout=host.plan.section.load_timeout_s)
+    used_up: list[WorkerFailure] = []
 
-    async def another() -> EnvironmentWorker:
-        """The worker in whose place another one is wanted ended over an answer."""
+    async def replace() -> EnvironmentWorker:
+        """Another worker in place of one that ended over an answer."""
+        nonlocal worker
         died = trial.seen.ended[-1]
         failure = WorkerTimeout(died.said) if died.hung else WorkerDied(died.said)
         try:
-            await host.worker.lost(last[0], failure)
+            await host.worker.replace(worker, failure)
         except WorkerFailure as end:
-            ended.append(end)
+            used_up.append(end)
             raise
-        last[0] = await host.worker.link()
-        return last[0]
+        worker = await host.worker.current()
+        return worker
 
-    last = [link]
-    trial = Trial(another, call_timeout_s=timeout, until=time.monotonic() + _SECONDS)
-    trial.link, seen = link, trial.seen
+    trial = Trial(replace, call_timeout_s=timeout, until=time.monotonic() + _SECONDS)
+    trial.link, seen = worker, trial.seen
     card = host.card
     seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
     seen.max_turns, seen.own_loop, seen.guessed = card.max_turns, card.own_loop, card.guessed_reference
     seen.splits["train"] = SplitSeen(tasks_of([asdict(task) for task in page.tasks]), page.known, page.exhausted)
     varies = await trial.varies(_TASKS)
-    if ended:
-        raise ended[0]
-    if trial.link is None or not trial.link.alive:  # the last answer cost a worker: the run needs one
-        await another()
+    if used_up:
+        raise used_up[0]
+    if trial.link is None or not trial.link.alive:  # the last answer ended the worker, and the run needs one
+        await replace()
     return None if varies else never_varies(seen)

@@ -1,7 +1,7 @@
-"""Measures the policy: held-out accuracy before and after, and the test of an environment.
+"""Evaluates the policy: held-out accuracy before and after training, validation during training, and tests.
 
-The held-out split is sealed: its tasks' texts go into no file, no log and no message; of what an author's code raises
-over one of them the kind is kept and not the text. How each task went is kept under a hash of its content, so that runs
+The held-out split is sealed. Texts of its tasks go into no file, log or message, and of an error that an author's code
+raises over one of them only the kind is kept. Each task's result is stored under a hash of its content, so that runs
 can be compared task by task. Examples for people come from the validation split.
 """
 
@@ -12,8 +12,9 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,31 +24,31 @@ from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Outcome
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
+from toprope.records.run.metrics import last_row
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import PromptTooLong, Sampling
-from toprope.training.rollouts.environment_set import Players
-from toprope.training.rollouts.group_sampler import Made
+from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.group_sampler import SEALED, SampledGroup
 from toprope.training.trainer.batch_source import PARSED
 
 __all__ = [
-    "SEALED",
     "Evaluator",
-    "by_task",
-    "example_of",
+    "evaluate_repeatedly",
+    "example_record",
+    "failed_group",
     "newest_version",
+    "results_by_task",
+    "status_summary",
     "summarize",
-    "summary_of",
-    "tally",
-    "unplayed",
+    "summarize_test",
 ]
 
-SEALED = "heldout"
-"""The split whose texts nobody gets to see."""
-
 _WRITE_AGAIN_S = 1.0
-_LONGEST_ERROR = 500
+_LOOK_EVERY_S = 0.25
+_MAX_ERROR_LENGTH = 500
+_MAX_TEST_EXAMPLES = 8
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*):")
-"""How the kind of what an author's code raised begins an error."""
+"""Kind of an exception at the beginning of an error."""
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
@@ -71,132 +72,123 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 class Evaluator:
-    """Evaluates and writes evaluations/<label>.json. Where a run has several environments, their tasks are counted
-    together, and each environment's by itself under `environments`.
+    """Evaluates and writes evaluations/<label>.json.
 
-    A task that cannot be played (its `reset` raises, its prompt is too long) counts as an error with reward 0. Every
-    method raises ComponentFailed where that goes for all of them.
+    If a run has several environments, their tasks are counted together, and each environment's separately under
+    `environments`. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an error with
+    reward 0. Every method raises ComponentFailed if no task can be sampled.
+
+    Args:
+        folder: The run's folder.
+        environments: The environments with the policy.
+        sampling: Sampling parameters of training.
+        concurrency: Groups in progress at most.
+        progress: Called with what is done, and how many of how many groups are.
+        digests: Returns hashes of the sources that measure, for the file.
+        on_group: Called with the split and every sampled group.
     """
 
     def __init__(
         self,
         folder: RunFolder,
-        players: Players,
+        environments: EnvironmentSet,
         sampling: Sampling,
         *,
         concurrency: int,
         progress: Callable[[str, int, int], None],
-        evaluator: Callable[[], Mapping[str, Any]] = dict,
-        seen: Callable[[str, Made], None] = lambda split, made: None,
+        digests: Callable[[], Mapping[str, Any]] = dict,
+        on_group: Callable[[str, SampledGroup], None] = lambda split, group: None,
     ) -> None:
-        """`evaluator` tells what measures (hashes of sources), for the file; `seen` hears of whatever is played."""
-        self._folder, self._players = folder, players
-        self._evaluator, self._seen = evaluator, seen
+        self._folder, self._environments = folder, environments
+        self._digests, self._on_group = digests, on_group
         self._sampling, self._progress = sampling, progress
         self._limit = asyncio.Semaphore(concurrency)
 
-    async def heldout(self, label: str, tasks: int, examples: int, *, greedy: bool) -> dict[str, Any]:
-        """One sampled answer to each held-out task at the training temperature, and greedy ones beside them.
+    async def evaluate_heldout(self, label: str, tasks: int, examples: int, *, greedy: bool) -> dict[str, Any]:
+        """Samples one answer to each held-out task at the training temperature, and a greedy one if `greedy`.
 
         Returns:
-            The summary that goes into the run's status; the whole lies in the file.
+            The summary for the run's status; the file has the rest.
         """
         began = time.time()
-        sampled = await self._play(f"evaluating ({label})", SEALED, tasks, 1, self._sampling)
-        result: dict[str, Any] = {
-            "version": 1,
-            "label": label,
-            "at": began,
-            "policy_version": _version(sampled),
-            "temperature": self._sampling.temperature,
-            "evaluator": dict(self._evaluator()),
-            "sampled": self._counted(SEALED, sampled),
-            "greedy": None,
-            "examples": await self._examples(examples),
-        }
+        groups = await self._sample(f"evaluating ({label})", SEALED, tasks, 1, self._sampling)
+        shown = await self._sample("answering examples", "validation", examples, 1, self._sampling.greedy())
+        result = self._result(label, began, groups, _summarize_split(SEALED, groups), shown)
         if greedy:
-            most_likely = await self._play(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
-            result["greedy"] = self._counted(SEALED, most_likely)
+            most_likely = await self._sample(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
+            result["greedy"] = _summarize_split(SEALED, most_likely)
         return await self._write(label, result, began)
 
-    async def along(self, label: str, tasks: int) -> dict[str, Any]:
-        """One sampled answer to each of `tasks` validation tasks, while training goes on."""
+    async def evaluate_validation(self, label: str, tasks: int) -> dict[str, Any]:
+        """Samples one answer to each of `tasks` validation tasks, while training goes on; returns the summary."""
         began = time.time()
-        groups = await self._play(f"evaluating ({label})", "validation", tasks, 1, self._sampling)
-        result = {
-            "version": 1,
-            "label": label,
-            "at": began,
-            "policy_version": _version(groups),
-            "temperature": self._sampling.temperature,
-            "evaluator": dict(self._evaluator()),
-            "sampled": self._counted("validation", groups),
-            "greedy": None,
-            "examples": [],
-        }
+        groups = await self._sample(f"evaluating ({label})", "validation", tasks, 1, self._sampling)
+        result = self._result(label, began, groups, _summarize_split("validation", groups))
         return await self._write(label, result, began)
 
     async def test(self, tasks: int, group_size: int) -> dict[str, Any]:
-        """`group_size` sampled answers to each of `tasks` validation tasks."""
+        """Samples `group_size` answers to each of `tasks` validation tasks; returns the summary."""
         began = time.time()
-        groups = await self._play("testing", "validation", tasks, group_size, self._sampling)
-        sampled = {"split": "validation"} | tally(groups, group_size) | {"by_task": by_task(groups)}
-        sampled |= _each(groups, lambda own: {"split": "validation"} | tally(own, group_size))
-        result = {
-            "version": 1,
-            "label": "test",
-            "at": began,
-            "policy_version": _version(groups),
-            "temperature": self._sampling.temperature,
-            "evaluator": dict(self._evaluator()),
-            "sampled": sampled,
-            "greedy": None,
-            "examples": [example_of(made) for made in groups[:8]],
-        }
+        groups = await self._sample("testing", "validation", tasks, group_size, self._sampling)
+
+        def summary(own: list[SampledGroup]) -> dict[str, Any]:
+            return {"split": "validation"} | summarize_test(own, group_size)
+
+        sampled = summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
+        result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
 
-    async def _examples(self, count: int) -> list[dict[str, Any]]:
-        groups = await self._play("answering examples", "validation", count, 1, self._sampling.greedy())
-        return [example_of(made) for made in groups]
+    def _result(
+        self,
+        label: str,
+        began: float,
+        groups: list[SampledGroup],
+        sampled: dict[str, Any],
+        examples: list[SampledGroup] | None = None,
+    ) -> dict[str, Any]:
+        """The content of an evaluation's file."""
+        return {
+            "version": 1,
+            "label": label,
+            "at": began,
+            "policy_version": _oldest_version(groups),
+            "temperature": self._sampling.temperature,
+            "evaluator": dict(self._digests()),
+            "sampled": sampled,
+            "greedy": None,
+            "examples": [example_record(group) for group in examples or []],
+        }
 
-    async def _play(self, what: str, split: str, tasks: int, size: int, sampling: Sampling) -> list[Made]:
+    async def _sample(self, what: str, split: str, tasks: int, size: int, sampling: Sampling) -> list[SampledGroup]:
         done = 0
 
-        async def one(index: int) -> Made:
+        async def sample(index: int) -> SampledGroup:
             nonlocal done
             async with self._limit:
                 try:
-                    made = await self._players.make(split, index, size, sampling)
-                    self._seen(split, made)
+                    group = await self._environments.sample(split, index, size, sampling)
+                    self._on_group(split, group)
                 except (WorkerError, PromptTooLong) as error:
-                    made = unplayed(index, size, str(error), self._players.environment_of(split, index))
+                    group = failed_group(index, size, str(error), self._environments.environment_of(split, index))
             if split == SEALED:
-                made = _without_texts(made)
+                group = _without_error_texts(group)
             done += 1
             if done % 20 == 0 or done == tasks:
                 self._progress(what, done, tasks)
-            return made
+            return group
 
         try:
-            async with self._players.sealed() if split == SEALED else nullcontext():
-                return list(await asyncio.gather(*(one(index) for index in range(tasks))))
+            async with self._environments.sealed() if split == SEALED else nullcontext():
+                return list(await asyncio.gather(*(sample(index) for index in range(tasks))))
         except WorkerFailure as failure:
             if split != SEALED:
                 raise
-            # Its last words may be about the task that it died of.
+            # The worker's last lines may quote the task that it died of.
             raise ComponentFailed(
-                f"The worker of {failure.environment or 'the environment'} failed while held-out tasks were played "
-                f"({type(failure).__name__}); what it said is sealed with them.",
-                hint="test_inference plays validation tasks, whose failures are told in full.",
+                f"The worker of {failure.environment or 'the environment'} failed during held-out tasks "
+                f"({type(failure).__name__}); its output is sealed with them.",
+                hint="test_inference samples validation tasks, whose failures are reported in full.",
             ) from None
-
-    def _counted(self, split: str, groups: list[Made]) -> dict[str, Any]:
-        """The summary of one answer to each task, how each went, and what the answers look like."""
-
-        def counted(own: list[Made]) -> dict[str, Any]:
-            return {"split": split} | summarize(_outcomes(own)) | _looks(own)
-
-        return counted(groups) | {"by_task": by_task(groups)} | _each(groups, counted)
 
     async def _write(self, label: str, result: dict[str, Any], began: float) -> dict[str, Any]:
         result["seconds"] = round(time.time() - began, 3)
@@ -209,124 +201,157 @@ class Evaluator:
                     raise
             self._progress(f"waiting for room on the disk ({label})", 0, 1)
             await asyncio.sleep(_WRITE_AGAIN_S)
-        return summary_of(result)
+        return status_summary(result)
 
 
-def summary_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an evaluation's file goes into the run's status."""
+async def evaluate_repeatedly(metrics: Path, every: int, evaluate: Callable[[str], Awaitable[None]]) -> None:
+    """Evaluates every `every` steps of a run whose trainer samples no rollouts; ends when it is cancelled.
+
+    Args:
+        metrics: The trainer's metrics.jsonl, whose rows show how far training is.
+        every: Steps between evaluations. A step that passes while an evaluation goes on has none of its own.
+        evaluate: Called with the label `step-N`, N being the step at which it begins.
+    """
+    due = every
+    while True:
+        step = int(last_row(metrics).get("step") or 0)
+        if step >= due:
+            await evaluate(f"step-{step}")
+            due = (step // every + 1) * every
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an evaluation's file that goes into the run's status."""
     sampled, greedy = result["sampled"], result["greedy"]
     summary = {key: sampled[key] for key in ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")}
     if "rollouts" in sampled:
         summary |= {key: sampled[key] for key in ("rollouts", "all_wrong_share", "all_right_share")}
     if greedy is not None:
         summary["greedy_accuracy"] = greedy["accuracy"]
-    if each := sampled.get("environments"):
-        told = ("accuracy", "tasks", "successes", "reward_mean", "errors")
-        summary["environments"] = {label: {key: one[key] for key in told} for label, one in each.items()}
+    if environments := sampled.get("environments"):
+        kept = ("accuracy", "tasks", "successes", "reward_mean", "errors")
+        summary["environments"] = {label: {key: one[key] for key in kept} for label, one in environments.items()}
     return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
 
 
-def by_task(groups: list[Made]) -> dict[str, Any]:
-    """How each task went, in the order of the split: `tasks`, the hashes of their contents, and `wins`, how many of the
-    answers to each were a success."""
+def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
+    """Results in the order of the split: `tasks`, the hashes of the tasks' contents, and `wins`, the number of
+    successful answers to each."""
     return {
-        "tasks": [f"{made.environment}/{made.task_id}" if made.environment else made.task_id for made in groups],
-        "wins": [sum(outcome.success for outcome in made.outcomes) for made in groups],
+        "tasks": [f"{group.environment}/{group.task_id}" if group.environment else group.task_id for group in groups],
+        "wins": [sum(outcome.success for outcome in group.outcomes) for group in groups],
     }
 
 
-def _each(groups: list[Made], counted: Callable[[list[Made]], dict[str, Any]]) -> dict[str, Any]:
-    """The same figures for each environment by itself, where there are several."""
-    labels = list(dict.fromkeys(made.environment for made in groups))
+def _summarize_split(split: str, groups: list[SampledGroup]) -> dict[str, Any]:
+    """Summary of one answer per task, results by task, and figures of each environment."""
+
+    def summary(own: list[SampledGroup]) -> dict[str, Any]:
+        outcomes = [outcome for group in own for outcome in group.outcomes]
+        return {"split": split} | summarize(outcomes) | _answer_statistics(own)
+
+    return summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
+
+
+def _by_environment(
+    groups: list[SampledGroup], summary: Callable[[list[SampledGroup]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The summary of each environment, if there are several."""
+    labels = list(dict.fromkeys(group.environment for group in groups))
     if labels in ([], [""]):
         return {}
-    each = {one: counted([made for made in groups if made.environment == one]) for one in labels}
-    return {"parts": {}, "environments": each}  # a mean over tasks of which some do not have the part would mislead
+    environments = {label: summary([group for group in groups if group.environment == label]) for label in labels}
+    return {"parts": {}, "environments": environments}  # a mean over tasks that lack a part would mislead
 
 
-def _looks(groups: list[Made]) -> dict[str, float | None]:
-    """What answers look like, whatever they earn: their mean length in tokens, and the share nobody could read."""
-    played = [(text, outcome) for made in groups for text, outcome in zip(made.texts, made.outcomes, strict=True)]
-    lengths = [sum(len(turn.completion_ids) for turn in turns) for made in groups for turns in made.turns]
+def _answer_statistics(groups: list[SampledGroup]) -> dict[str, float | None]:
+    """Mean length of the answers in tokens, and the share that could not be parsed."""
+    lengths = [sum(len(turn.completion_ids) for turn in turns) for group in groups for turns in group.turns]
     return {
-        "parse_failures": _unread(played) / len(played) if played else None,
+        "parse_failures": _parse_failures(groups),
         "answer_tokens": round(sum(lengths) / len(lengths), 3) if lengths else None,
     }
 
 
-def _unread(played: list[tuple[str, Outcome]]) -> int:
-    return sum(not text.strip() or outcome.parts.get(PARSED, 1.0) <= 0 for text, outcome in played)
+def _parse_failures(groups: list[SampledGroup]) -> float | None:
+    """Share of answers without text, or with part `parsed` 0; None without answers."""
+    failures = [
+        not text.strip() or outcome.parts.get(PARSED, 1.0) <= 0
+        for group in groups
+        for text, outcome in zip(group.texts, group.outcomes, strict=True)
+    ]
+    return sum(failures) / len(failures) if failures else None
 
 
-def _without_texts(made: Made) -> Made:
-    """The group with the kinds of its errors alone: what an author's code raises may quote the task."""
+def _without_error_texts(group: SampledGroup) -> SampledGroup:
+    """The group with the kinds of its errors only, because errors of an author's code may quote the task."""
     outcomes = [
         msgspec.structs.replace(outcome, error=f"{raised[1]} (its text is sealed)")
         if outcome.error and (raised := _RAISED.match(outcome.error))
         else outcome
-        for outcome in made.outcomes
+        for outcome in group.outcomes
     ]
-    return dataclasses.replace(made, outcomes=outcomes)
+    return dataclasses.replace(group, outcomes=outcomes)
 
 
-def _outcomes(groups: list[Made]) -> list[Outcome]:
-    return [outcome for made in groups for outcome in made.outcomes]
+def _versions(groups: list[SampledGroup]) -> list[int]:
+    return [version for group in groups for turns in group.turns for turn in turns for version, _ in turn.versions]
 
 
-def _version(groups: list[Made]) -> int:
-    """The policy version that was measured: the oldest that sampled a token.
+def _oldest_version(groups: list[SampledGroup]) -> int:
+    """The oldest policy version that sampled a token.
 
     Raises:
-        ComponentFailed: None did: no task could be played.
+        ComponentFailed: No task could be sampled.
     """
-    versions = [version for made in groups for turns in made.turns for turn in turns for version, _ in turn.versions]
+    versions = _versions(groups)
     if not versions:
         raise ComponentFailed(
-            f"None of the {len(groups)} tasks could be played; the first: {groups[0].outcomes[0].error}",
+            f"None of the {len(groups)} tasks could be sampled; the first: {groups[0].outcomes[0].error}",
             hint="describe_environment shows what the environment asks; policy.max_context is the room there is.",
         )
     return min(versions)
 
 
-def newest_version(made: Made) -> int:
-    """The newest policy version that sampled a token of a group; 0 where none is known."""
-    return max((version for turns in made.turns for turn in turns for version, _ in turn.versions), default=0)
+def newest_version(group: SampledGroup) -> int:
+    """The newest policy version that sampled a token of a group; 0 if unknown."""
+    return max(_versions([group]), default=0)
 
 
-def tally(groups: list[Made], group_size: int) -> dict[str, Any]:
-    """What a test counts: the summary over all answers, and over tasks how many were solved at least once or always.
+def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any]:
+    """Summary over all answers of a test, and shares of tasks that were solved at least once, never, or always.
 
-    `parse_failures` is the share of answers that hold no text, or that the environment says it could not read (its part
+    `parse_failures` is the share of answers that have no text, or that the environment could not parse (its part
     `parsed` is 0).
     """
-    played = [(text, outcome) for made in groups for text, outcome in zip(made.texts, made.outcomes, strict=True)]
-    wins = [sum(outcome.success for outcome in made.outcomes) for made in groups]
-    summary = summarize([outcome for _, outcome in played])
-    return summary | {
-        "rollouts": len(played),
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    wins = [sum(outcome.success for outcome in group.outcomes) for group in groups]
+    return summarize(outcomes) | {
+        "rollouts": len(outcomes),
         "tasks": len(groups),
         "group_size": group_size,
-        "parse_failures": _unread(played) / len(played) if played else None,
+        "parse_failures": _parse_failures(groups),
         "pass_at_k": sum(won > 0 for won in wins) / len(wins) if wins else None,
         "all_wrong_share": sum(won == 0 for won in wins) / len(wins) if wins else None,
         "all_right_share": sum(won == group_size for won in wins) / len(wins) if wins else None,
     }
 
 
-def unplayed(index: int, size: int, error: str, environment: str = "") -> Made:
-    """A group of a task that could not be played: an error with reward 0 for each rollout."""
-    outcomes = [Outcome(0.0, turns=0, error=error[:_LONGEST_ERROR])] * size
-    return Made(f"number {index}", [], [""] * size, outcomes, [[]] * size, 0.0, environment=environment)
+def failed_group(index: int, size: int, error: str, environment: str = "") -> SampledGroup:
+    """A group of a task that could not be sampled: an error with reward 0 for each rollout."""
+    outcomes = [Outcome(0.0, turns=0, error=error[:_MAX_ERROR_LENGTH])] * size
+    return SampledGroup(f"number {index}", [], [""] * size, outcomes, [[]] * size, 0.0, environment=environment)
 
 
-def example_of(made: Made) -> dict[str, Any]:
+def example_record(group: SampledGroup) -> dict[str, Any]:
     """A task with the first answer to it, for people."""
     return {
-        "task_id": made.task_id,
-        **({"environment": made.environment} if made.environment else {}),
-        "prompt": "\n".join(str(message.get("content", "")) for message in made.messages),
-        "answer": made.texts[0],
-        "reward": made.outcomes[0].reward,
-        "success": made.outcomes[0].success,
-        "error": made.outcomes[0].error,
+        "task_id": group.task_id,
+        **({"environment": group.environment} if group.environment else {}),
+        "prompt": "\n".join(str(message.get("content", "")) for message in group.messages),
+        "answer": group.texts[0],
+        "reward": group.outcomes[0].reward,
+        "success": group.outcomes[0].success,
+        "error": group.outcomes[0].error,
     }

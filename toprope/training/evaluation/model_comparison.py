@@ -1,7 +1,7 @@
-"""Plays the same tasks with several models, each by itself: none that fails hides what the others do.
+"""Compares models on the same tasks; a model that fails does not affect the others.
 
-The run's own policy is one of them where it was asked for; the others are at endpoints. All of them play at the same
-time, since they wait for different machines.
+The run's own policy is one of them if it was requested; the others are at endpoints. All are sampled at the same time,
+because they wait for different machines.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from toprope.errors import TopropeError
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.records.run.tested_models import TestedModel
 from toprope.sdk.errors import WorkerError
-from toprope.training.evaluation.evaluator import example_of, tally, unplayed
+from toprope.training.evaluation.evaluator import example_record, failed_group, summarize_test
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
-from toprope.training.rollouts.environment_set import Players
-from toprope.training.rollouts.group_sampler import Made
+from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.group_sampler import Policy, SampledGroup
 
-__all__ = ["best_of", "contest"]
+__all__ = ["best_model", "compare_models"]
 
 _GROUPS_AT_ONCE = 16
 _EXAMPLES = 6
-_MOST_UNANSWERED = 0.1
+_MAX_UNANSWERED = 0.1
 """A model that leaves a larger share of the tasks unanswered counts as failed: the rest may be the easy ones."""
 _GIVE_UP_AFTER = 8
-"""Unanswered tasks, without one that was answered, after which the others are not tried."""
+"""Unanswered tasks, without an answered one, after which the others are not tried."""
 
-Player = PolicyClient | EndpointClient
-PlayersOf = Callable[[Player], Players]
+EnvironmentsWith = Callable[[Policy], EnvironmentSet]
+"""The run's environments with a policy."""
 
 
-async def contest(
+async def compare_models(
     plan: TestPlan,
     tasks: int,
     sampling: Sampling,
     *,
     policy_name: str,
-    policy: Callable[[], Awaitable[PolicyClient]],
+    connect_policy: Callable[[], Awaitable[PolicyClient]],
     keys: dict[str, str],
-    players_of: PlayersOf,
+    environments_with: EnvironmentsWith,
     progress: Callable[[str, int, int], None],
 ) -> list[TestedModel]:
     """Tests every model of a plan.
 
     Args:
-        plan: The models, how many rollouts, how long each may take.
-        tasks: How many validation tasks there are of those that were asked for.
-        sampling: How answers are sampled.
-        policy_name: What the run's own policy is called.
-        policy: Connects to it once it is there; raises TopropeError where it will not come.
-        keys: Keys of endpoints, by the names that the endpoints have for them.
-        players_of: The environments with a player.
-        progress: Called with what, done and total over all models.
+        plan: The models, the number of rollouts, and the time limit of each model.
+        tasks: Number of validation tasks to sample.
+        sampling: Sampling parameters.
+        policy_name: Name of the run's own policy.
+        connect_policy: Connects to the run's own policy once it serves; raises TopropeError if it will not.
+        keys: API keys by the names that endpoints have for them.
+        environments_with: Returns the environments with a policy.
+        progress: Called with what is done, and how many of how many groups over all models are.
 
     Returns:
         The models in the plan's order.
 
     Raises:
-        toprope.sdk.errors.WorkerFailure: The environment's worker is gone.
+        toprope.sdk.errors.WorkerFailure: The environment's worker ended for good.
     """
     done = [0] * len(plan.models)
 
-    async def one(place: int, model: ModelUnderTest) -> TestedModel:
-        def played() -> None:
+    async def test(place: int, model: ModelUnderTest) -> TestedModel:
+        def on_group() -> None:
             done[place] += 1
             progress("testing", sum(done), tasks * len(plan.models))
 
-        async def player() -> Player:
+        async def connect() -> Policy:
             if model.endpoint is None:
-                return await policy()
+                return await connect_policy()
             return EndpointClient(model.endpoint, keys.get(model.endpoint.key or ""))
 
-        return await _Attempt(model, plan, tasks, sampling, policy_name, played).run(player, players_of)
+        return await _ModelTest(model, plan, tasks, sampling, policy_name, on_group).run(connect, environments_with)
 
-    return list(await asyncio.gather(*(one(place, model) for place, model in enumerate(plan.models))))
+    return list(await asyncio.gather(*(test(place, model) for place, model in enumerate(plan.models))))
 
 
-class _Attempt:
-    """One model's test."""
+class _ModelTest:
+    """The test of one model."""
 
     def __init__(
         self,
@@ -90,21 +90,21 @@ class _Attempt:
         tasks: int,
         sampling: Sampling,
         policy_name: str,
-        played: Callable[[], None],
+        on_group: Callable[[], None],
     ) -> None:
         self._model, self._plan, self._tasks, self._sampling = model, plan, tasks, sampling
-        self._policy_name, self._played = policy_name, played
-        self._groups: dict[int, Made] = {}
+        self._policy_name, self._on_group = policy_name, on_group
+        self._groups: dict[int, SampledGroup] = {}
         self._unanswered: list[str] = []
 
-    async def run(self, player_of: Callable[[], Awaitable[Player]], players_of: PlayersOf) -> TestedModel:
+    async def run(self, connect: Callable[[], Awaitable[Policy]], environments_with: EnvironmentsWith) -> TestedModel:
         began = time.monotonic()
-        player: Player | None = None
+        policy: Policy | None = None
         error: str | None = None
         try:
             async with asyncio.timeout(self._plan.seconds_per_model):
-                player = await player_of()
-                await self._play(players_of(player))
+                policy = await connect()
+                await self._sample(environments_with(policy))
         except TimeoutError:
             error = (
                 f"The time limit of {self._plan.seconds_per_model:g} s was over when {len(self._groups)} of "
@@ -113,56 +113,54 @@ class _Attempt:
         except TopropeError as failure:
             error = str(failure)
         finally:
-            if player is not None:
-                await player.close()
-        if error is None and len(self._unanswered) > _MOST_UNANSWERED * self._tasks:
+            if policy is not None:
+                await policy.close()
+        if error is None and len(self._unanswered) > _MAX_UNANSWERED * self._tasks:
             error = f"{len(self._unanswered)} of {self._tasks} tasks were not answered. {self._unanswered[0]}"
-        return self._tested(player, error, time.monotonic() - began)
+        return self._result(policy, error, time.monotonic() - began)
 
-    async def _play(self, players: Players) -> None:
-        limit = asyncio.Semaphore(_GROUPS_AT_ONCE)
+    async def _sample(self, environments: EnvironmentSet) -> None:
+        limit, size = asyncio.Semaphore(_GROUPS_AT_ONCE), self._plan.group_size
 
-        async def one(index: int) -> None:
+        async def sample(index: int) -> None:
             async with limit:
                 try:
-                    made = await players.make("validation", index, self._plan.group_size, self._sampling)
+                    group = await environments.sample("validation", index, size, self._sampling)
                 except Unanswered as failure:
                     self._unanswered.append(str(failure))
                     if not self._groups and len(self._unanswered) >= _GIVE_UP_AFTER:
                         raise ModelFailed(f"No task was answered. {failure}") from None
                     return
                 except (WorkerError, PromptTooLong) as failure:
-                    made = unplayed(
-                        index, self._plan.group_size, str(failure), players.environment_of("validation", index)
-                    )
-            self._groups[index] = made
-            self._played()
+                    group = failed_group(index, size, str(failure), environments.environment_of("validation", index))
+            self._groups[index] = group
+            self._on_group()
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as tasks:
                 for index in range(self._tasks):
-                    group.create_task(one(index))
+                    tasks.create_task(sample(index))
         except BaseExceptionGroup as failures:
             cause: BaseException = failures
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise cause from None
 
-    def _tested(self, player: Player | None, error: str | None, seconds: float) -> TestedModel:
+    def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint
         groups = [self._groups[index] for index in sorted(self._groups)]
-        spent: dict[str, Any] = {}
-        if isinstance(player, EndpointClient) and endpoint is not None:
-            usage = player.usage
-            spent = {
+        used: dict[str, Any] = {}
+        if isinstance(policy, EndpointClient) and endpoint is not None:
+            usage = policy.usage
+            used = {
                 "retries": usage.retries,
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
                 "cost_usd": usage.cost(endpoint),
             }
         elif groups:
-            turns = [turn for made in groups for rollout in made.turns for turn in rollout]
-            spent = {
+            turns = [turn for group in groups for rollout in group.turns for turn in rollout]
+            used = {
                 "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
                 "completion_tokens": sum(len(turn.completion_ids) for turn in turns),
             }
@@ -172,17 +170,17 @@ class _Attempt:
             name=self._model.name,
             model=endpoint.model if endpoint else self._policy_name,
             error=error,
-            sampled=None if error else {"split": "validation"} | tally(groups, self._plan.group_size),
-            examples=[] if error else [example_of(made) for made in groups[:_EXAMPLES]],
+            sampled=None if error else {"split": "validation"} | summarize_test(groups, self._plan.group_size),
+            examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),
             answered=len(groups),
             unanswered=len(self._unanswered),
-            **spent,
+            **used,
         )
 
 
-def best_of(models: Sequence[TestedModel]) -> TestedModel | None:
-    """The measured model with the highest accuracy, then reward; None where none was measured."""
+def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
+    """The measured model with the highest accuracy, then reward; None if no model was measured."""
     measured = [model for model in models if model.sampled is not None]
 
     def rank(model: TestedModel) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a run of kind `ask` does: puts conversations to the policy and keeps the answers. It loads no environment."""
+"""Runs of kind `ask`: put conversations to the policy and store its answers. They load no environment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from toprope.records.run.tested_models import AnswersTo, write_answers
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.client import PolicyClient, Sampling
 
-__all__ = ["ask"]
+__all__ = ["answer_questions"]
 
 _AT_ONCE = 8
 
 
-async def ask(member: CrewMember) -> None:
-    """Asks all conversations and writes answers.json. One that cannot be answered says why.
+async def answer_questions(member: CrewMember) -> None:
+    """Samples answers to all conversations and writes answers.json; a conversation without an answer has an error.
 
     Raises:
         ComponentFailed: The policy cannot be reached.
@@ -31,28 +31,28 @@ async def ask(member: CrewMember) -> None:
     sampling = sampling if plan.temperature > 0 else sampling.greedy()
     limit, done = asyncio.Semaphore(_AT_ONCE), 0
 
-    async def one(messages: list[dict[str, str]]) -> AnswersTo:
+    async def answer(messages: list[dict[str, str]]) -> AnswersTo:
         nonlocal done
         async with limit:
             try:
-                given = await policy.chat(list(messages), sampling, n=plan.answers)
+                found = await policy.chat(list(messages), sampling, n=plan.answers)
             except (InvalidValue, ComponentFailed) as error:
-                answered = AnswersTo(messages=messages, error=str(error))
+                result = AnswersTo(messages=messages, error=str(error))
             else:
-                answered = AnswersTo(
+                result = AnswersTo(
                     messages=messages,
-                    answers=[answer.text for answer in given],
-                    truncated=[answer.truncated for answer in given],
+                    answers=[one.text for one in found],
+                    truncated=[one.truncated for one in found],
                 )
         done += 1
         member.report(Progress("asking", done, len(plan.conversations)))
-        return answered
+        return result
 
     try:
-        answers = list(await asyncio.gather(*(one(messages) for messages in plan.conversations)))
+        answers = list(await asyncio.gather(*(answer(messages) for messages in plan.conversations)))
     finally:
         await policy.close()
     write_answers(member.folder, answers)
-    failed = sum(answer.error is not None for answer in answers)
+    failed = sum(one.error is not None for one in answers)
     member.report(Evaluated("ask", {"asked": len(answers), "failed": failed}))
     member.report(Finished())

@@ -1,7 +1,7 @@
-"""A curriculum in progress: at which level training tasks are made, and when the next one is opened.
+"""Progress of a curriculum: the level at which training tasks are sampled, and when the next one opens.
 
-The level moves when enough validation tasks of the present one are solved; held-out tasks are never looked at. Some
-groups stay at earlier levels, so that what was learned there is not unlearned. Which ones is no matter of chance.
+A level opens when enough validation tasks of the current one are solved; held-out tasks are never used. A share of the
+groups stays at earlier levels, so that what was learned there is not forgotten; which groups do is deterministic.
 """
 
 from __future__ import annotations
@@ -9,54 +9,59 @@ from __future__ import annotations
 from toprope.records.run.curriculum import Climbed, Measure
 from toprope.settings.mixture import Curriculum
 
-__all__ = ["Climb"]
+__all__ = ["CurriculumProgress", "level_variant"]
 
 
-class Climb:
-    """One environment's.
+def level_variant(number: int) -> str:
+    """Name of a curriculum level's variant in the worker."""
+    return f"level-{number}"
+
+
+class CurriculumProgress:
+    """The curriculum of one environment.
 
     Args:
-        curriculum: What the configuration says.
-        stands: Where an earlier attempt or life stood; None: at the first level.
+        curriculum: The configuration.
+        record: Progress of an earlier attempt or life; ignored if its knob or levels differ. None: the first level.
     """
 
-    def __init__(self, curriculum: Curriculum, stands: Climbed | None = None) -> None:
+    def __init__(self, curriculum: Curriculum, record: Climbed | None = None) -> None:
         self.curriculum = curriculum
-        fits = stands is not None and stands.knob == curriculum.knob and stands.levels == curriculum.levels
-        self.stands = stands if stands is not None and fits else Climbed(knob=curriculum.knob, levels=curriculum.levels)
-        self._measured_at = max([self.stands.since, *(one.step for one in self.stands.measures)])
+        if record is None or (record.knob, record.levels) != (curriculum.knob, curriculum.levels):
+            record = Climbed(knob=curriculum.knob, levels=curriculum.levels)
+        self.record = record
+        self._measured_at = max([record.since, *(one.step for one in record.measures)])
         self._chosen = self._earlier = 0
 
     @property
     def level(self) -> int:
-        """Number of the present level, from 0."""
-        return self.stands.level
+        """Number of the current level, from 0."""
+        return self.record.level
 
     @property
-    def at_the_top(self) -> bool:
+    def at_last_level(self) -> bool:
         return self.level >= len(self.curriculum.levels) - 1
 
     def next_level(self) -> int:
-        """The level of the next group of training tasks: mostly the present one."""
+        """Level of the next group of training tasks: mostly the current one."""
         self._chosen += 1
         if self.level and int(self._chosen * self.curriculum.earlier_share) > self._earlier:
             self._earlier += 1
             return (self._earlier - 1) % self.level
         if not self.level:
-            self._earlier = int(self._chosen * self.curriculum.earlier_share)  # nothing to make up for
+            self._earlier = int(self._chosen * self.curriculum.earlier_share)  # no debt from the first level
         return self.level
 
-    def due(self, step: int) -> bool:
-        """Whether the present level is to be measured after `step` steps."""
-        return not self.at_the_top and step >= self._measured_at + self.curriculum.min_steps
+    def is_due(self, step: int) -> bool:
+        """Whether the current level should be measured after `step` steps."""
+        return not self.at_last_level and step >= self._measured_at + self.curriculum.min_steps
 
-    def measured(self, step: int, successes: int, tasks: int) -> Measure:
-        """Takes a measure of the present level; moves to the next one where it is good enough."""
-        moved = tasks > 0 and successes >= self.curriculum.success * tasks and not self.at_the_top
+    def add_measure(self, step: int, successes: int, tasks: int) -> Measure:
+        """Records a measure of the current level; opens the next level if it is good enough."""
+        moved = tasks > 0 and successes >= self.curriculum.success * tasks and not self.at_last_level
         measure = Measure(step=step, level=self.level, successes=successes, tasks=tasks, moved=moved)
         self._measured_at = step
-        update = {"measures": [*self.stands.measures, measure]}
+        self.record = self.record.model_copy(update={"measures": [*self.record.measures, measure]})
         if moved:
-            update |= {"level": self.level + 1, "since": step}  # type: ignore[dict-item]
-        self.stands = self.stands.model_copy(update=update)
+            self.record = self.record.model_copy(update={"level": self.level + 1, "since": step})
         return measure

@@ -1,8 +1,8 @@
-"""Lets an environment that plays its rollouts itself talk to a model at somebody else's endpoint, without its key.
+"""Forwards an environment's requests to a model at an endpoint, without showing it the key.
 
-The environment's code runs in a worker and gets what it always gets: a loopback address and a key of the rollout's own.
-Here, in the driver, the requests arrive and go on under the owner's key, which user code never sees; what comes back is
-counted and kept, so that the rollout's answers are known.
+An environment that runs its rollouts itself gets a loopback address and a key per rollout, as with the run's own
+policy. The requests arrive here, in the driver, and are forwarded with the owner's key, which user code never sees. The
+answers are counted and recorded, so that the rollouts' turns are known.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from toprope.training.inference.dialect import format_events
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 
-__all__ = ["Relay"]
+__all__ = ["EndpointProxy"]
 
 _BODY_LIMIT = 32 * 2**20
-_PASSED_ON = ("messages", "tools", "tool_choice", "response_format", "stop", "parallel_tool_calls")
+_FORWARDED = ("messages", "tools", "tool_choice", "response_format", "stop", "parallel_tool_calls")
 _JUDGE = -1
 _encode = msgspec.json.Encoder().encode
 
 
-class Relay:
+class EndpointProxy:
     """A loopback server for the rollouts of one group; use it with `async with`.
 
     Args:
         client: The model.
-        size: Rollouts.
-        sampling: How answers are sampled, where a request does not say; its length is the most a request gets.
+        size: Number of rollouts.
+        sampling: Defaults for parameters that a request does not set, and the longest answer that it gets.
     """
 
     def __init__(self, client: EndpointClient, size: int, sampling: Sampling) -> None:
@@ -44,7 +44,7 @@ class Relay:
         self.judge_key = secrets.token_hex(16)
         self._places = {key: place for place, key in enumerate(self.keys)} | {self.judge_key: _JUDGE}
         self.turns: list[list[Turn]] = [[] for _ in range(size)]
-        """Per rollout what was answered, as texts: an endpoint does not tell its tokens."""
+        """Per rollout the answers as texts; endpoints do not report token ids."""
         self._failure: ComponentFailed | None = None
         app = web.Application(client_max_size=_BODY_LIMIT)
         app.add_routes(
@@ -53,7 +53,7 @@ class Relay:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         self.url = ""
 
-    async def __aenter__(self) -> Relay:
+    async def __aenter__(self) -> EndpointProxy:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -64,11 +64,11 @@ class Relay:
         await self._runner.cleanup()
 
     def raise_failure(self) -> None:
-        """Whatever the environment made of it: a question that was not answered makes the group no measurement.
+        """Raises the failure of a question, even if the environment caught it: the group is not a measurement.
 
         Raises:
-            ModelFailed: The model answers nothing.
-            Unanswered: It did not answer a question.
+            ModelFailed: The model answers no question.
+            Unanswered: The model did not answer a question.
         """
         if self._failure is not None:
             raise self._failure
@@ -87,16 +87,16 @@ class Relay:
         if place is None:
             return _error(401, "This server needs the rollout's key as a bearer token.")
         try:
-            asked = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            request_body = msgspec.json.decode(await request.read(), type=dict[str, Any])
         except msgspec.DecodeError as error:
-            return _error(400, f"The body is not what this endpoint takes: {error}.")
-        if self._failure is not None:  # the group is lost; nothing more is spent on it
+            return _error(400, f"The body is not a chat request: {error}.")
+        if self._failure is not None:  # the group is lost, so spend nothing more on it
             return _error(400, str(self._failure))
-        count = asked.get("n") or 1
+        count = request_body.get("n") or 1
         if type(count) is not int or not 1 <= count <= 1024:
             return _error(400, f"n must be between 1 and 1024, not {count!r}.")
         try:
-            body = self._body(asked)
+            body = self._body(request_body)
         except (TypeError, ValueError):
             return _error(400, "max_tokens, temperature and top_p must be numbers.")
         try:
@@ -105,20 +105,19 @@ class Relay:
             if self._failure is None or isinstance(failure, ModelFailed):
                 self._failure = failure
             return _error(400, str(failure))
-        answer = _joined(answers)
+        answer = _combine(answers)
         if place != _JUDGE:
-            self.turns[place] += [_turn(asked, choice) for choice in answer["choices"]]
-        if asked.get("stream"):
-            return web.Response(
-                body=format_events(answer, asked.get("stream_options")), content_type="text/event-stream"
-            )
+            self.turns[place] += [_turn(request_body, choice) for choice in answer["choices"]]
+        if request_body.get("stream"):
+            stream = format_events(answer, request_body.get("stream_options"))
+            return web.Response(body=stream, content_type="text/event-stream")
         return _json(answer)
 
-    def _body(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, request_body: dict[str, Any]) -> dict[str, Any]:
         sampling = self._sampling
-        wanted = asked.get("max_completion_tokens") or asked.get("max_tokens") or sampling.max_new_tokens
-        body = {name: asked[name] for name in _PASSED_ON if asked.get(name) is not None}
-        temperature, top_p = asked.get("temperature"), asked.get("top_p")
+        wanted = request_body.get("max_completion_tokens") or request_body.get("max_tokens") or sampling.max_new_tokens
+        body = {name: request_body[name] for name in _FORWARDED if request_body.get(name) is not None}
+        temperature, top_p = request_body.get("temperature"), request_body.get("top_p")
         body["max_tokens"] = min(int(wanted), sampling.max_new_tokens)
         body["temperature"] = sampling.temperature if temperature is None else float(temperature)
         top_p = sampling.top_p if top_p is None else float(top_p)
@@ -129,12 +128,12 @@ class Relay:
         return body
 
 
-def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Answers to the same question as the one answer with several choices that was asked for."""
+def _combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combines answers to the same question into one answer with several choices."""
     first = answers[0]
     usage = [answer.get("usage") or {} for answer in answers]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    spent = {name: sum(one.get(name) or 0 for one in usage) for name in names}
+    tokens = {name: sum(one.get(name) or 0 for one in usage) for name in names}
     choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     for choice in choices:
         choice["message"] = {"role": "assistant", "content": None} | choice["message"]
@@ -145,12 +144,12 @@ def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "created": first.get("created") or 0,
         "model": "policy",
         "choices": choices,
-        "usage": spent,
+        "usage": tokens,
     }
 
 
-def _turn(asked: dict[str, Any], choice: dict[str, Any]) -> Turn:
-    messages = asked.get("messages")
+def _turn(request_body: dict[str, Any], choice: dict[str, Any]) -> Turn:
+    messages = request_body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages and isinstance(messages[-1], dict) else {}
     content = choice["message"].get("content")
     said = content if isinstance(content, str) else ""

@@ -1,8 +1,8 @@
-"""Makes groups of rollouts: the loop between the environment's worker and the policy.
+"""Samples groups of rollouts: the loop between an environment's worker and the policy.
 
-We own the loop here (the worker offers begin, advance, score): the first turn of a group is one request for n answers,
-later turns go on answer by answer under the group's session, so that sampled ids stay as they were sampled. What goes
-wrong within a rollout is data with a reason; what goes wrong with the worker ends the program.
+The worker offers begin, advance and settle, and the loop is here. The first turn of a group is one request for n
+answers; later turns are one request per rollout under the group's session, so that sampled token ids are kept as
+sampled. An error within a rollout is data with a reason; an error of the worker ends the program.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,30 +23,53 @@ from toprope.training.inference.client import Answer, PolicyClient, PromptTooLon
 from toprope.training.inference.sessions import Turn, join_turns
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.restarting_worker import Worker
+from toprope.training.rollouts.restarting_worker import RestartingWorker
 
-__all__ = ["Made", "RolloutMaker", "told"]
+__all__ = ["SEALED", "GroupSampler", "Policy", "SampledGroup", "TaskRef", "excerpt"]
 
-_SEALED = "heldout"
-_TRAINED = "train"
+SEALED = "heldout"
+"""The split whose texts nobody may see."""
+_TRAIN = "train"
 _HEAD, _TAIL = 1200, 800
-"""Characters of a text's beginning and end that are kept for people to read."""
+"""Characters kept of the beginning and the end of a long text."""
+
+Policy = PolicyClient | EndpointClient
+"""The run's own policy, or a model at an endpoint in its place."""
+
+
+@dataclass(frozen=True)
+class TaskRef:
+    """Task number `index` of a split; `variant` names a curriculum level that the worker has open, empty for none."""
+
+    split: str
+    index: int
+    variant: str = ""
 
 
 @dataclass
 class _Rollout:
     handle: int
+    number: int
+    """Place in its group."""
     messages: list[dict[str, Any]]
+    first_messages: int
+    """Number of messages that the environment began with."""
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     outcome: Outcome | None = None
-    waits: bool = False
-    """Done, and to be scored with the others of its group."""
+    needs_settling: bool = False
+    """Whether it is done and has to be scored together with its group."""
+
+    @property
+    def transcript(self) -> str:
+        """Excerpt of what followed the first messages."""
+        later = self.messages[self.first_messages :]
+        return excerpt(later if len(later) > 1 else [{"content": self.text}])
 
 
 @dataclass(frozen=True)
-class Made:
-    """A finished group: the task's first messages, and per rollout its last answer and how it ended."""
+class SampledGroup:
+    """A finished group: the task's first messages, and per rollout its last answer and its outcome."""
 
     task_id: str
     messages: list[dict[str, Any]]
@@ -54,13 +77,13 @@ class Made:
     outcomes: list[Outcome]
     turns: list[list[Turn]]
     seconds: float
-    talks: list[str] = field(default_factory=list)
-    """Per rollout what was said after the first messages, cut; empty where nothing was played."""
+    transcripts: list[str] = field(default_factory=list)
+    """Per rollout an excerpt of what followed the first messages; empty if nothing was sampled."""
     environment: str = ""
-    """Whose task it is, where a run has several environments."""
+    """Label of the task's environment if the run has several."""
 
-    def group(self, environment: str, group_id: str) -> Group:
-        """The group as the trajectory API takes it: one row a segment, rollouts without a token left out."""
+    def to_record(self, environment: str, group_id: str) -> Group:
+        """The group in the trajectory API's form: one row per segment, without rollouts that have no token."""
         tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
         for index, (turns, outcome) in enumerate(zip(self.turns, self.outcomes, strict=True)):
             for segment in join_turns(turns):
@@ -70,7 +93,7 @@ class Made:
                 versions.append(segment.versions)
                 scores.append(outcome.reward)
                 owners.append(index)
-        plain = owners == list(range(len(self.outcomes)))
+        one_row_each = owners == list(range(len(self.outcomes)))
         return Group(
             tokens=tokens,
             masks=masks,
@@ -80,141 +103,144 @@ class Made:
             group_id=group_id,
             environment=environment,
             task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
-            rollouts=None if plain else owners,
+            rollouts=None if one_row_each else owners,
             outcomes=self.outcomes,
             prompt=_cut("\n".join(str(message.get("content", "")) for message in self.messages)),
-            answers=self.talks or None,
+            answers=self.transcripts or None,
             seconds=round(self.seconds, 4),
         )
 
 
-class RolloutMaker:
-    """Plays tasks with the policy.
+class GroupSampler:
+    """Samples tasks of one environment with a policy.
 
     Args:
         worker: The environment's worker.
-        policy: The policy, or a model at an endpoint that stands in for it.
+        policy: The policy.
         multi_turn: Whether rollouts can have more than one turn; single turns need no sessions.
-        call_timeout_s: How long one call into the environment may take.
+        call_timeout_s: Seconds that one call into the environment may take.
+        environment: Label of the environment if the run has several.
+        session_numbers: Numbers of sessions; samplers that share a policy must share them.
     """
 
     deaths_allowed: float = math.inf
-    """Ends of the worker amid one group, over whatever item, after which the group is given up."""
+    """Ends of the worker during one group, over any task, after which the group is given up."""
 
     def __init__(
-        self, worker: Worker, policy: PolicyClient | EndpointClient, *, multi_turn: bool, call_timeout_s: float
+        self,
+        worker: RestartingWorker,
+        policy: Policy,
+        *,
+        multi_turn: bool,
+        call_timeout_s: float,
+        environment: str = "",
+        session_numbers: Iterator[int] | None = None,
     ) -> None:
-        self._worker, self._policy = worker, policy
+        self.worker, self._policy, self._environment = worker, policy, environment
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
-        self.numbers: Iterator[int] = itertools.count()
-        """Names of sessions; whoever plays with the same policy beside this one has the same."""
+        self._session_numbers = itertools.count() if session_numbers is None else session_numbers
         self.weights: dict[str, float] | None = None
-        """What reward parts weigh in the rollouts that begin from now on, where that is not the environment's own."""
+        """Weights of reward parts for rollouts that begin from now on; None: the environment's own."""
 
-    async def make(self, split: str, index: int, size: int, sampling: Sampling, variant: str = "") -> Made:
-        """Plays one task `size` times; with other knobs where `variant` names a variant that the worker has open.
+    async def sample(self, task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
+        """Samples `size` rollouts of a task.
 
-        It is begun again where the worker ended over another one; and where inference lost its sessions, but for
-        training, which has other tasks.
+        The group begins anew if its worker ended over another task. It also does if inference lost its sessions, except
+        for training, which has other tasks.
 
         Raises:
             toprope.sdk.errors.WorkerError: The environment raised, or its worker ended over this very task.
-            toprope.sdk.errors.WorkerFailure: The worker ended and is not started again.
-            SessionLost: Inference was started again amid a rollout for training.
+            toprope.sdk.errors.WorkerFailure: The worker ended and its restarts are used up.
+            SessionLost: Inference restarted during a rollout for training.
             ComponentFailed: Inference failed.
-            ValueError: A held-out task is asked for without a seal: a bug of ours, which is to harm nobody's figures.
+            ValueError: A held-out task was requested without a seal, which is a bug of ours.
         """
-        if split == _SEALED and not self._worker.is_sealed:
-            raise ValueError("held-out tasks are played under seal, at the evaluations before and after training only")
-        deaths = 0
+        if task.split == SEALED and not self.worker.is_sealed:
+            raise ValueError("held-out tasks are sampled under seal, in the evaluations before and after training only")
+        sampling, deaths = sampling.at(task.split, task.index), 0
         while True:
-            link = await self._worker.link()
+            worker = await self.worker.current()
             try:
-                made = await self._play(link, split, index, size, sampling, variant)
-                self._worker.played()
-                return made
+                group = await self._sample_once(worker, task, size, sampling)
+                self.worker.count_group()
+                return group
             except (WorkerDied, WorkerTimeout) as error:
-                await self._worker.lost(link, error)
-                deaths += not _killed(error)
-                if (error.at_work and not _killed(error)) or deaths > self.deaths_allowed:
+                await self.worker.replace(worker, error)
+                killed = isinstance(error, WorkerDied) and error.code == -signal.SIGKILL  # by the system or a person
+                deaths += not killed
+                if (error.at_work and not killed) or deaths > self.deaths_allowed:
                     raise WorkerError("ended", type(error).__name__, str(error)) from error
             except SessionLost:
-                if split == _TRAINED:
+                if task.split == _TRAIN:
                     raise
 
-    async def _play(
-        self, link: EnvironmentWorker, split: str, index: int, size: int, sampling: Sampling, variant: str
-    ) -> Made:
-        began, sampling = time.monotonic(), sampling.at(split, index)
-        start = await link.begin(split, index, size, timeout=self._timeout, weights=self.weights, variant=variant)
-        first, own = start.messages, start.per_rollout
+    async def _sample_once(
+        self, worker: EnvironmentWorker, task: TaskRef, size: int, sampling: Sampling
+    ) -> SampledGroup:
+        began = time.monotonic()
+        start = await worker.begin(
+            task.split, task.index, size, timeout=self._timeout, weights=self.weights, variant=task.variant
+        )
+        firsts = start.per_rollout or [start.messages] * len(start.rollouts)
         rollouts = [
-            _Rollout(handle, list(own[place]) if own else list(first)) for place, handle in enumerate(start.rollouts)
+            _Rollout(handle, number, list(firsts[number]), len(firsts[number]))
+            for number, handle in enumerate(start.rollouts)
         ]
-        session = f"g{next(self.numbers)}" if self._multi_turn else ""
+        session = f"g{next(self._session_numbers)}" if self._multi_turn else ""
         try:
-            if own:
-                answers = await self._answers(rollouts, sampling, session)
+            answers: Sequence[Answer | None]
+            if start.per_rollout:
+                answers = await self._request_answers(rollouts, size, sampling, session)
             else:
-                answers = list(await self._policy.chat(first, sampling, n=size, session=session))
-            open_rollouts = await self._advance(link, rollouts, answers, start.tokens)
-            while open_rollouts:
-                answers = await self._answers(open_rollouts, sampling, session, rollouts)
-                open_rollouts = await self._advance(link, open_rollouts, answers, start.tokens)
-            await self._settle(link, [rollout for rollout in rollouts if rollout.waits])
+                answers = await self._policy.chat(start.messages, sampling, n=size, session=session)
+            active = await self._advance(worker, rollouts, answers, start.tokens)
+            while active:
+                answers = await self._request_answers(active, size, sampling, session)
+                active = await self._advance(worker, active, answers, start.tokens)
+            await self._settle(worker, [rollout for rollout in rollouts if rollout.needs_settling])
         except BaseException:
             left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
-            if left and link.alive:
-                with suppress(WorkerFailure):  # it may be going: what went wrong first is what counts
-                    await self._discard(link, left)
+            if left and worker.alive:
+                with suppress(WorkerFailure):  # the worker may be going; the first error counts
+                    await worker.discard(left, timeout=self._timeout)
             raise
         finally:
             if session:
-                await self._forget(session)
-        return Made(
+                await self._policy.close_session(session)
+        return SampledGroup(
             task_id=start.task_id,
-            messages=first,
+            messages=start.messages,
             texts=[rollout.text for rollout in rollouts],
             outcomes=[rollout.outcome or Outcome(0.0, error="unfinished") for rollout in rollouts],
             turns=[rollout.turns for rollout in rollouts],
             seconds=time.monotonic() - began,
-            talks=[_talk(rollout, len(own[place] if own else first)) for place, rollout in enumerate(rollouts)],
+            transcripts=[rollout.transcript for rollout in rollouts],
+            environment=self._environment,
         )
 
-    def environment_of(self, split: str, index: int) -> str:
-        """Whose task number `index` of a split is: nobody has to be told while there is one environment."""
-        return ""
-
-    def sealed(self) -> AbstractAsyncContextManager[None]:
-        """See `Worker.sealed`."""
-        return self._worker.sealed()
-
-    async def _answers(
-        self, rollouts: list[_Rollout], sampling: Sampling, session: str, everyone: list[_Rollout] | None = None
+    async def _request_answers(
+        self, rollouts: list[_Rollout], size: int, sampling: Sampling, session: str
     ) -> list[Answer | None]:
-        """Each rollout's next answer; None where its conversation has outgrown the context."""
-        numbers = {id(rollout): place for place, rollout in enumerate(everyone or rollouts)}
-        many = len(numbers) > 1
+        """The next answer of each rollout; None if its conversation has outgrown the context."""
 
-        def seeded(rollout: _Rollout) -> Sampling:
-            return sampling.at(len(rollout.turns), numbers[id(rollout)])
-
-        async def one(rollout: _Rollout) -> Answer | None:
-            key = f"{session}/{numbers[id(rollout)]}" if session and many else session
+        async def request(rollout: _Rollout) -> Answer | None:
+            key = f"{session}/{rollout.number}" if session and size > 1 else session
+            seeded = sampling.at(len(rollout.turns), rollout.number)
             try:
-                return (await self._policy.chat(rollout.messages, seeded(rollout), session=key))[0]
+                return (await self._policy.chat(rollout.messages, seeded, session=key))[0]
             except PromptTooLong:
-                if not rollout.turns:  # even the task does not fit: the configuration is at fault, not the policy
+                if not rollout.turns:  # not even the task fits: the configuration is at fault, not the policy
                     raise
                 return None
 
-        return list(await asyncio.gather(*(one(rollout) for rollout in rollouts)))
+        return list(await asyncio.gather(*(request(rollout) for rollout in rollouts)))
 
     async def _advance(
-        self, link: EnvironmentWorker, rollouts: list[_Rollout], answers: list[Answer | None], tokens: bool
+        self, worker: EnvironmentWorker, rollouts: list[_Rollout], answers: Sequence[Answer | None], tokens: bool
     ) -> list[_Rollout]:
-        """Hands the answers (with `tokens` their ids too) to the environment; returns the rollouts that go on."""
-        moves, moved, outgrown = [], [], []
+        """Passes answers to the environment, with token ids if `tokens`; returns the rollouts that are not over."""
+        moves: list[list[Any]] = []
+        moved, outgrown = [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
             if answer is None:
                 rollout.outcome = Outcome(0.0, turns=len(rollout.turns), truncated=True, error="context is full")
@@ -227,51 +253,32 @@ class RolloutMaker:
             moves.append([rollout.handle, answer.text, answer.truncated, *ids])
             moved.append(rollout)
         if outgrown:
-            await self._discard(link, outgrown)
+            await worker.discard(outgrown, timeout=self._timeout)
         if not moves:
             return []
-        results = await link.advance(moves, timeout=self._timeout)
-        going = []
+        results = await worker.advance(moves, timeout=self._timeout)
+        active = []
         for rollout, result in zip(moved, results, strict=True):
             if not result.done:
                 rollout.messages += result.messages
-                going.append(rollout)
+                active.append(rollout)
             elif result.outcome is None:
-                rollout.waits = True
+                rollout.needs_settling = True
             else:
                 rollout.outcome = result.outcome
-        return going
+        return active
 
-    async def _settle(self, link: EnvironmentWorker, rollouts: list[_Rollout]) -> None:
-        """Has those scored that waited for the others of the group."""
+    async def _settle(self, worker: EnvironmentWorker, rollouts: list[_Rollout]) -> None:
+        """Scores rollouts that had to wait for the others of their group."""
         if not rollouts:
             return
-        handles = [rollout.handle for rollout in rollouts]
-        outcomes = await link.settle(handles, timeout=self._timeout)
+        outcomes = await worker.settle([rollout.handle for rollout in rollouts], timeout=self._timeout)
         for rollout, outcome in zip(rollouts, outcomes, strict=True):
-            rollout.outcome, rollout.waits = outcome, False
-
-    async def _discard(self, link: EnvironmentWorker, handles: list[int]) -> None:
-        await link.discard(handles, timeout=self._timeout)
-
-    async def _forget(self, session: str) -> None:
-        await self._policy.close_session(session)
+            rollout.outcome = outcome
 
 
-def _killed(error: WorkerDied | WorkerTimeout) -> bool:
-    """Whether somebody else ended the worker: the system, for lack of memory, or a person."""
-    return isinstance(error, WorkerDied) and error.code == -signal.SIGKILL
-
-
-def _talk(rollout: _Rollout, asked: int) -> str:
-    """What was said in a rollout after the `asked` first messages, for people."""
-    if len(rollout.messages) <= asked + 1:
-        return _cut(rollout.text)
-    return told(rollout.messages[asked:])
-
-
-def told(messages: list[dict[str, Any]]) -> str:
-    """A conversation for people to read, cut where it is long."""
+def excerpt(messages: Sequence[dict[str, Any]]) -> str:
+    """A conversation as text for people, cut in the middle if it is long."""
     if len(messages) == 1:
         return _cut(str(messages[0].get("content", "")))
     return _cut("\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages))

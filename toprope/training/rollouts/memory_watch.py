@@ -1,10 +1,9 @@
-"""Holds an environment's worker to the memory that it may have, with everything that it started.
+"""Limits the memory of an environment's worker and of everything that it started.
 
-An environment that leaks takes the whole machine along in the end. The worker has a bound in the kernel for what one
-process allocates at once (toprope.sdk.worker.resource_limits); what a worker and its children hold together, and what
-creeps up, is
-watched from here. One that has too much is ended: what it was at is given up and counted, its neighbours' rollouts are
-begun again in the next one.
+An environment that leaks would take the whole machine down. The kernel bounds how much one process allocates at once
+(toprope.sdk.worker.resource_limits). The memory that a worker and its children hold together, and slow growth, are
+watched here: a worker above the limit is ended, the task at work is given up and counted, and the other rollouts begin
+anew in the next worker.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import psutil
 
 from toprope.sdk.worker.client import WorkerClient
 
-__all__ = ["AT_ONCE", "held_mb", "watch_memory"]
+__all__ = ["ADDRESS_SPACE_FACTOR", "resident_mb", "watch_memory"]
 
-AT_ONCE = 2.0
-"""The bound in the kernel, as a multiple of the limit: address space that is allocated and never touched counts there,
-and does not count here."""
+ADDRESS_SPACE_FACTOR = 2.0
+"""The kernel's bound as a multiple of the limit: address space that is never touched counts there, and not here."""
 _POLL_S = 0.5
 _MB = 1 << 20
 
 
-def held_mb(pid: int) -> float:
-    """Resident memory of a process and all that it started, in MB; 0 where it is gone."""
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process and all its descendants in MB; 0 if it is gone."""
     try:
         first = psutil.Process(pid)
         family = [first, *first.children(recursive=True)]
@@ -40,12 +38,12 @@ def held_mb(pid: int) -> float:
     return total / _MB
 
 
-async def watch_memory(link: WorkerClient, limit_mb: int, poll_s: float = _POLL_S) -> None:
-    """Looks after a worker until it is gone, and ends it when it has too much."""
-    while link.alive:
-        held = held_mb(link.pid)
+async def watch_memory(worker: WorkerClient, limit_mb: int, poll_s: float = _POLL_S) -> None:
+    """Watches a worker until it is gone; ends it if it holds more than `limit_mb`."""
+    while worker.alive:
+        held = resident_mb(worker.pid)
         if held > limit_mb:
-            link.kill(
+            worker.kill(
                 f"The worker had {held:.0f} MB with what it started, more than environment.memory_mb ({limit_mb}), "
                 "and was ended."
             )

@@ -1,12 +1,14 @@
-"""Which environment's group is made next, so that shares hold from the first groups on.
+"""Schedules environments so that their shares hold from the first groups on.
 
-The choice is smooth weighted round-robin: everybody gains credit by its share at every turn, the one with most plays
-and pays one. After any number of groups each has been chosen within one of its share (Tijdeman, The chairman assignment
-problem, 1980, on how evenly such sequences can be spread). Nothing is drawn by chance; the seed decides ties.
+The schedule is smooth weighted round-robin: at every turn each environment gains credit by its share, and the one with
+the most credit is chosen and pays one. After any number of groups each has been chosen within one of its share
+(Tijdeman, The chairman assignment problem, 1980, on how evenly such sequences can be spread). Nothing is random; the
+seed decides ties.
 
-Two things bend the shares. Who falls below its `min_share` of what was trained (its groups carry no signal, or are too
-old) is chosen more often, at most until the others have half their share. And a slow environment keeps only so many
-groups in the making that the others can go on; they go on until it would fall below its `min_share`, then they wait.
+Two rules change the shares. An environment that falls below its `min_share` of the trained groups (its groups carry no
+signal, or are too old) is chosen more often, at most until the others have half their share. And a slow environment
+may occupy only so many of the groups in progress that the others can continue; they continue until the slow one would
+fall below its `min_share`, then they wait.
 """
 
 from __future__ import annotations
@@ -16,135 +18,137 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Claim", "Mixer", "shares"]
+__all__ = ["MixtureEntry", "MixtureScheduler", "mixture_shares"]
 
 _WINDOW = 240
 """Groups over which a minimum share holds."""
-_STEP, _MOST = 1.25, 16.0
-_LONGEST_CREDIT = 2.0
+_FACTOR_STEP, _MAX_FACTOR = 1.25, 16.0
+_MAX_CREDIT = 2.0
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What one environment is to have: `weight` relative to the others', `min_share` of all."""
+class MixtureEntry:
+    """One environment's part: `weight` relative to the others' weights, `min_share` of all groups."""
 
     label: str
     weight: float = 1.0
     min_share: float = 0.0
 
 
-def shares(claims: Sequence[Claim], factors: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Shares that add up to 1: by weight, but nobody below its minimum.
+def mixture_shares(entries: Sequence[MixtureEntry], factors: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Shares that add up to 1: by weight, but none below its minimum.
 
     Args:
-        claims: With minimum shares that add up to at most 1.
-        factors: What weights are multiplied with, by label.
+        entries: Environments whose minimum shares add up to at most 1.
+        factors: Multipliers of the weights, by label.
     """
-    weights = {one.label: one.weight * (factors or {}).get(one.label, 1.0) for one in claims}
-    low = {one.label: one.min_share for one in claims}
-    held: set[str] = set()
+    weights = {entry.label: entry.weight * (factors or {}).get(entry.label, 1.0) for entry in entries}
+    low = {entry.label: entry.min_share for entry in entries}
+    at_minimum: set[str] = set()
     while True:
-        rest = 1.0 - sum(low[label] for label in held)
-        total = sum(weight for label, weight in weights.items() if label not in held)
-        found = {label: low[label] if label in held else rest * weight / total for label, weight in weights.items()}
-        below = {label for label, share in found.items() if label not in held and share < low[label] - 1e-12}
+        rest = 1.0 - sum(low[label] for label in at_minimum)
+        total = sum(weight for label, weight in weights.items() if label not in at_minimum)
+        found = {
+            label: low[label] if label in at_minimum else rest * weight / total for label, weight in weights.items()
+        }
+        below = {label for label, share in found.items() if label not in at_minimum and share < low[label] - 1e-12}
         if not below:
             return found
-        held |= below
-        if len(held) == len(weights):  # they add up to 1 then
+        at_minimum |= below
+        if len(at_minimum) == len(weights):  # the minimum shares add up to 1
             return dict(low)
 
 
-class Mixer:
+class MixtureScheduler:
     """The order of environments in one run.
 
     Args:
-        claims: The environments.
-        places: How many groups are made at the same time.
+        entries: The environments.
+        places: Groups in progress at the same time.
         seed: Decides ties.
     """
 
-    def __init__(self, claims: Sequence[Claim], *, places: int = 1, seed: int = 0) -> None:
-        self._claims = {one.label: one for one in claims}
-        self._targets = self._shares = shares(claims)
+    def __init__(self, entries: Sequence[MixtureEntry], *, places: int = 1, seed: int = 0) -> None:
+        self._entries = {entry.label: entry for entry in entries}
+        self._targets = self._shares = mixture_shares(entries)
         self._places = places
-        order = sorted(self._claims)
+        order = sorted(self._entries)
         random.Random(seed).shuffle(order)
         self._rank = {label: -place for place, label in enumerate(order)}
-        self._credit = dict.fromkeys(self._claims, 0.0)
-        self._making: Counter[str] = Counter()
+        self._credit = dict.fromkeys(self._entries, 0.0)
+        self._in_progress: Counter[str] = Counter()
         self._recent: deque[str] = deque(maxlen=_WINDOW)
-        self._factors = dict.fromkeys(self._claims, 1.0)
+        self._factors = dict.fromkeys(self._entries, 1.0)
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares of groups that are begun now, by label."""
+        """Current shares of the groups that are begun, by label."""
         return dict(self._shares)
 
-    def take(self) -> str | None:
-        """Whose group is begun now; None: those that may are waited for until one of theirs is `done`."""
+    def choose(self) -> str | None:
+        """Label of the environment whose group begins next; None if all must wait until a group is finished."""
         for label, share in self._shares.items():
-            self._credit[label] = min(self._credit[label] + share, _LONGEST_CREDIT)
-        ranked = sorted(self._claims, key=lambda label: (-self._credit[label], -self._rank[label]))
-        first = ranked[0]
+            self._credit[label] = min(self._credit[label] + share, _MAX_CREDIT)
+        ranked = sorted(self._entries, key=lambda label: (-self._credit[label], -self._rank[label]))
         for label in ranked:
-            if self._making[label] < self._room(label) and (label == first or self._may_go_ahead(label)):
+            if self._in_progress[label] < self._limit(label) and (label == ranked[0] or self._may_precede(label)):
                 self._credit[label] -= 1.0
-                self._making[label] += 1
+                self._in_progress[label] += 1
                 self._recent.append(label)
                 return label
         for label, share in self._shares.items():
             self._credit[label] -= share  # this turn does not count
         return None
 
-    def done(self, label: str, *, counts: bool = True) -> None:
-        """A group is no longer in the making. `counts`: it was played; else its turn is given back."""
-        self._making[label] -= 1
+    def finish(self, label: str, *, counts: bool = True) -> None:
+        """Ends a group in progress; `counts` is False if its turn should be given back."""
+        self._in_progress[label] -= 1
         if not counts:
-            self._credit[label] = min(self._credit[label] + 1.0, _LONGEST_CREDIT)
+            self._credit[label] = min(self._credit[label] + 1.0, _MAX_CREDIT)
             if label in self._recent:
                 self._recent.remove(label)
 
-    def trained(self, found: Mapping[str, float]) -> None:
-        """Shares of the groups that were trained lately; who lacks its minimum is chosen more often from now on.
+    def adjust(self, trained: Mapping[str, float]) -> None:
+        """Adjusts the shares so that environments below their minimum are chosen more often.
 
         Args:
-            found: By label; who is not in it had none.
+            trained: Shares of the groups trained lately, by label; a missing label had none.
         """
-        for label, claim in self._claims.items():
-            lacks = claim.min_share > 0 and found.get(label, 0.0) < claim.min_share
-            factor = self._factors[label] * (_STEP if lacks else 1 / _STEP)
-            self._factors[label] = min(max(factor, 1.0), _MOST)
-        wanted = shares(list(self._claims.values()), self._factors)
-        # The others keep at least half of what is theirs, whatever one environment lacks.
-        least = {label: share / 2 for label, share in self._targets.items()}
-        claims = [Claim(label, max(wanted[label], 1e-9), max(least[label], claim.min_share))
-                  for label, claim in self._claims.items()]  # fmt: skip
-        if sum(one.min_share for one in claims) <= 1.0:
-            self._shares = shares(claims)
+        for label, entry in self._entries.items():
+            lacks = entry.min_share > 0 and trained.get(label, 0.0) < entry.min_share
+            factor = self._factors[label] * (_FACTOR_STEP if lacks else 1 / _FACTOR_STEP)
+            self._factors[label] = min(max(factor, 1.0), _MAX_FACTOR)
+        wanted = mixture_shares(list(self._entries.values()), self._factors)
+        # Every environment keeps at least half of its share, whatever another one lacks.
+        entries = [
+            MixtureEntry(label, max(wanted[label], 1e-9), max(self._targets[label] / 2, entry.min_share))
+            for label, entry in self._entries.items()
+        ]
+        if sum(entry.min_share for entry in entries) <= 1.0:
+            self._shares = mixture_shares(entries)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """What decides the order from here on, as JSON has it."""
+        """Everything that decides the order from here on, as JSON values."""
         return {"credit": dict(self._credit), "factors": dict(self._factors), "shares": dict(self._shares)}
 
-    def take_up(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Goes on from a `state`.
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continues from a `state`.
 
         Raises:
-            KeyError: It is of other environments.
+            KeyError: It belongs to other environments.
         """
-        found = {name: {label: float(state[name][label]) for label in self._claims} for name in self.state()}
+        found = {name: {label: float(state[name][label]) for label in self._entries} for name in self.state()}
         self._credit, self._factors, self._shares = found["credit"], found["factors"], found["shares"]
 
-    def _room(self, label: str) -> int:
-        """Groups of an environment that may be in the making, so that the others have room."""
+    def _limit(self, label: str) -> int:
+        """Groups of an environment that may be in progress, so that the others have room."""
         kept = sum(max(1, int(self._places * share / 2)) for other, share in self._shares.items() if other != label)
         return max(1, self._places - kept)
 
-    def _may_go_ahead(self, label: str) -> bool:
-        """Whether nobody falls below its minimum if this one is chosen before its turn."""
+    def _may_precede(self, label: str) -> bool:
+        """Whether no other environment falls below its minimum if this one is chosen before its turn."""
         recent = Counter(self._recent)
         total = len(self._recent) + 1
         return all(
-            other == label or recent[other] + 1 >= claim.min_share * total for other, claim in self._claims.items()
+            other == label or recent[other] + 1 >= entry.min_share * total for other, entry in self._entries.items()
         )

@@ -1,8 +1,9 @@
-"""A policy served in this process, for a person who tries an environment: no run, no keeper, nothing left behind."""
+"""Serves a policy within this process, for a person who tries an environment without starting a run."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,20 +12,20 @@ from pathlib import Path
 from toprope.settings.schema import Config
 from toprope.training.inference.client import PolicyClient
 
-__all__ = ["serving"]
+__all__ = ["serve_policy"]
 
 
 @asynccontextmanager
-async def serving(config: Config, cache: Path, said: Callable[[str], None]) -> AsyncIterator[PolicyClient]:
-    """The policy that a configuration names, on loopback, for as long as the block lasts.
+async def serve_policy(config: Config, cache: Path, report: Callable[[str], None]) -> AsyncIterator[PolicyClient]:
+    """Serves the configured policy on loopback for the duration of the block.
 
     Args:
         config: Names the policy, its device and its context.
         cache: Folder for embedded policies.
-        said: Called with what takes long.
+        report: Called with a description of each slow step.
 
     Raises:
-        TopropeError: It cannot be had or loaded.
+        TopropeError: The policy cannot be fetched or loaded.
     """
     import torch
     import transformers
@@ -35,10 +36,10 @@ async def serving(config: Config, cache: Path, said: Callable[[str], None]) -> A
     from toprope.training.policy.loading import load_model, load_tokenizer, place
 
     torch.set_num_threads(config.launcher.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: said(progress.what))
+    folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, config).eval()
     model.requires_grad_(False)

@@ -1,8 +1,8 @@
-"""The environment's worker as the driver has it: when it dies or hangs, another takes its place and work goes on.
+"""An environment's worker that is replaced when it dies or hangs.
 
-User code ends its worker now and then: a crash in a C library, an endless loop over one odd task, memory. Everything
-that was being played in it is gone then. Who plays asks for the present worker first, tells of its end (the first one
-to do so has it started again), and plays once more; only the item that was at work when it ended is left out.
+User code ends its worker now and then: a crash in a C library, an endless loop over one task, too much memory. All
+rollouts in it are lost. A caller asks for the current worker, reports its end (the first report replaces it), and
+samples again; only the task that was at work when the worker ended is given up.
 """
 
 from __future__ import annotations
@@ -18,120 +18,127 @@ from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
 from toprope.settings.launcher import LauncherSection, RestartAllowance
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-__all__ = ["ENOUGH_WORK", "Worker"]
+__all__ = ["GROUPS_PER_FREE_RESTART", "RestartingWorker"]
 
-ENOUGH_WORK = 100
-"""Groups played by a worker after which its end counts against nobody's allowance."""
+GROUPS_PER_FREE_RESTART = 100
+"""A worker that sampled this many groups is replaced without using up a restart."""
 
-_LAST_WORDS = ". Its last lines:\n"
+_LAST_LINES = ". Its last lines:\n"
 
 
-class Worker:
-    """Make it by `Worker.start`; can be used with `async with`.
+class RestartingWorker:
+    """Create it with `RestartingWorker.start`; works with `async with`.
 
     Args:
-        opened: Starts a worker and opens the environment in it.
-        link: The first one.
-        section: How often it may be started again.
-        report: How the keeper is told.
+        open_worker: Starts a worker and opens the environment in it.
+        worker: The first worker.
+        section: Limits for restarts.
+        report: Sends reports to the keeper.
+        name_error: Adds the environment's name to the error that is raised when restarts are used up.
     """
 
     def __init__(
         self,
-        opened: Callable[[], Awaitable[EnvironmentWorker]],
-        link: EnvironmentWorker,
+        open_worker: Callable[[], Awaitable[EnvironmentWorker]],
+        worker: EnvironmentWorker,
         section: LauncherSection,
         report: Callable[[Report], None],
+        name_error: Callable[[WorkerFailure], BaseException],
     ) -> None:
-        self._opened, self._link, self._report = opened, link, report
+        self._open_worker, self._worker = open_worker, worker
+        self._report, self._name_error = report, name_error
         self._allowance = RestartAllowance(section)
         self._lock = asyncio.Lock()
-        self._done = 0
-        """Groups that were played since the last start."""
+        self._groups = 0
+        """Groups sampled since the last start."""
         self.is_sealed = False
         """Whether `sealed` is in force."""
 
     @classmethod
     async def start(
         cls,
-        opened: Callable[[], Awaitable[EnvironmentWorker]],
+        open_worker: Callable[[], Awaitable[EnvironmentWorker]],
         section: LauncherSection,
         report: Callable[[Report], None] = lambda report: None,
-    ) -> Worker:
-        """Starts the first one.
+        name_error: Callable[[WorkerFailure], BaseException] = lambda error: error,
+    ) -> RestartingWorker:
+        """Starts the first worker.
 
         Raises:
-            WorkerFailure: It does not start, or the environment does not load. That is not tried again.
+            WorkerFailure: It does not start, or the environment does not load. This is not retried.
         """
-        return cls(opened, await opened(), section, report)
+        return cls(open_worker, await open_worker(), section, report, name_error)
 
-    async def link(self) -> EnvironmentWorker:
-        """The present worker; waits while one is being started."""
+    async def current(self) -> EnvironmentWorker:
+        """The current worker; waits while one is being started."""
         async with self._lock:
-            return self._link
+            return self._worker
 
-    def played(self) -> None:
-        """A group came to its end."""
-        self._done += 1
+    def count_group(self) -> None:
+        """Counts a finished group."""
+        self._groups += 1
 
-    async def lost(self, link: EnvironmentWorker, error: WorkerDied | WorkerTimeout) -> None:
-        """The worker behind `link` has ended with `error`; returns when there is another.
+    async def replace(self, worker: EnvironmentWorker, error: WorkerDied | WorkerTimeout) -> None:
+        """Starts another worker in place of `worker`, which ended with `error`; returns once it is ready.
 
         Raises:
-            WorkerFailure: It ended too often, or there is to be no other: `error`, with how often.
+            WorkerFailure: Restarts are used up; `error`, with the number of restarts.
         """
         async with self._lock:
-            if link is not self._link:
-                return  # somebody else has told
+            if worker is not self._worker:
+                return  # another caller has reported it
             end: WorkerFailure = error
             while True:
                 now = time.monotonic()
                 before = self._allowance.used(now)
-                # One that did a good deal of work may end over an odd task or a leak for as long as the run goes on.
-                earned, self._done = self._done >= ENOUGH_WORK, 0
-                wait_s = 0.0 if earned else self._allowance.take(now)
+                # A worker that sampled a good deal may end over an odd task or a leak as often as the run lasts.
+                is_free, self._groups = self._groups >= GROUPS_PER_FREE_RESTART, 0
+                wait_s = 0.0 if is_free else self._allowance.take(now)
                 if wait_s is None:
-                    raise _given_up(end, before, self._allowance.window_s)
-                said = str(end).partition(_LAST_WORDS)[0] if self.is_sealed else str(end)
-                print(f"the worker is started again: {said}", file=sys.stderr, flush=True)
-                self._report(Renewed("worker", said, before + (not earned), self._allowance.limit))
-                await self._link.close(grace=0)
+                    failure = _used_up(end, before, self._allowance.window_s)
+                    raise self._name_error(failure) from failure.__cause__
+                reason = str(end).partition(_LAST_LINES)[0] if self.is_sealed else str(end)
+                print(f"the worker is started again: {reason}", file=sys.stderr, flush=True)
+                self._report(Renewed("worker", reason, before + (not is_free), self._allowance.limit))
+                await self._worker.close(grace=0)
                 await asyncio.sleep(wait_s)
                 try:
-                    self._link = await self._opened()
+                    self._worker = await self._open_worker()
                 except WorkerFailure as failure:
                     end = failure
                     continue
                 if self.is_sealed:
-                    self._link.seal()
+                    self._worker.seal()
                 return
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
-        """Drop everything that the worker prints meanwhile, also after a restart. Held-out tasks are sampled within
-        it only."""
+        """Drops everything that the worker prints meanwhile, also after a restart.
+
+        Held-out tasks are sampled only within it.
+        """
         self.is_sealed = True
-        (await self.link()).seal()
+        (await self.current()).seal()
         try:
             yield
         finally:
             self.is_sealed = False
-            await self._link.unseal()
+            await self._worker.unseal()
 
     async def close(self) -> None:
-        """Ends it."""
-        await self._link.close()
+        """Ends the worker."""
+        await self._worker.close()
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> RestartingWorker:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
 
-def _given_up(end: WorkerFailure, before: int, window_s: float) -> WorkerFailure:
+def _used_up(end: WorkerFailure, before: int, window_s: float) -> WorkerFailure:
     if not before:
         return end
     often = "once" if before == 1 else f"{before} times"
-    said = f"The environment's worker was started again {often} within {window_s:g} s and ended once more. {end}"
-    return WorkerDied(said, stderr=getattr(end, "stderr", ""))
+    text = f"The environment's worker was started again {often} within {window_s:g} s and ended once more. {end}"
+    return WorkerDied(text, stderr=getattr(end, "stderr", ""))

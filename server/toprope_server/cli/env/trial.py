@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from toprope.records.worker_messages import Card
     from toprope.training.rollouts.environment_worker import EnvironmentWorker
-    from toprope.training.rollouts.group_sampler import Made
+    from toprope.training.rollouts.group_sampler import SampledGroup
     from toprope.workbench.entries import Entry
 
 __all__ = ["check", "play"]
@@ -115,14 +115,14 @@ async def _opened(
 async def _player(
     workshop: Workshop, link: EnvironmentWorker, card: Card, model: str, max_tokens: int
 ) -> AsyncIterator[Any]:
-    """Plays task number `index` of a split: a `Made`, or None where there is no such task."""
+    """Plays task number `index` of a split: a `SampledGroup`, or None if there is no such task."""
     from toprope.sdk.errors import WorkerError
     from toprope.settings.schema import Config
     from toprope.training.inference.client import Sampling
     from toprope.training.rollouts.endpoint_client import EndpointClient
-    from toprope.training.rollouts.env_managed_sampler import OwnLoopMaker
-    from toprope.training.rollouts.group_sampler import RolloutMaker
-    from toprope.training.rollouts.restarting_worker import Worker
+    from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
+    from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
+    from toprope.training.rollouts.restarting_worker import RestartingWorker
     from toprope.workbench.endpoints import keys_for, known_models, require_keys, resolve_models
 
     config = Config()
@@ -136,21 +136,21 @@ async def _player(
         async def again() -> EnvironmentWorker:
             return link
 
-        maker = (OwnLoopMaker if card.own_loop else RolloutMaker)(
-            await Worker.start(again, config.launcher.model_copy(update={"restarts": 0})),
+        maker = (EnvManagedSampler if card.own_loop else GroupSampler)(
+            await RestartingWorker.start(again, config.launcher.model_copy(update={"restarts": 0})),
             player,
             multi_turn=card.max_turns > 1,
             call_timeout_s=60.0,
         )
 
-        async def make(split: str, index: int) -> Made | None:
-            return await maker.make(split, index, 1, sampling) if await has(split, index) else None
+        async def make(split: str, index: int) -> SampledGroup | None:
+            return await maker.sample(TaskRef(split, index), 1, sampling) if await has(split, index) else None
 
         yield make
 
     if model == SOLVER:
 
-        async def solve(split: str, index: int) -> Made | None:
+        async def solve(split: str, index: int) -> SampledGroup | None:
             return await _solved(link, split, index) if await has(split, index) else None
 
         if card.own_loop:
@@ -170,18 +170,18 @@ async def _player(
         finally:
             await client.close()
         return
-    from toprope.training.rollouts.preview_policy import serving
+    from toprope.training.rollouts.preview_policy import serve_policy
 
     config.policy = config.policy.model_copy(update={"model": model})
     news = _News()
-    async with serving(config, workshop.home.policies, news.told) as policy, played_by(policy) as make:
+    async with serve_policy(config, workshop.home.policies, news.told) as policy, played_by(policy) as make:
         yield make
 
 
-async def _solved(link: EnvironmentWorker, split: str, index: int) -> Made:
+async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGroup:
     """A rollout that the environment's own solver plays."""
     from toprope.records.journal.groups import Outcome
-    from toprope.training.rollouts.group_sampler import Made, told
+    from toprope.training.rollouts.group_sampler import SampledGroup, excerpt
 
     began = await link.begin(split, index, 1, timeout=_CALL_S)
     [handle], messages = began.rollouts, list(began.messages)
@@ -198,8 +198,8 @@ async def _solved(link: EnvironmentWorker, split: str, index: int) -> Made:
         messages += [{"role": "assistant", "content": said}, *moved.messages]
         if moved.done:
             outcome = moved.outcome or (await link.settle([handle], timeout=_CALL_S))[0]
-    talk = told(messages[first:]) if len(messages) > first else ""
-    return Made(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
+    talk = excerpt(messages[first:]) if len(messages) > first else ""
+    return SampledGroup(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
 
 
 def _found(workshop: Workshop, name: str) -> Entry:
@@ -226,15 +226,15 @@ def _found(workshop: Workshop, name: str) -> Entry:
     return entries[0]
 
 
-def _show(made: Made, index: int, card: Card) -> int:
+def _show(made: SampledGroup, index: int, card: Card) -> int:
     from toprope.text_format import number
 
     [outcome] = made.outcomes
     typer.echo(f"\n--- task {index} ({made.task_id})")
     for message in made.messages:
         typer.echo(f"{message['role']}: {_cut(str(message.get('content', '')))}")
-    typer.echo("answer:" if len(made.talks) and "\n" in made.talks[0] else "answer: ", nl=False)
-    said = made.talks[0] if made.talks else made.texts[0]
+    typer.echo("answer:" if len(made.transcripts) and "\n" in made.transcripts[0] else "answer: ", nl=False)
+    said = made.transcripts[0] if made.transcripts else made.texts[0]
     typer.echo(f"\n{_cut(said)}" if "\n" in said else _cut(said))
     parts = ", ".join(f"{name} {number(value)}" for name, value in outcome.parts.items())
     facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
