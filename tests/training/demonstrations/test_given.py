@@ -93,12 +93,12 @@ def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
     return list(read_traces(tmp_path / "traces.jsonl")), seen
 
 
-def test_a_task_has_the_same_id_here_as_in_its_environment():
+def test_content_id_equals_task_id():
     for prompt in ("What  is 3\n+ 4?", [{"role": "system", "content": "S"}, {"role": "user", "content": "Ünder"}]):
         assert content_id(Task(prompt).messages) == Task(prompt).id
 
 
-def test_a_data_sets_items_are_learned_but_for_what_is_held_out(tmp_path: Path):
+def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     by_id = TrajectoryItem("other words", "x", 1.0, {"task": Task("104 + 1?").id})
     of_mixture = TrajectoryItem("others", "x", 1.0, {"task": f"add/{Task('105 + 1?').id}"})
     made(
@@ -118,14 +118,14 @@ def test_a_data_sets_items_are_learned_but_for_what_is_held_out(tmp_path: Path):
     assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
 
 
-def test_nothing_to_learn_from_is_said(tmp_path: Path):
+def test_data_set_without_usable_items_is_refused(tmp_path: Path):
     made(tmp_path / "datasets", item(103), item(4, answer=""))
     with pytest.raises(InvalidValue, match="1 items are of held-out tasks, 1 lack"):
         taken(tmp_path, frozen(tmp_path))
     assert not (tmp_path / "traces.jsonl").exists()
 
 
-def test_a_data_set_that_is_not_what_was_frozen_is_refused(tmp_path: Path):
+def test_changed_data_set_is_refused(tmp_path: Path):
     made(tmp_path / "datasets", item(1))
     specification = frozen(tmp_path)
     file = Path(specification.dataset.file)

@@ -83,9 +83,7 @@ def member(tmp_path: Path) -> Member:
     return Member(EnvironmentSource(name="echo", file=str(file), attribute="Echo"), config)
 
 
-def test_the_worker_gets_the_keys_that_the_owner_named_for_it_and_the_first_task_scores(
-    member: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_gets_named_keys_and_scores_first_task(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "j")
     monkeypatch.setenv("TOPROPE_RUN_SECRET", "s")
     driver = Driver(member)  # type: ignore[arg-type]
@@ -124,7 +122,7 @@ class FullApi:
         return True
 
 
-def test_prompts_that_are_too_long_are_failed_groups_and_end_the_run_only_when_nothing_else_comes(
+def test_too_long_prompts_fail_groups_then_the_run(
     member: Member,
 ) -> None:
     class Sampler:
@@ -166,7 +164,7 @@ def produce(member: Member, api: FullApi, sampler: Any = None) -> Any:
     return GroupProducer(member, environments, api, None, None, tasks).run()  # type: ignore[arg-type]
 
 
-def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:
+def test_failed_wait_for_room_ends_production(member: Member) -> None:
     async def run() -> None:
         async with asyncio.timeout(10):
             await produce(member, FullApi(ComponentFailed("the api is gone")))
@@ -176,7 +174,7 @@ def test_a_wait_for_room_that_fails_ends_the_production(member: Member) -> None:
     assert "the api is gone" in str(caught.value.exceptions[0])
 
 
-def test_nobody_waits_for_room_once_production_has_ended(member: Member) -> None:
+def test_cancelled_production_stops_waiting_for_room(member: Member) -> None:
     async def run() -> FullApi:
         api = FullApi()
         task = asyncio.create_task(produce(member, api))
@@ -190,7 +188,7 @@ def test_nobody_waits_for_room_once_production_has_ended(member: Member) -> None
     asyncio.run(run())
 
 
-def test_every_group_that_was_begun_is_posted_or_given_up_with_a_reason_and_ids_name_the_life(member: Member) -> None:
+def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     class Mixed:
         """Goes wrong in every way once, then well, and at last for ever."""
 

@@ -130,7 +130,7 @@ def told(messages: list[dict[str, Any]], index: int) -> str:
     return number if kind == "sum" or int(number) < 50 else "no"
 
 
-def test_evaluations_count_all_tasks_together_and_each_environment_by_itself(tmp_path: Path) -> None:
+def test_evaluation_of_mixture_counts_total_and_each_environment(tmp_path: Path) -> None:
     member, policy = member_of(tmp_path), ScriptedPolicy(told)
 
     async def work(environments: EnvironmentSet) -> Any:
@@ -203,7 +203,7 @@ def owners(groups: list[Group]) -> list[str]:
     return [group.environment or "" for group in groups]
 
 
-def test_groups_come_by_their_shares_and_an_attempt_that_goes_on_takes_up_their_numbers(tmp_path: Path) -> None:
+def test_mixture_keeps_shares_and_task_numbers_on_resume(tmp_path: Path) -> None:
     member = member_of(tmp_path, {"environment.weight": 3.0, "algorithm.deterministic": True})
     policy = ScriptedPolicy(told)
 
@@ -228,7 +228,7 @@ def test_groups_come_by_their_shares_and_an_attempt_that_goes_on_takes_up_their_
     assert len(names) == len(set(names))
 
 
-def test_an_environment_that_fails_for_good_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_failed_environment_of_mixture_is_named(tmp_path: Path) -> None:
     member = member_of(tmp_path, {"launcher.restarts": 1, "launcher.restart_backoff_s": 0.0})
 
     async def killed(environments: EnvironmentSet) -> None:
@@ -274,7 +274,7 @@ def player_error(found: Any) -> BaseException | None:
     return found if isinstance(found, BaseException) else None
 
 
-def test_owners_locks_hold_for_the_defaults_of_environments_that_are_mixed_in(tmp_path: Path) -> None:
+def test_locks_hold_for_knob_defaults_of_mixed_in_environment(tmp_path: Path) -> None:
     member = member_of(tmp_path, knobs={})
     file = member.spec.environment.file
     spec = member.spec.model_copy(
@@ -295,9 +295,7 @@ def test_owners_locks_hold_for_the_defaults_of_environments_that_are_mixed_in(tm
 CLIMB = {"knob": "largest", "levels": [3, 5, 7], "success": 0.75, "min_steps": 4, "window": 4, "earlier_share": 0.25}
 
 
-def test_a_curriculum_moves_on_validation_tasks_of_its_level_and_is_taken_up_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curriculum_advances_on_validation_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     member = member_of(tmp_path, {"environment.curriculum": CLIMB, "algorithm.deterministic": True})
     asked: list[str] = []
 
@@ -332,7 +330,7 @@ def test_a_curriculum_moves_on_validation_tasks_of_its_level_and_is_taken_up_aga
     assert "9" not in trained, "the knob's own value is at no level"
 
 
-def test_evaluations_measure_the_last_level_whatever_is_trained(tmp_path: Path) -> None:
+def test_evaluation_uses_measured_level(tmp_path: Path) -> None:
     member = member_of(tmp_path, {"environment.curriculum": CLIMB})
     member.spec = member.spec.model_copy(update={"mixture": []})
     member.spec.config.environment.mixture = []

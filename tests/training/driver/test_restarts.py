@@ -113,9 +113,7 @@ def pid_of(folder: RunFolder, name: str) -> int:
     return eventually(look, f"a process of {name}")
 
 
-def test_each_of_the_crew_is_killed_once_and_the_run_completes_with_exact_books(
-    tmp_path: Path, specification: Specification
-) -> None:
+def test_run_completes_with_exact_account_after_each_kill(tmp_path: Path, specification: Specification) -> None:
     runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
     folder = runs.start(specification)
     try:

@@ -60,7 +60,7 @@ def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
     return reports, asked.count("score")
 
 
-def test_a_sound_environment_costs_two_calls(tmp_path: Path) -> None:
+def test_sound_environment_needs_two_scores(tmp_path: Path) -> None:
     code = "    def score(self): return float(self.answer == self.task.reference)\n"
     assert tried(tmp_path, code) == ([], 2)
 
@@ -73,20 +73,20 @@ def test_a_sound_environment_costs_two_calls(tmp_path: Path) -> None:
         "    def score(self): raise ValueError('always')\n",
     ],
 )
-def test_what_cannot_teach_is_refused_unless_somebody_said_why(tmp_path: Path, code: str) -> None:
+def test_constant_reward_is_refused_without_unchecked_reason(tmp_path: Path, code: str) -> None:
     with pytest.raises(ComponentFailed, match="cannot teach anything") as refusal:
         tried(tmp_path, code)
     assert "environment.unchecked_reason" in refusal.value.hint and "check_environment" in refusal.value.hint
     tried(tmp_path, code, unchecked_reason="a control run")
 
 
-def test_what_nobody_can_tell_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_unknown_reference_is_not_refused(tmp_path: Path) -> None:
     unknown = "        for n in range(60): yield Task(f'Ask {n}')\n    def score(self): return 0.0\n"
     tried(tmp_path, "    def tasks(self):\n" + unknown)
     tried(tmp_path, "    max_turns = 5\n    def score(self): return 0.0\n    def solve(self, variant=0): return None\n")
 
 
-def test_an_answer_that_ends_the_worker_costs_that_answer(tmp_path: Path) -> None:
+def test_answer_that_ends_worker_is_skipped(tmp_path: Path) -> None:
     code = (
         "    def score(self):\n        if not self.answer: os._exit(3)\n"
         "        return float(self.answer == self.task.reference)\n"

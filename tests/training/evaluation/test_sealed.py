@@ -105,7 +105,7 @@ def canaries(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("answer", ["1", "raise"])
-def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
+def test_heldout_tasks_reach_no_file_and_no_log(tmp_path, answer):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
     ) -> set[str]:
@@ -135,7 +135,7 @@ def test_held_out_tasks_reach_no_file_and_no_log(tmp_path, answer):
     assert measured["sampled"]["answer_tokens"] > 0
 
 
-def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
+def test_worker_death_in_heldout_task_hides_its_output(tmp_path):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
     ) -> None:
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_of_a_held_out_task_takes_its_words_along(tmp_path):
     assert "canary" not in str(failed.value)
 
 
-def test_the_worker_is_heard_again_after_a_seal(tmp_path):
+def test_worker_output_is_logged_after_seal(tmp_path):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
     ) -> None:
@@ -160,7 +160,7 @@ def test_the_worker_is_heard_again_after_a_seal(tmp_path):
     assert heard.data.count(b"are not kept") == 3 and heard.data.count(b"scoring") == 1
 
 
-def test_nothing_but_the_evaluations_before_and_after_plays_held_out_tasks(tmp_path):
+def test_only_sealed_evaluations_sample_heldout_tasks(tmp_path):
     """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
     played: list[str] = []
 
@@ -195,7 +195,7 @@ def long_text(start: int) -> str:
     return "Read this: " + " ".join(f"word{start * 100 + number}" for number in range(30))
 
 
-def test_copies_under_another_spelling_and_shared_passages_are_counted():
+def test_contamination_counts_copies_and_shared_passages():
     contents = ContaminationTracker()
     for number in range(25):
         contents.add("heldout", f"h{number}", ask(f"What is the sum of {number} and 7, please tell me now?"))
@@ -215,7 +215,7 @@ def test_copies_under_another_spelling_and_shared_passages_are_counted():
     assert normalized_words(ask("Ｗｈａｔ\u200b is it??")) == normalized_words(ask("what IS it"))
 
 
-def test_what_measures_is_known_by_its_source(tmp_path):
+def test_environment_digest_follows_source(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("a = 1\n")
     source = EnvironmentSource(name="mine", file=str(file), attribute="A")
@@ -232,7 +232,7 @@ def test_what_measures_is_known_by_its_source(tmp_path):
     )
 
 
-def test_what_earlier_attempts_saw_stays(tmp_path):
+def test_contamination_of_earlier_attempts_stays(tmp_path):
     folder, contents = RunFolder(tmp_path), ContaminationTracker()
     contents.add("train", "t", ask("x"))
     write_contamination(folder, 1, contents)

@@ -59,7 +59,7 @@ def chat(server: OpenAiStandIn, model: str, n: int = 1, **options: Any) -> tuple
     return asyncio.run(work())
 
 
-def test_an_answer_costs_what_the_endpoint_says_or_the_owner(server: OpenAiStandIn) -> None:
+def test_usage_cost_by_endpoint_or_owner_prices(server: OpenAiStandIn) -> None:
     answers, client = chat(server, "right", n=3)
     assert [(answer.text, answer.truncated) for answer in answers] == [("3", False)] * 3
     path, key, body = server.seen[0]
@@ -73,20 +73,20 @@ def test_an_answer_costs_what_the_endpoint_says_or_the_owner(server: OpenAiStand
     assert chat(server, "priced", n=2)[1].usage.cost(prices) == 0.5
 
 
-def test_a_wrong_key_is_said_at_once_and_never_repeated(server: OpenAiStandIn) -> None:
+def test_wrong_key_fails_at_once_without_leaking(server: OpenAiStandIn) -> None:
     with pytest.raises(ModelFailed, match="HTTP 401") as refused:
         chat(server, "forbidden")
     assert KEY not in str(refused.value) and "***" in str(refused.value)
     assert len(server.seen) == 1
 
 
-def test_a_limit_is_waited_out_for_as_long_as_the_endpoint_asks(server: OpenAiStandIn) -> None:
+def test_retry_after_is_respected(server: OpenAiStandIn) -> None:
     answers, client = chat(server, "limited")
     assert answers[0].text == "3" and client.usage.retries == 1
     assert server.times[1] - server.times[0] >= 0.4
 
 
-def test_what_stays_wrong_is_an_unanswered_question(server: OpenAiStandIn) -> None:
+def test_persistent_errors_leave_question_unanswered(server: OpenAiStandIn) -> None:
     with pytest.raises(Unanswered, match=r"3 tries.*HTTP 500"):
         chat(server, "broken", tries=3)
     assert len(server.seen) == 3
@@ -97,13 +97,13 @@ def test_what_stays_wrong_is_an_unanswered_question(server: OpenAiStandIn) -> No
         chat(server, "silent", tries=2, timeout_s=0.2)
 
 
-def test_a_redirect_takes_the_key_nowhere(server: OpenAiStandIn) -> None:
+def test_redirect_is_not_followed(server: OpenAiStandIn) -> None:
     with pytest.raises(ModelFailed, match="HTTP 307"):
         chat(server, "moved")
     assert [path for path, _, _ in server.seen] == ["/v1/chat/completions"]
 
 
-def test_nobody_there_is_unanswered() -> None:
+def test_unreachable_endpoint_leaves_question_unanswered() -> None:
     async def work() -> None:
         client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, tries=2)
         try:
@@ -151,7 +151,7 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
     return asyncio.run(work())
 
 
-def test_each_model_is_measured_by_itself(tmp_path: Path, server: OpenAiStandIn) -> None:
+def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandIn) -> None:
     found = play(tmp_path, server, ["forbidden", "base", "right", "mute"])
     began = time.monotonic()
     found += play(tmp_path, server, ["silent"], seconds_per_model=3.0)
@@ -168,7 +168,7 @@ def test_each_model_is_measured_by_itself(tmp_path: Path, server: OpenAiStandIn)
     assert best is not None and best.name == "right"
 
 
-def test_a_few_refused_questions_are_left_out_and_many_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:
+def test_too_many_refused_questions_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:
     picky = play(tmp_path, server, ["picky"], tasks=30)[0]
     asked = {body["messages"][-1]["content"] for _, _, body in server.seen}
     refused = sum("3" in question for question in asked)

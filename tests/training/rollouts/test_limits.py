@@ -50,7 +50,7 @@ async def said(link: EnvironmentWorker, answer: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
-def test_a_denied_network_is_denied_to_children_too_and_leaves_the_machines_own_sockets(tmp_path: Path) -> None:
+def test_denied_network_covers_children_but_not_socket_pairs(tmp_path: Path) -> None:
     async def run() -> None:
         async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.close()
@@ -68,7 +68,7 @@ def test_a_denied_network_is_denied_to_children_too_and_leaves_the_machines_own_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
-def test_too_much_at_once_is_an_error_of_that_rollout(tmp_path: Path) -> None:
+def test_large_allocation_is_error_of_rollout(tmp_path: Path) -> None:
     async def run() -> None:
         async with await opened(tmp_path, memory_mb=300) as link:
             assert "MemoryError" in (await said(link, "keep 600"))["error"]
@@ -77,7 +77,7 @@ def test_too_much_at_once_is_an_error_of_that_rollout(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_what_creeps_up_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
+def test_memory_growth_ends_worker_with_reason(tmp_path: Path) -> None:
     async def run() -> None:
         link = await opened(tmp_path)
         limit = round(resident_mb(link.pid)) + 60
@@ -93,7 +93,7 @@ def test_what_creeps_up_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_did_its_work_may_end_without_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_productive_worker_restarts_for_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GROUPS_PER_FREE_RESTART", 5)
     reports: list[Any] = []
 
@@ -111,7 +111,7 @@ def test_a_worker_that_did_its_work_may_end_without_a_count(tmp_path: Path, monk
     assert [(one.number, one.limit) for one in reports if isinstance(one, Renewed)] == [(0, 1), (0, 1), (1, 1)]
 
 
-def test_failures_have_few_names() -> None:
+def test_failure_reasons_and_error_kinds_are_few() -> None:
     from toprope.records.journal.groups import Outcome
 
     assert failure_reason(WorkerError("raised", "KeyError", "x")) == "the environment failed"
@@ -124,7 +124,7 @@ def test_failures_have_few_names() -> None:
     assert len(errors.by_kind) <= 13 and errors.by_kind["other"] == 30
 
 
-def test_halves_of_characters_reach_nobody(tmp_path: Path) -> None:
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(
         "from toprope.sdk import Environment, Task\nclass Odd(Environment):\n    max_turns = 2\n"
         "    def tasks(self):\n        for n in range(60): yield Task(f'Say \\ud800 {n}')\n"

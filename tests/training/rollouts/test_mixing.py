@@ -32,7 +32,7 @@ def order(mixer: MixtureScheduler, count: int) -> list[str]:
     return found
 
 
-def test_shares_hold_after_any_number_of_groups_and_the_seed_decides_ties_alone() -> None:
+def test_shares_hold_at_any_time_and_seed_decides_ties() -> None:
     assert mixture_shares(CLAIMS) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
     found = order(MixtureScheduler(CLAIMS), 400)
     for count in range(1, 401):
@@ -44,7 +44,7 @@ def test_shares_hold_after_any_number_of_groups_and_the_seed_decides_ties_alone(
     assert len(starts) > 1 and all(sorted(start) == list("abcd") for start in starts)
 
 
-def test_an_order_goes_on_where_it_was() -> None:
+def test_restored_schedule_continues() -> None:
     whole, first = MixtureScheduler(CLAIMS), MixtureScheduler(CLAIMS)
     found = order(whole, 40)
     assert order(first, 17) == found[:17]
@@ -55,7 +55,7 @@ def test_an_order_goes_on_where_it_was() -> None:
         second.restore(MixtureScheduler([MixtureEntry("others")]).state())
 
 
-def test_a_slow_environment_leaves_room_for_the_others_until_its_minimum_is_at_stake() -> None:
+def test_slow_environment_leaves_room_down_to_its_minimum() -> None:
     def begun(claims: list[MixtureEntry], groups: int) -> Counter[str]:
         mixer, found = MixtureScheduler(claims, places=16), []
         while len(found) < groups and (label := mixer.choose()) is not None:
@@ -70,7 +70,7 @@ def test_a_slow_environment_leaves_room_for_the_others_until_its_minimum_is_at_s
     assert sum(held.values()) < 500 and held["slow"] / sum(held.values()) == pytest.approx(0.25, abs=0.03)
 
 
-def test_whose_groups_are_dropped_is_chosen_more_often_and_the_others_keep_half_of_theirs() -> None:
+def test_environment_below_minimum_is_chosen_more_often() -> None:
     mixer = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
     draw, trained = random.Random(0), Counter({"a": 1})
     for _ in range(60):
@@ -89,7 +89,7 @@ def test_whose_groups_are_dropped_is_chosen_more_often_and_the_others_keep_half_
     assert hopeless.shares == pytest.approx({"a": 0.5, "b": 0.5})
 
 
-def test_a_turn_that_came_to_nothing_is_given_back() -> None:
+def test_uncounted_turn_is_given_back() -> None:
     mixer, counted = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b")]), Counter()
     for number in range(60):
         label = mixer.choose()
@@ -105,7 +105,7 @@ def group(environment: str, *rewards: float) -> Group:
     return Group([[1]], [[1]], [0.0], environment=environment, outcomes=outcomes)
 
 
-def test_a_step_tells_of_each_environment() -> None:
+def test_step_has_metrics_of_each_environment() -> None:
     several = EnvironmentMetrics(["sums", "words", "games"])
     seen = [group("sums", 1, 0), group("sums", 0, 0), group("words", 1, 1)]
     numbers = several.add_step(seen, seen[:1])
@@ -118,7 +118,7 @@ def test_a_step_tells_of_each_environment() -> None:
     assert EnvironmentMetrics(["sums"]).add_step(seen, seen) == {}
 
 
-def test_levels_open_on_success_and_some_groups_stay_at_earlier_ones() -> None:
+def test_levels_open_on_success_and_earlier_ones_stay() -> None:
     curriculum = Curriculum(knob="digits", levels=[1, 2, 4], success=0.75, min_steps=10, window=8, earlier_share=0.25)
     climb = CurriculumProgress(curriculum)
     assert {climb.next_level() for _ in range(20)} == {0} and not climb.is_due(9) and climb.is_due(10)
@@ -141,7 +141,7 @@ def test_levels_open_on_success_and_some_groups_stay_at_earlier_ones() -> None:
     assert CurriculumProgress(curriculum.model_copy(update={"levels": [1, 3]}), climb.record).level == 0
 
 
-def test_where_curricula_stand_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_curricula_file_round_trip(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert Curricula.read(folder) is None
     climb = CurriculumProgress(Curriculum(knob="digits", levels=["a", "b"]))
@@ -164,13 +164,13 @@ def test_where_curricula_stand_is_read_as_it_was_written(tmp_path: Path) -> None
         ("rewards", [{"name": "x", "fn": "x.py:f", "low": 2}], "low 2 is above high 1"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(field: str, value: object, says: str) -> None:
+def test_invalid_mixture_is_refused_with_its_place(field: str, value: object, says: str) -> None:
     with pytest.raises(Exception) as refused:
         apply(Config(), {f"environment.{field}": value})
     assert says in str(refused.value) and "Value error" not in str(refused.value)
 
 
-def test_each_environment_has_settings_of_its_own_and_shares_that_are_possible() -> None:
+def test_mixture_entries_have_own_settings_and_possible_shares() -> None:
     config = Config()
     config.environment.name = "sums"
     given = [{"name": "words", "weight": 2, "max_turns": 3, "knobs": {"k": 1}}, {"name": "sums", "label": "more sums"}]

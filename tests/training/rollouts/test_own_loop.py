@@ -127,9 +127,7 @@ async def numbers(maker: EnvManagedSampler) -> dict[str, int]:
     return {task["messages"][0]["content"]: index for index, task in enumerate(found)}
 
 
-def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
-    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
-) -> None:
+def test_only_turns_of_the_outcome_are_trained(engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path) -> None:
     async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
         places = await numbers(maker)
         good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
@@ -152,9 +150,7 @@ def test_what_a_rollout_rests_on_is_trained_and_nothing_else(
     play(engine, tiny_policy, tmp_path, body)
 
 
-def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
-    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
-) -> None:
+def test_chosen_answer_of_several_is_trained(engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path) -> None:
     async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
         index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
         made = await maker.sample(TaskRef("train", index), 4, SAMPLING)
@@ -168,7 +164,7 @@ def test_of_several_answers_to_a_question_the_one_that_was_taken_is_trained(
     play(engine, tiny_policy, tmp_path, body)
 
 
-def test_a_bad_rollout_is_data_and_a_dead_worker_costs_its_own_group_only(
+def test_rollout_error_is_data_and_dead_worker_costs_one_group(
     engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
     async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
@@ -198,7 +194,7 @@ def test_a_bad_rollout_is_data_and_a_dead_worker_costs_its_own_group_only(
     play(engine, tiny_policy, tmp_path, body)
 
 
-def test_a_fixed_answer_is_scored_by_letting_the_environment_play(tmp_path: Path) -> None:
+def test_fixed_answer_is_scored_by_a_scripted_policy(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)
 
     async def work() -> None:
@@ -214,7 +210,7 @@ def test_a_fixed_answer_is_scored_by_letting_the_environment_play(tmp_path: Path
     asyncio.run(work())
 
 
-def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path: Path) -> None:
+def test_endpoint_key_is_hidden_from_worker(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)
     stand_in = OpenAiStandIn(lambda question: f"heard {question[:6]}")
     key = "sk-very-secret-0123456789"
@@ -255,7 +251,7 @@ def test_a_model_at_an_endpoint_plays_without_the_worker_seeing_its_key(tmp_path
         stand_in.close()
 
 
-def test_the_relay_opens_to_its_rollouts_only_and_speaks_the_dialect() -> None:
+def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
     stand_in = OpenAiStandIn(lambda question: "hm")
 
     async def work() -> None:
@@ -288,7 +284,7 @@ def turn(prompt: str, answer: str) -> Turn:
     return Turn([ord(letter) for letter in prompt], [1], [-0.1], [(0, 1)], "stop", prompt, answer + "<eos>")
 
 
-def test_the_chain_follows_the_conversation() -> None:
+def test_outcome_turns_follow_the_conversation() -> None:
     first, again, branch, second = turn("a", "one"), turn("a", "uno"), turn("ab", "lost"), turn("abc", "two")
     turns = [first, again, branch, second]
 
@@ -301,7 +297,7 @@ def test_the_chain_follows_the_conversation() -> None:
     assert outcome_turns(turns, said("something else")) == [again, branch, second]
 
 
-def test_the_fixed_answer_streams_for_clients_that_want_that() -> None:
+def test_scripted_policy_streams() -> None:
     import urllib.request
 
     from toprope.sdk.worker.scripted_policy import scripted_session

@@ -76,7 +76,7 @@ def number_below(messages: list[dict[str, Any]], index: int) -> str:
     return str(start - said - 1)
 
 
-def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> None:
+def test_multi_turn_group_uses_one_session(tmp_path: Path) -> None:
     policy = ScriptedPolicy(number_below)
 
     async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
@@ -100,7 +100,7 @@ def test_a_group_is_played_over_its_turns_under_one_session(tmp_path: Path) -> N
     assert policy.closed == [f"g{index}" for index in range(6)]
 
 
-def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None:
+def test_raising_rollout_does_not_harm_its_group(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "boom" if index == 1 else number_below(messages, index))
 
     async def work(maker: GroupSampler, link: EnvironmentWorker) -> SampledGroup:
@@ -112,7 +112,7 @@ def test_one_rollout_that_raises_does_not_harm_its_group(tmp_path: Path) -> None
     assert [outcome.reward for outcome in made.outcomes] == [1.0, 0.0, 1.0]
 
 
-def test_a_conversation_that_outgrows_the_context_is_a_truncated_rollout(tmp_path: Path) -> None:
+def test_outgrown_context_truncates_rollout(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "x" * 30, context=60)
 
     async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
@@ -124,7 +124,7 @@ def test_a_conversation_that_outgrows_the_context_is_a_truncated_rollout(tmp_pat
     assert all(outcome.truncated and outcome.reward == 0 and outcome.turns == 1 for outcome in outgrown)
 
 
-def test_a_failing_policy_leaves_no_rollout_in_the_worker(tmp_path: Path) -> None:
+def test_failing_policy_leaves_no_rollout_in_worker(tmp_path: Path) -> None:
     def answer(messages: list[dict[str, Any]], index: int) -> str:
         raise RuntimeError("inference is gone")
 
@@ -150,7 +150,7 @@ def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     return play(tmp_path, policy, work)
 
 
-def test_a_task_that_cannot_be_played_is_an_error_of_the_evaluation_and_not_its_end(tmp_path: Path) -> None:
+def test_failed_task_is_error_in_evaluation(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, context=len("Count down from 1 (game 100)\n"))
     assert summary["tasks"] == 12
     assert 0 < summary["errors"] < 12
@@ -158,12 +158,12 @@ def test_a_task_that_cannot_be_played_is_an_error_of_the_evaluation_and_not_its_
     assert "no room for an answer" in (tmp_path / "evaluations" / "before.json").read_text()
 
 
-def test_an_evaluation_in_which_nothing_can_be_played_fails(tmp_path: Path) -> None:
+def test_evaluation_without_any_sample_fails(tmp_path: Path) -> None:
     with pytest.raises(ComponentFailed, match="None of the 12 tasks .* no room"):
         evaluate(tmp_path, context=5)
 
 
-def test_the_summary_counts_and_averages() -> None:
+def test_summarize_counts_and_averages() -> None:
     from toprope.records.journal.groups import Outcome
 
     summary = summarize(

@@ -101,7 +101,7 @@ async def all_of(maker: GroupSampler, count: int, split: str = "train") -> list[
     return await asyncio.gather(*work, return_exceptions=True)
 
 
-def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Path) -> None:
+def test_task_that_ends_worker_costs_only_its_own_group(tmp_path: Path) -> None:
     """Eight at a time in one worker: one of them crashes it, one hangs in it."""
     policy = Says("fine", "die", "fine", "hang")
     made, reports = play(tmp_path, policy, lambda maker, _: all_of(maker, 8), restarts=2, call_timeout_s=5)
@@ -115,7 +115,7 @@ def test_an_item_that_ends_its_worker_costs_its_neighbours_nothing(tmp_path: Pat
     ]
 
 
-def test_a_worker_that_somebody_killed_leaves_nothing_out(tmp_path: Path) -> None:
+def test_killed_worker_loses_no_group(tmp_path: Path) -> None:
     async def work(maker: GroupSampler, worker: RestartingWorker) -> list[Any]:
         os.kill((await worker.current()).pid, signal.SIGKILL)
         return await all_of(maker, 3)
@@ -126,7 +126,7 @@ def test_a_worker_that_somebody_killed_leaves_nothing_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_worker_that_ends_too_often_is_given_up_with_its_last_words(tmp_path: Path, restarts: int) -> None:
+def test_used_up_restarts_raise_with_last_lines(tmp_path: Path, restarts: int) -> None:
     async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         for number in range(restarts):
             with pytest.raises(WorkerError):
@@ -141,7 +141,7 @@ def test_a_worker_that_ends_too_often_is_given_up_with_its_last_words(tmp_path: 
     assert len(reports) == restarts
 
 
-def test_what_a_worker_says_last_of_sealed_tasks_is_told_to_nobody(tmp_path: Path) -> None:
+def test_last_lines_of_sealed_worker_are_dropped(tmp_path: Path) -> None:
     async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         async with worker.sealed():
             made = await all_of(maker, 3, "heldout")
@@ -156,7 +156,7 @@ def test_what_a_worker_says_last_of_sealed_tasks_is_told_to_nobody(tmp_path: Pat
     assert [one.reason for one in reports] == ["The worker ended with exit code 7."]
 
 
-def test_a_lost_session_ends_a_group_for_training_and_only_repeats_an_evaluation(tmp_path: Path) -> None:
+def test_lost_session_ends_training_group_but_repeats_evaluation(tmp_path: Path) -> None:
     async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
         with pytest.raises(SessionLost):
             await maker.sample(TaskRef("train", 0), 2, SAMPLING)

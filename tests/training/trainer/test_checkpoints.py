@@ -39,7 +39,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: int) -> list[float]
     return losses
 
 
-def test_training_goes_on_from_a_checkpoint_as_without_it(tiny_policy: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_continues_exactly(tiny_policy: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_policy)
     model, optimizer, scheduler = make(tiny_policy)
     torch.manual_seed(1)
@@ -59,7 +59,7 @@ def test_training_goes_on_from_a_checkpoint_as_without_it(tiny_policy: Path, tmp
     assert load_tokenizer(path / "model").chat_template == tokenizer.chat_template
 
 
-def test_nothing_in_it_is_a_pickle_and_only_the_newest_are_kept(tiny_policy: Path, tmp_path: Path) -> None:
+def test_checkpoints_have_no_pickle_and_old_ones_are_removed(tiny_policy: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_policy)
     model, optimizer, scheduler = make(tiny_policy)
     train(model, optimizer, scheduler, 1)
@@ -79,7 +79,7 @@ def test_nothing_in_it_is_a_pickle_and_only_the_newest_are_kept(tiny_policy: Pat
     assert suffixes <= {".json", ".safetensors", ".jinja"}
 
 
-def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
+def test_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-000004" / "model").mkdir(parents=True)
     assert checkpoints_in(tmp_path) == []
 
@@ -101,7 +101,7 @@ def after_one_step(policy: Path, folder: Path) -> tuple[Path, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("broken", ["state.json", "optimizer.safetensors", "random.safetensors"])
-def test_a_broken_checkpoint_is_refused_and_left(tiny_policy: Path, tmp_path: Path, broken: str) -> None:
+def test_damaged_checkpoint_is_refused_and_kept(tiny_policy: Path, tmp_path: Path, broken: str) -> None:
     path, model, optimizer, scheduler = after_one_step(tiny_policy, tmp_path)
     content = (path / broken).read_bytes()[:-7]
     (path / broken).write_bytes(content)
@@ -110,6 +110,6 @@ def test_a_broken_checkpoint_is_refused_and_left(tiny_policy: Path, tmp_path: Pa
     assert (path / broken).read_bytes() == content
 
 
-def test_the_state_names_its_version(tiny_policy: Path, tmp_path: Path) -> None:
+def test_checkpoint_state_has_version(tiny_policy: Path, tmp_path: Path) -> None:
     path, *_ = after_one_step(tiny_policy, tmp_path)
     assert json.loads((path / "state.json").read_text())["version"] == 2

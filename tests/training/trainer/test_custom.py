@@ -87,7 +87,7 @@ def attempt(tiny_policy, monkeypatch, tmp_path):
     return run
 
 
-def test_a_run_by_a_class_of_ones_own_is_a_run_like_any(attempt, tmp_path, tiny_policy):
+def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path, tiny_policy):
     folder = RunFolder.create(tmp_path, "run")
     member = attempt(folder, custom(logging__save_steps=4))
     assert [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6]
@@ -104,7 +104,7 @@ def test_a_run_by_a_class_of_ones_own_is_a_run_like_any(attempt, tmp_path, tiny_
     assert all((served[name] == value).all() for name, value in weights.items()), "what is served is what was saved"
 
 
-def test_it_goes_on_from_its_checkpoint(attempt, tmp_path):
+def test_custom_trainer_resumes_from_checkpoint(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run")
     attempt(folder, custom(), stop_after=3)
     before = json.loads((folder.newest_checkpoint() / "baseline.json").read_text())
@@ -128,14 +128,14 @@ def test_it_goes_on_from_its_checkpoint(attempt, tmp_path):
         (("return Metrics(reward=self.baseline)", "return 1"), "returned int"),
     ],
 )  # fmt: skip
-def test_what_it_gets_wrong_is_said_with_what_to_do(attempt, tmp_path, change, said):
+def test_mistakes_of_custom_trainer_are_explained(attempt, tmp_path, change, said):
     code = example().replace(*change)
     assert code != example()
     with pytest.raises(TopropeError, match=said):
         attempt(RunFolder.create(tmp_path, "run"), custom(), code=code)
 
 
-def test_every_check_is_made_and_nothing_is_sampled_where_one_finds_something(attempt, tmp_path):
+def test_failed_check_prevents_training(attempt, tmp_path):
     code = example().replace('if not data.tasks.get("train"):', "if True:")
     folder = RunFolder.create(tmp_path, "run")
     with pytest.raises(InvalidValue, match="check_config: optimizer.learning_rate is 0.5.*check_dataset: there are no"):
@@ -180,7 +180,7 @@ class _Plain(Trainer):
         pass
 
 
-def test_a_trainers_life_needs_nothing_but_a_session():
+def test_trainer_lives_with_a_stub_session():
     trainer, room, told = _Plain(TrainConfig()), _Room(), []
     assert trainer.state is State.CREATED
     assert trainer.live(room, lambda name, found: told.append((name, found))).accuracy == 1.0
@@ -193,7 +193,7 @@ def test_a_trainers_life_needs_nothing_but_a_session():
     assert trainer.state is State.ERROR and trainer.seen == [State.VALIDATING] and len(room.told) == 1
 
 
-def test_a_trainers_settings_are_the_runs():
+def test_train_config_has_the_runs_settings():
     config = custom(optimizer__warmup_steps=3, evaluation__every_steps=5)
     config.algorithm.trainer_settings = {"epochs": 2, "decay": 0.9}
     made = train_config(config, "cpu")
@@ -201,7 +201,7 @@ def test_a_trainers_settings_are_the_runs():
     assert made.settings == {"decay": 0.9} and made.learning_rate == config.optimizer.learning_rate
 
 
-def test_only_classes_of_named_folders_are_taken(tmp_path):
+def test_trainer_must_be_in_named_folder(tmp_path):
     mine, other, settings = tmp_path / "mine", tmp_path / "other", tmp_path / "settings.yaml"
     made = source(mine)
     source(other)
@@ -264,7 +264,7 @@ class Letters(Environment):
 
 
 @pytest.mark.slow
-def test_it_learns_through_a_real_crew_and_its_life_is_seen(tmp_path, tiny_policy):
+def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):
     runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
     folder = runs.start(specification(tmp_path, tiny_policy, source(tmp_path / "trainers")))
     seen: list[str] = []
@@ -282,11 +282,9 @@ def test_it_learns_through_a_real_crew_and_its_life_is_seen(tmp_path, tiny_polic
             runs.stop(folder.run_id, 0.0)
     status = runs.status(folder.run_id)
     assert status.state == "completed", status.failure
-    assert seen[-1] == "complete" and [one for one in ("training", "complete") if one in seen] == [
-        "training",
-        "complete",
-    ]
-    assert seen == sorted(seen, key=list(State).index), "it never goes back"
+    # Polling may miss short states, so the list is a subsequence of the lifecycle.
+    assert seen[-1] == "complete" and seen == sorted(seen, key=list(State).index), seen
+    assert status.training_at is not None and status.failure is None, status
     assert set(checks_of(status).values()) == {"passed"}
     before, after = (status.evaluations[label]["reward_mean"] for label in ("before", "after"))
     assert after > before + 0.2, (before, after)
@@ -307,7 +305,7 @@ def crew(**states: str) -> dict[str, CrewMember]:
     return {name: CrewMember(state=state, since=0.0) for name, state in states.items()}
 
 
-def test_the_life_of_every_run_in_the_words_of_a_checked_one():
+def test_lifecycle_state_of_status():
     assert state_of(status_of("queued")) == "created"
     begun = status_of(
         "validating", started_at=1.0, crew=crew(policy="finished", inference="ready", environment="starting")
@@ -337,13 +335,13 @@ def test_the_life_of_every_run_in_the_words_of_a_checked_one():
         ("keeper", "No room.", set()),
     ],
 )
-def test_the_check_that_ended_a_run_is_named(component, reason, failed):
+def test_failed_check_is_named(component, reason, failed):
     status = status_of("failed", started_at=1.0, failure=Failure(component=component, reason=reason))
     assert {name for name, how in checks_of(status).items() if how == "failed"} == failed
     assert state_of(status) == "error"
 
 
-def test_keys_that_lie_about_do_not_reach_a_trainer_of_ones_own(tmp_path):
+def test_custom_trainer_gets_no_inherited_keys(tmp_path):
     spec = specification(tmp_path, tmp_path, source(tmp_path / "trainers"))
     spec.config.logging.wandb = "online"
     given: dict[str, Any] = {"folder": tmp_path, "attempt": 1, "secret": "s", "surroundings": {"WANDB_API_KEY": "k1"}}

@@ -29,7 +29,7 @@ from toprope.training.rollouts.task_sampler import TaskSampler
 from toprope.training.trainer.optimization import learning_rate_factor
 
 
-def test_the_api_says_what_a_waiting_trainer_lacks(tmp_path: Path) -> None:
+def test_api_reports_missing_rows(tmp_path: Path) -> None:
     with served(tmp_path / "journal") as api:
         assert api.get("/wanted") == {"version": 0, "rows": 0}
         answers: list[Any] = []
@@ -46,7 +46,7 @@ def test_the_api_says_what_a_waiting_trainer_lacks(tmp_path: Path) -> None:
         assert api.get("/wanted")["rows"] == 0
 
 
-def test_every_request_has_a_seed_of_its_own_that_is_always_the_same() -> None:
+def test_sampling_seeds_are_distinct_and_reproducible() -> None:
     plain, seeded = Sampling(1.0, 1.0, 9), Sampling(1.0, 1.0, 9, seed=5)
     assert plain.at("train", 3) is plain
     places = [("train", 3), ("train", 4), ("heldout", 3), ("train", 3, 1)]
@@ -63,7 +63,7 @@ def policy(tiny_policy: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(tiny_policy).eval(), load_tokenizer(tiny_policy)
 
 
-def test_a_request_alone_in_its_batch_is_answered_the_same_whatever_else_is_asked(policy: tuple[Any, Any]) -> None:
+def test_seeded_request_is_independent_of_others(policy: tuple[Any, Any]) -> None:
     def answered(*others: SamplingRequest) -> Any:
         engine = EmbeddedEngine(*policy, max_context=64, max_rows=1, seed=len(others))
         engine.start()
@@ -104,7 +104,7 @@ class Api:
         return 0
 
 
-def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -> None:
+def test_deterministic_producer_samples_only_wanted_groups() -> None:
     log: list[str] = []
     config = Config()
     config.algorithm.deterministic, config.evaluation.every_steps = True, 2
@@ -158,7 +158,7 @@ def test_groups_are_made_for_a_trainer_that_waits_and_evaluations_in_between() -
     assert [report.label for report in reports if isinstance(report, Evaluated)] == ["step-2", "step-4"]
 
 
-def test_kernels_are_fixed_in_that_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_fixed_in_deterministic_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *given, **named: chosen.append((given, named)))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what the owner chose stays
@@ -170,7 +170,7 @@ def test_kernels_are_fixed_in_that_mode_alone(monkeypatch: pytest.MonkeyPatch) -
     assert chosen == [((True,), {"warn_only": True})] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_the_clock_does_not_move_the_learning_rate() -> None:
+def test_deterministic_learning_rate_ignores_the_clock() -> None:
     config = Config()
     config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps = "linear", 0
     config.budget.steps, config.budget.max_train_seconds = 100, 10.0

@@ -42,9 +42,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_the_api_says_that_its_disk_is_full_and_takes_the_same_group_when_there_is_room(
-    tmp_path: Path, full: threading.Event
-) -> None:
+def test_api_refuses_group_while_disk_is_full(tmp_path: Path, full: threading.Event) -> None:
     with served(tmp_path) as api:
         api.post("/scored_data", group(1))
         full.set()
@@ -58,7 +56,7 @@ def test_the_api_says_that_its_disk_is_full_and_takes_the_same_group_when_there_
         assert (counts["accepted"], counts["delivered"]) == (2, 2)
 
 
-def test_clients_wait_for_room_unless_they_are_to_end(tmp_path: Path, full: threading.Event) -> None:
+def test_client_waits_for_disk_unless_ending(tmp_path: Path, full: threading.Event) -> None:
     with served(tmp_path) as api, SyncApiClient(api.url, SECRET, patience_s=0.0) as client:
         api.post("/scored_data", group(1))
         full.set()
@@ -72,7 +70,7 @@ def test_clients_wait_for_room_unless_they_are_to_end(tmp_path: Path, full: thre
         timer.join()
 
 
-def test_a_trainer_is_taken_up_where_the_journal_allows(tmp_path: Path) -> None:
+def test_take_up_returns_cursor_of_journal(tmp_path: Path) -> None:
     with served(tmp_path) as api:
         lost: Served = api
         for mark in range(1, 6):
@@ -116,7 +114,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_trainer_passes_over_damage_that_nobody_saw_before_and_says_so(attempt: Any, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped_with_warning(attempt: Any, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, stop_after=3, changes={"logging__save_steps": 2})
     flip(folder.newest_checkpoint() / "optimizer.safetensors")
@@ -135,7 +133,7 @@ def test_a_trainer_passes_over_damage_that_nobody_saw_before_and_says_so(attempt
         attempt(folder)
 
 
-def test_a_journal_that_was_lost_costs_a_warning(attempt: Any, tmp_path: Path) -> None:
+def test_lost_journal_is_a_warning(attempt: Any, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, stop_after=3)
     member, api = attempt(folder, take_up=0)
@@ -143,9 +141,7 @@ def test_a_journal_that_was_lost_costs_a_warning(attempt: Any, tmp_path: Path) -
     assert f"ends {3 * GROUPS} groups before it" in member.of(Warned)[0].what
 
 
-def test_a_checkpoint_without_room_is_written_later_and_the_one_before_it_stands(
-    attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_retried_after_full_disk(attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, real, tries = RunFolder.create(tmp_path, "run-1"), checkpoints.seal, []
 
     def seal(path: Path) -> None:
@@ -164,7 +160,7 @@ def test_a_checkpoint_without_room_is_written_later_and_the_one_before_it_stands
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000002", "step-000006"]
 
 
-def test_at_the_end_a_full_disk_is_waited_for_unless_the_run_is_stopped(
+def test_final_checkpoint_waits_for_disk_until_stop(
     attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seal(path: Path) -> None:

@@ -40,7 +40,7 @@ OPTIONAL = {
 }
 
 
-def test_trl_reads_the_keys_that_we_give() -> None:
+def test_trl_reads_only_our_batch_keys() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
     read = set()
     for node in ast.walk(tree):
@@ -92,14 +92,14 @@ def test_garbage_logprobs_change_the_loss(tiny_policy: Path, tmp_path: Path) -> 
     assert garbage[0]["clip_ratio/region_mean"] > 0.2
 
 
-def test_every_step_leaves_one_row_under_trls_names(tiny_policy: Path, tmp_path: Path) -> None:
+def test_every_step_has_one_row_with_trl_names(tiny_policy: Path, tmp_path: Path) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
     rows, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {"loss", "grad_norm", "learning_rate", "entropy", "clip_ratio/region_mean", "reward"} <= set(rows[0])
 
 
-def test_the_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Path) -> None:
+def test_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Path) -> None:
     group = rollout_group([0.0, 0.0, 1.0, 0.0])
     config = small_config(rollout__groups_per_step=1, budget__steps=20, optimizer__learning_rate=0.1)
     config.algorithm.epsilon_high = 50.0
@@ -135,7 +135,7 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
 
 
 @pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")])
-def test_every_name_of_the_family_trains_as_its_paper_has_it(tiny_policy: Path, tmp_path: Path, name: str) -> None:
+def test_every_grpo_algorithm_trains(tiny_policy: Path, tmp_path: Path, name: str) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
     config, _ = apply(small_config(budget__steps=1), {"algorithm.name": name})
     assert config.conflicts() == [] and config.algorithm.name == name
@@ -145,7 +145,7 @@ def test_every_name_of_the_family_trains_as_its_paper_has_it(tiny_policy: Path, 
     assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo") else "token")
 
 
-def test_a_name_and_the_fields_that_it_means_do_not_part() -> None:
+def test_algorithm_name_sets_and_guards_its_fields() -> None:
     config, changed = apply(Config(), {"algorithm.name": "gspo"})
     told = {one.field: one.after for one in changed}
     assert told["algorithm.loss_type"] == "grpo" and told["algorithm.epsilon"] == 3e-4
@@ -155,7 +155,7 @@ def test_a_name_and_the_fields_that_it_means_do_not_part() -> None:
     assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
 
 
-def test_lora_trains_adapters_only_and_beta_pulls_to_the_start(tiny_policy: Path, tmp_path: Path) -> None:
+def test_lora_trains_adapters_only_and_beta_adds_kl(tiny_policy: Path, tmp_path: Path) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
     config = small_config(policy__lora=True, policy__lora_rank=4, algorithm__beta=0.1, budget__steps=2)
     rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
@@ -195,7 +195,7 @@ def test_segments_of_a_rollout_share_one_advantage() -> None:
     assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
 
 
-def test_advantages_that_an_environment_gives_are_used_token_by_token() -> None:
+def test_given_advantages_are_used_per_token() -> None:
     given = Group(
         tokens=[[5, 9, 8], [6, 8]], masks=[[MASKED, 9, 8], [MASKED, 8]], scores=[1.0, 1.0],
         advantages=[[0.0, 0.5, -0.25], [0.0, 2.0]],
@@ -230,13 +230,13 @@ def test_advantages_by_scale() -> None:
     assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)
 
 
-def test_rloo_holds_each_answer_against_the_others() -> None:
+def test_rloo_subtracts_mean_of_others() -> None:
     config, _ = apply(Config(), {"algorithm.name": "rloo"})
     found = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
     assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
 
 
-def test_shuffled_rewards_keep_the_group_and_lose_the_owner() -> None:
+def test_shuffled_rewards_stay_within_group() -> None:
     group = rollout_group([0.0, 0.25, 0.5, 1.0])
     config = Config()
     plain = [row.advantage for row in build_rows([group], config)]
@@ -249,7 +249,7 @@ def test_shuffled_rewards_keep_the_group_and_lose_the_owner() -> None:
     assert len({tuple(values) for values in shuffled}) > 5
 
 
-def test_stale_and_signalless_groups_are_counted_then_dropped_with_the_reason() -> None:
+def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
     config = small_config(rollout__max_staleness=2)
     useful = [rollout_group([1.0, 0.0, 0.0, 0.0], version=9, task=str(n)) for n in range(2)]
     reader = PreparedGroups(
@@ -266,7 +266,7 @@ def test_stale_and_signalless_groups_are_counted_then_dropped_with_the_reason() 
     assert batch.cursor == 4
 
 
-def test_an_ending_run_makes_no_further_batch() -> None:
+def test_ending_run_raises_end_of_training() -> None:
     with pytest.raises(EndOfTraining):
         BatchSource(PreparedGroups(iter([])), small_config(), is_ending=lambda: True).next(0)
 

@@ -25,7 +25,7 @@ def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> t
     return sampled + torch.tensor(delta), batch
 
 
-def test_movement_is_split_by_whether_the_weights_were_the_same() -> None:
+def test_policy_drift_is_split_by_version_age() -> None:
     movement = PolicyDrift()
     assert movement.take() == {}
     # Row 0 is of the same version, row 1 four versions old, of row 2 nobody knows; 9.0 stands where nothing is trained.
@@ -43,13 +43,13 @@ def test_movement_is_split_by_whether_the_weights_were_the_same() -> None:
     assert movement.take() == {}
 
 
-def test_only_what_there_is_is_told() -> None:
+def test_metrics_without_tokens_are_left_out() -> None:
     movement = PolicyDrift()
     movement.add(*passed([[1.0]], [3], [[1]]))
     assert "sampling/sampling_logp_difference/mean" not in movement.take()
 
 
-def test_ages_count_versions_since_the_oldest_token() -> None:
+def test_version_ages_count_from_oldest_token() -> None:
     def row(version: int | None) -> TrainingRow:
         return TrainingRow([1], [2], [True], [-0.1], advantage=0.0, truncated=False, version=version)
 
@@ -60,7 +60,7 @@ def test_ages_count_versions_since_the_oldest_token() -> None:
     assert [one.version for one in build_rows([group], small_config())] == [5, 6]
 
 
-def test_a_steps_time_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 2.0, 2.5, 10.0])
     monkeypatch.setattr("toprope.training.trainer.step_metrics.time.perf_counter", lambda: next(moments))
     clock = StepTimer()
@@ -76,7 +76,7 @@ def test_a_steps_time_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_groups_without_signal_are_told_apart() -> None:
+def test_zero_std_shares_by_kind() -> None:
     def flat(reward: float, success: bool, name: str) -> Group:
         group = rollout_group([reward] * 4, task=name)
         parts = {"parsed": float(success)}

@@ -53,7 +53,7 @@ def attempt(tiny_policy, monkeypatch):
 @pytest.mark.parametrize(
     "changes", [{}, {"policy__lora": True, "ppo__kl_coef": 0.1}], ids=["full", "lora-kl"]
 )  # fmt: skip
-def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_them(attempt, tmp_path, changes):
+def test_resume_equals_uninterrupted_run(attempt, tmp_path, changes):
     whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
     attempt(whole, ppo(**changes))
     assert attempt(broken, ppo(**changes), stop_after=3).of(Finished)[0].detail["step"] == 3
@@ -68,7 +68,7 @@ def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_the
         assert all(torch.allclose(first[key], second[key], atol=1e-6) for key in first), file
 
 
-def test_a_checkpoints_policy_is_a_plain_model_and_the_value_head_lies_beside_it(attempt, tmp_path, tiny_policy):
+def test_checkpoint_keeps_value_head_beside_plain_model(attempt, tmp_path, tiny_policy):
     folder = RunFolder.create(tmp_path, "run")
     attempt(folder, ppo(budget__steps=2))
     checkpoint = folder.newest_checkpoint()
@@ -85,7 +85,7 @@ def test_a_checkpoints_policy_is_a_plain_model_and_the_value_head_lies_beside_it
     assert last["version"] == 2
 
 
-def test_groups_without_spread_teach_a_value_function_and_are_kept():
+def test_ppo_keeps_groups_without_spread():
     class Reader:
         def __init__(self) -> None:
             self.reports: list[Any] = []
@@ -104,7 +104,7 @@ def test_groups_without_spread_teach_a_value_function_and_are_kept():
     assert batch.metrics["frac_reward_zero_std"] == 1.0
 
 
-def test_rows_know_their_rollout_and_its_reward():
+def test_rows_have_rollout_and_reward():
     two = Group(
         tokens=[[5, 9], [6, 8], [5, 7]],
         masks=[[-100, 9], [-100, 8], [-100, 7]],
@@ -116,7 +116,7 @@ def test_rows_know_their_rollout_and_its_reward():
     assert [row.reward for row in found][:3] == [1.0, 1.0, 1.0]
 
 
-def test_values_are_read_where_the_token_is_chosen(tiny_policy):
+def test_values_ignore_padding_and_later_tokens(tiny_policy):
     """Padding on the left changes nothing, and a later token does not show in an earlier value."""
     model, head = load_model(tiny_policy, ppo()).eval(), ValueHead(32)
     torch.nn.init.normal_(head.out.weight)
@@ -133,7 +133,7 @@ def test_values_are_read_where_the_token_is_chosen(tiny_policy):
     assert torch.equal(logits, other) and values.shape == (1, 3)
 
 
-def test_micro_batches_give_the_gradient_of_one_pass(tiny_policy):
+def test_micro_batches_equal_one_pass(tiny_policy):
     groups = [group(number) for number in range(1, 3)]
     ends = []
     for micro, again in ((0, False), (3, False), (0, True)):
@@ -149,7 +149,7 @@ def test_micro_batches_give_the_gradient_of_one_pass(tiny_policy):
         assert all(torch.allclose(whole, other, atol=1e-6) for other in others)
 
 
-def test_the_rewarded_answer_becomes_more_likely_and_its_value_is_learned(tiny_policy):
+def test_ppo_learns_rewarded_answer_and_value(tiny_policy):
     config = ppo(budget__steps=30, optimizer__learning_rate=5e-3, ppo__value_coef=1.0, optimizer__warmup_steps=0)
     model, head = load_model(tiny_policy, config), ValueHead(32)
     one = group(1)
@@ -187,7 +187,7 @@ def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], opti
     return told
 
 
-def test_every_name_finds_its_program(tmp_path, tiny_policy):
+def test_algorithm_names_select_training(tmp_path, tiny_policy):
     def program(kind: str, name: str) -> type:
         member = StandInMember(RunFolder(tmp_path), tiny_policy, small_run_config(algorithm__name=name))
         member.spec.run_kind = KINDS[kind]
@@ -197,7 +197,7 @@ def test_every_name_finds_its_program(tmp_path, tiny_policy):
     assert program("train", "gspo") is program("train", "grpo") is GrpoRun
 
 
-def test_starting_ppo_needs_no_trl():
+def test_ppo_imports_no_trl():
     import subprocess
     import sys
 
@@ -207,10 +207,10 @@ def test_starting_ppo_needs_no_trl():
     assert done.stdout.strip() == "[]"
 
 
-def test_the_tokenizer_of_the_policy_pads(tiny_policy: Path):
+def test_policy_tokenizer_has_padding_token(tiny_policy: Path):
     assert load_tokenizer(tiny_policy).pad_token_id == 0
 
 
-def test_ppo_is_chosen_by_its_name():
+def test_algorithm_name_selects_ppo():
     config, changed = apply(Config(), {"algorithm.name": "PPO"})
     assert config.algorithm.name == "ppo" and [one.field for one in changed] == ["algorithm.name"]

@@ -21,18 +21,18 @@ from toprope.training.trainer.ppo_loss import compute_targets, generalized_advan
     ],
     ids=["defaults", "kl", "unclipped", "one-step", "monte-carlo"],
 )
-def test_the_loss_and_its_gradients_are_those_of_the_plain_implementation(settings):
+def test_loss_and_gradients_equal_plain_implementation(settings):
     section = PpoSection(**settings)
     assert max(largest_error(seed, section, gradients=seed < 2) for seed in range(8)) <= 1e-5
 
 
-def test_rollouts_are_chains_of_their_sampled_tokens_over_turns_and_segments():
+def test_rollout_tokens_join_turns_and_segments():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
     assert rollout_tokens(mask, [3, 7, 3, 9]).tolist() == [[0, 2, 9], [4, 5, -1]]
     assert rollout_tokens(mask[3:], [0]).numel() == 0
 
 
-def test_the_reward_comes_once_at_a_rollouts_last_token():
+def test_reward_is_given_once_at_last_token():
     """Two segments of one rollout: without discount and with lambda 1 every token's return is the reward."""
     mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
     section = PpoSection(gae_lambda=1.0, whiten_advantages=False)
@@ -46,7 +46,7 @@ def test_the_reward_comes_once_at_a_rollouts_last_token():
     assert found.advantages[0].tolist() == pytest.approx([1.8, 0.0, 1.6])
 
 
-def test_advantages_stop_at_the_end_of_a_rollout():
+def test_advantages_stop_at_end_of_rollout():
     rewards, values = torch.tensor([[0.0, 1.0, 5.0]]), torch.tensor([[0.5, 0.5, 7.0]])
     alive = torch.tensor([[True, True, False]])
     found = generalized_advantages(rewards, values, alive, 0.9, 0.8)
@@ -54,7 +54,7 @@ def test_advantages_stop_at_the_end_of_a_rollout():
     assert found.tolist() == [pytest.approx([0.9 * 0.5 - 0.5 + 0.72 * last, last, 0.0])]
 
 
-def test_advantages_of_the_environment_replace_ours_and_values_still_learn():
+def test_given_advantages_replace_ours():
     mask, zero = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool(), torch.zeros(2, 3)
     section = PpoSection(gae_lambda=1.0)
     found = compute_targets(mask, [0, 1], [1.0, 0.0], zero, zero, None, {0: [0.5, 3.0, -0.5]}, section)
@@ -62,14 +62,14 @@ def test_advantages_of_the_environment_replace_ours_and_values_still_learn():
     assert found.returns[0].tolist() == [1.0, 0.0, 1.0]
 
 
-def test_whitening_leaves_what_was_not_sampled_alone():
+def test_whitening_is_zero_outside_mask():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     scaled = whiten(torch.tensor([[1.0, 2.0, 50.0], [3.0, 9.0, 9.0]]), mask)
     assert scaled.tolist() == [pytest.approx([-1.0, 0.0, 0.0]), pytest.approx([1.0, 0.0, 0.0])]
     assert whiten(torch.ones(1, 1), torch.tensor([[True]])).tolist() == [[0.0]]
 
 
-def test_losses_of_passes_add_up_to_that_of_the_whole():
+def test_losses_of_micro_batches_add_up():
     torch.manual_seed(0)
     mask = torch.rand(6, 5) < 0.6
     section = PpoSection(entropy_coef=0.1)

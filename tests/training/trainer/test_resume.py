@@ -49,7 +49,7 @@ def attempt(tiny_policy, monkeypatch):
     [{}, {"algorithm__beta": 0.5}, {"policy__lora": True}, {"policy__lora": True, "algorithm__beta": 0.5}],
     ids=["full", "full-kl", "lora", "lora-kl"],
 )
-def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_them(attempt, tmp_path, changes):
+def test_resume_equals_uninterrupted_run(attempt, tmp_path, changes):
     """With a KL term the reference is the starting policy in both attempts, not the checkpoint."""
     whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
     attempt(whole, small_run_config(**changes))
@@ -78,7 +78,7 @@ def test_a_stop_and_a_resume_give_the_curve_and_the_weights_of_a_run_without_the
         assert torch.allclose(ours[name], value, atol=1e-5), name
 
 
-def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_ready(attempt, tiny_policy, tmp_path):
+def test_checkpoint_weights_are_published_before_ready(attempt, tiny_policy, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     config = small_run_config()
     attempt(folder, config, stop_after=3)
@@ -103,7 +103,7 @@ def test_inference_has_the_checkpoints_weights_before_the_trainer_says_it_is_rea
         assert torch.equal(seen[1][name], value), name
 
 
-def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_published(attempt, tiny_policy, tmp_path):
+def test_restarted_trainer_republishes_first_weights(attempt, tiny_policy, tmp_path):
     """It was killed before its first checkpoint, when inference had version 2, which goes back to the first weights."""
     folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config()
     served = load_model(tiny_policy, config)
@@ -131,7 +131,7 @@ def test_a_trainer_that_begins_anew_takes_back_what_its_former_life_had_publishe
 
 
 @pytest.mark.parametrize("what", ["loss", "weight"])
-def test_what_is_not_finite_is_neither_published_nor_saved(attempt, tiny_policy, tmp_path, monkeypatch, what):
+def test_nonfinite_step_is_neither_published_nor_saved(attempt, tiny_policy, tmp_path, monkeypatch, what):
     from toprope.training.trainer.grpo import GroupTrainer
 
     folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config(logging__save_steps=1)
@@ -157,7 +157,7 @@ def test_what_is_not_finite_is_neither_published_nor_saved(attempt, tiny_policy,
     assert [row["step"] for row in rows(folder)] == [1, 2, 3] and rows(folder)[-1]["version"] == 2
 
 
-def test_a_checkpoint_at_the_last_step_is_not_trained_on(attempt, tmp_path):
+def test_complete_checkpoint_trains_no_further_step(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, small_run_config())
     before = folder.metrics.read_text()
@@ -167,7 +167,7 @@ def test_a_checkpoint_at_the_last_step_is_not_trained_on(attempt, tmp_path):
     assert folder.metrics.read_text() == before
 
 
-def test_the_seconds_of_earlier_attempts_count(attempt, tmp_path):
+def test_train_seconds_include_earlier_attempts(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, small_run_config(), stop_after=2)
     path = folder.newest_checkpoint() / "state.json"
@@ -186,7 +186,7 @@ def test_the_seconds_of_earlier_attempts_count(attempt, tmp_path):
     assert rate == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_run_that_was_stopped_before_its_first_step_starts_with_it(attempt, tiny_policy, tmp_path):
+def test_run_stopped_at_step_0_starts_with_step_1(attempt, tiny_policy, tmp_path):
     folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config()
 
     class Stopped(StandInMember):
@@ -202,7 +202,7 @@ def test_a_run_that_was_stopped_before_its_first_step_starts_with_it(attempt, ti
     assert [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6] and api.asked[0] == 0
 
 
-def test_a_row_that_was_half_written_spoils_none(attempt, tmp_path):
+def test_torn_metrics_row_spoils_no_other(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     folder.metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
     attempt(folder, small_run_config(budget__steps=1))
@@ -212,7 +212,7 @@ def test_a_row_that_was_half_written_spoils_none(attempt, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_weights_of_another_model_are_refused(tiny_policy, tmp_path, lora):
+def test_weights_of_other_model_are_refused(tiny_policy, tmp_path, lora):
     config = small_run_config(policy__lora=lora)
     model = load_model(tiny_policy, config)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -237,7 +237,7 @@ def test_weights_of_another_model_are_refused(tiny_policy, tmp_path, lora):
         load_weights(path, other)
 
 
-def test_groups_of_versions_that_are_no_more_count_as_that_far_away():
+def test_age_of_vanished_versions_is_absolute_difference():
     """After a resume from version 5 there may be groups of a version 30 that nobody has any more."""
     config = small_run_config(rollout__max_staleness=3)
 
@@ -254,7 +254,7 @@ def test_groups_of_versions_that_are_no_more_count_as_that_far_away():
     assert batch.metrics["staleness/max"] == 25
 
 
-def test_a_resume_reads_what_a_version_without_counts_wrote(attempt, tmp_path):
+def test_resume_reads_state_without_counts(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, small_run_config(), stop_after=2)
     path = folder.newest_checkpoint() / "state.json"

@@ -34,7 +34,7 @@ TALK = [
 ]
 
 
-def test_only_the_assistants_tokens_are_learned():
+def test_labels_cover_assistant_tokens_only():
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
     [row], too_long = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
@@ -45,7 +45,7 @@ def test_only_the_assistants_tokens_are_learned():
     assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == ([], 1)
 
 
-def test_a_template_that_rewrites_the_past_gives_each_answer_its_own_sequence():
+def test_rewriting_template_splits_sequences():
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
@@ -61,14 +61,14 @@ def test_a_template_that_rewrites_the_past_gives_each_answer_its_own_sequence():
     assert learned == [f"{TALK[1]['content']}<|end|>", "FINAL_ANSWER: 7<|end|>"]
 
 
-def test_the_order_of_rows_is_known_from_the_seed():
+def test_row_order_depends_on_seed_alone():
     order = row_order(10, 4, 3, seed=1)
     assert len(order) == 32 and sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order == row_order(10, 4, 3, seed=1) != row_order(10, 4, 3, seed=2) and order[:10] != order[10:20]
     assert order[30:] == order[:2]
 
 
-def test_the_section_sft_rules_the_training():
+def test_training_config_uses_sft_section():
     config = Config()
     config.sft.learning_rate, config.sft.warmup_ratio, config.sft.save_epochs = 0.5, 0.1, 2
     made = training_config(config, 50, 10)
@@ -78,7 +78,7 @@ def test_the_section_sft_rules_the_training():
     assert (made.budget.steps, made.logging.save_steps) == (50, 20) and config.optimizer.learning_rate == 1e-6
 
 
-def test_traces_survive_a_torn_line_and_a_newer_version_is_refused(tmp_path: Path):
+def test_torn_trace_line_is_skipped_and_newer_version_refused(tmp_path: Path):
     file = tmp_path / "some" / "traces.jsonl"
     append_traces(file, [Trace("a", 0, TALK, 1.0, {"accuracy": 1.0}, 2, "solver")])
     with file.open("ab") as torn:
@@ -147,7 +147,7 @@ def collected(
     return asyncio.run(work())
 
 
-def test_only_what_was_solved_is_kept_and_cached(tmp_path: Path):
+def test_solved_tasks_are_kept_and_cached(tmp_path: Path):
     once = collected(tmp_path, 12, attempts=1)
     assert 0 < len(once) < 24 and all(trace.messages[-1]["role"] == "assistant" for trace in once)
     assert all(trace.reward == 1 and trace.teacher == "solver" for trace in once)
@@ -161,7 +161,7 @@ def test_only_what_was_solved_is_kept_and_cached(tmp_path: Path):
     assert len(collected(tmp_path, 3, regenerate=True)) == 6 and cache.read_text().count("\n") == 7
 
 
-def test_a_teacher_that_solves_nothing_is_said(tmp_path: Path):
+def test_teacher_without_solutions_is_an_error(tmp_path: Path):
     with pytest.raises(ComponentFailed, match="solved none"):
         collected(tmp_path, 5, silent=True)
 
@@ -182,7 +182,7 @@ def endpoint():
     server.close()
 
 
-def test_a_models_right_answers_are_kept_and_asked_for_once(tmp_path: Path, endpoint: OpenAiStandIn):
+def test_right_answers_of_model_are_cached(tmp_path: Path, endpoint: OpenAiStandIn):
     section = {"teacher": "limited", "traces_per_task": 1, "attempts": 2, "temperature": 0.3, "max_new_tokens": 99}
     found = collected(tmp_path, 6, asks=(endpoint, "limited"), **section)
     assert len(found) == 6 and {trace.teacher for trace in found} == {"limited"}
@@ -200,7 +200,7 @@ def test_a_models_right_answers_are_kept_and_asked_for_once(tmp_path: Path, endp
     assert KEY not in "".join(path.read_text() for path in (tmp_path / "home" / "traces").iterdir())
 
 
-def test_a_teacher_whose_key_is_refused_ends_the_collecting(tmp_path: Path, endpoint: OpenAiStandIn):
+def test_refused_key_ends_collection(tmp_path: Path, endpoint: OpenAiStandIn):
     with pytest.raises(ModelFailed, match="401") as failed:
         collected(tmp_path, 5, asks=(endpoint, "forbidden"))
     assert KEY not in str(failed.value)
@@ -213,7 +213,7 @@ class _Member(StandInMember):
         return str(self.folder.path / "traces.jsonl") if peer == "environment" else super().address(peer)
 
 
-def test_a_stopped_fine_tuning_goes_on_where_it_was(tmp_path: Path, tiny_policy: Path):
+def test_stopped_fine_tuning_resumes(tmp_path: Path, tiny_policy: Path):
     traces = [
         Trace(
             str(number), 0, [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": "ab" * 3}]

@@ -16,7 +16,7 @@ def configured(kind: str, warmup: int = 4, steps: int = 104, seconds: float | No
     return config
 
 
-def test_warm_up_rises_to_the_peak() -> None:
+def test_warmup_rises_to_peak() -> None:
     config = configured("constant_with_warmup")
     assert [learning_rate_factor(config, step, 0.0) for step in range(6)] == pytest.approx(
         [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
@@ -24,14 +24,14 @@ def test_warm_up_rises_to_the_peak() -> None:
     assert learning_rate_factor(configured("constant"), 0, 0.0) == 1.0
 
 
-def test_linear_and_cosine_end_at_zero() -> None:
+def test_linear_and_cosine_decay_to_zero() -> None:
     assert learning_rate_factor(configured("linear"), 54, 0.0) == pytest.approx(0.5)
     assert learning_rate_factor(configured("linear"), 104, 0.0) == 0.0
     assert learning_rate_factor(configured("cosine"), 54, 0.0) == pytest.approx(0.5)
     assert learning_rate_factor(configured("cosine"), 104, 0.0) == pytest.approx(0.0)
 
 
-def test_the_decay_follows_the_nearer_limit() -> None:
+def test_decay_follows_nearer_limit() -> None:
     config = configured("linear", seconds=80.0)
     assert learning_rate_factor(config, 54, 10.0) == pytest.approx(0.5)
     assert learning_rate_factor(config, 54, 60.0) == pytest.approx(0.25)

@@ -18,7 +18,7 @@ PAGE = "https://wandb.example/me/toprope/runs/r1"
 
 
 @pytest.mark.parametrize(("mode", "url"), [("offline", None), ("online", PAGE)])
-def test_the_report_names_the_page_when_online_and_the_folder_in_both_cases(tmp_path, monkeypatch, mode, url):
+def test_wandb_record_has_folder_and_url_if_online(tmp_path, monkeypatch, mode, url):
     folder = RunFolder.create(tmp_path, "r1")
     config = Config()
     config.logging.wandb = mode

@@ -1,0 +1,46 @@
+"""Periodic evaluations of a run that samples no rollouts: at which steps, and what their errors do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from toprope.training.evaluation.evaluator import evaluate_repeatedly
+
+
+def step(metrics: Path, number: int) -> None:
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": number, "loss": 0.5}) + "\n")
+
+
+def test_evaluates_once_per_due_step(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    seen: asyncio.Queue[str] = asyncio.Queue()
+
+    async def work() -> None:
+        task = asyncio.create_task(evaluate_repeatedly(metrics, 5, seen.put))
+        labels = []
+        # 9 is not due after 5; 23 stands for steps that come faster than evaluations end.
+        for steps in ([1, 4, 5], [9, 23], [25]):
+            for number in steps:
+                step(metrics, number)
+            labels.append(await asyncio.wait_for(seen.get(), 60))
+        assert labels == ["step-5", "step-23", "step-25"] and seen.empty()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(work())
+
+
+def test_evaluation_error_is_raised(tmp_path: Path) -> None:
+    step(tmp_path / "metrics.jsonl", 1)
+
+    async def fails(label: str) -> None:
+        raise RuntimeError(label)
+
+    with pytest.raises(RuntimeError, match="step-1"):
+        asyncio.run(asyncio.wait_for(evaluate_repeatedly(tmp_path / "metrics.jsonl", 1, fails), 60))
