@@ -1,7 +1,7 @@
-"""A game of several turns that a very small policy can learn: a number is guessed by halving a range.
+"""A multi-turn game that a very small policy can learn: guess a number by halving a range.
 
-The hidden number must not be in the prompt, but tasks are told apart by their text: so every task has its own range,
-and the range decides the number.
+The hidden number must not be in the prompt, but tasks are told apart by their prompts. Therefore every task has its own
+range, and the range determines the number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NumberGuess(Environment):
     max_turns = 6
     parts = {
         "solved": Part(weight=1.0, description="1 when the number was guessed"),
-        "economy": Part(weight=0.2, description="share of the guesses that were left over when it was"),
+        "economy": Part(weight=0.2, description="share of the guesses left over when it was guessed"),
     }
 
     class Knobs:

@@ -1,4 +1,4 @@
-"""A template: one plain environment in one file. Copy it, rename the class, and write your own tasks and scoring."""
+"""A template: one environment in one file. Copy it, rename the class, and write your own tasks and scoring."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from toprope.sdk import Environment, Part, Task, knob
 class SortLetters(Environment):
     """Put the letters of a jumbled word in alphabetical order."""
 
-    # The name that `list_environments` shows. Without it the file's name is used.
+    # The name in `list_environments`; by default the name of the file.
     name = "sort_letters"
     tags = ("strings", "single-turn")
 
-    # What the reward is made of: the sum of weight times value. A part of weight 0 is shown and not rewarded.
-    # Partial credit gives a beginner something to climb; `success` below says what counts as solved.
+    # The reward is the sum of weight times value. A part of weight 0 is reported and not rewarded.
+    # Partial credit helps a weak policy to start; `success` below decides which rollouts count as solved.
     parts = {
         "letters": Part(weight=0.5, description="share of the places that hold the right letter"),
         "exact": Part(weight=0.5, description="1 when the whole answer is right"),
     }
 
-    # Settings that a run may change; they are checked against type and bounds before anything of yours sees them.
+    # Settings of a run. Values are checked against type and bounds before your code sees them.
     class Knobs:
         shortest: int = knob(3, ge=2, le=26, help="fewest letters")
         longest: int = knob(5, ge=2, le=26, help="most letters")
-        alphabet: str = knob("abcdefghijklmnopqrstuvwxyz", help="letters that may occur")
+        alphabet: str = knob("abcdefghijklmnopqrstuvwxyz", help="letters that can occur")
 
         def __post_init__(self) -> None:
             if self.shortest > self.longest:
                 raise ValueError(f"shortest ({self.shortest}) exceeds longest ({self.longest})")
             if len(set(self.alphabet)) < 2:
-                raise ValueError("alphabet needs two letters at least")
+                raise ValueError("alphabet needs at least two letters")
 
     # All tasks, finite or endless. `self.random` gives the same numbers in every run, so the tasks are the same too.
-    # There is no need to think of splits: tasks are told apart by their text, and held-out ones are never trained on.
+    # Splits are made for you by the text of the tasks, and held-out tasks are never trained on.
     def tasks(self) -> Iterator[Task]:
         while True:
             length = self.random.randint(self.knobs.shortest, self.knobs.longest)
             letters = "".join(self.random.choice(self.knobs.alphabet) for _ in range(length))
             yield Task(f"Sort these letters: {letters}", reference="".join(sorted(letters)))
 
-    # Called once the rollout is done. `self.task` is what was asked, `self.answer` what the policy said last.
+    # Called when the rollout is done, with its task in `self.task` and the last answer in `self.answer`.
     def score(self) -> dict[str, float]:
         right, answer = self.task.reference, self.answer.strip()
         hits = sum(a == b for a, b in zip(answer, right, strict=False))
         return {"letters": hits / max(len(right), len(answer)), "exact": float(answer == right)}
 
-    # What accuracy counts. This is the default, written out: the highest reward there is.
+    # Whether the rollout counts as solved. The default is the same: the highest possible reward.
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["exact"] == 1.0

@@ -1,14 +1,17 @@
-"""Programs of a policy can compute and do nothing else. `make bench-orchestrator` tries many more ways out."""
+"""Confined programs can compute and do nothing else. `make bench-orchestrator` tries many more ways out."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.orchestrator.hostile_programs import PROGRAMS
+from toprope.sdk import sandbox
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.tools import Toolbox, code_interpreter
 from toprope.sdk.sandbox import Unconfined, run_python
@@ -85,3 +88,18 @@ def test_sandbox_refuses_to_run_unconfined(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(InvalidRequest, match="100,000"):
         run_python("x" * 200_000)
+
+
+def test_without_landlock_only_a_scratch_folder_runs_limited(tmp_path):
+    """A kernel without Landlock, by a system call that does not exist."""
+    source = Path(sandbox.__file__).with_name("_confined.py").read_text()
+    program = tmp_path / "confined.py"
+    program.write_text(source.replace("= 444, 445, 446", "= 9444, 9445, 9446"))
+    command = [sys.executable, "-I", "-B", str(program), str(512 << 20), "20"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], input="6 * 7", capture_output=True, text=True, timeout=60)
+
+    refused, limited = run(), run(str(tmp_path))
+    assert refused.returncode == 70 and refused.stdout.startswith("unconfined: this kernel has no Landlock")
+    assert limited.returncode == 0 and limited.stdout == "limited\n42\n"

@@ -24,8 +24,6 @@ from toprope.sdk.orchestration import (
     compute,
     compute_with_breakdown,
     function,
-    is_correct,
-    normalize_number,
     parse_action,
     render_state,
 )
@@ -84,38 +82,6 @@ def test_native_calls_are_parsed():
     assert json.loads(other.tool_input) == {"a": 1}
     assert parse_action("42", "native").is_final_answer
     assert parse_action("<tool_call>{oops</tool_call>", "native").problem and parse_action("", "native").problem
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "right"),
-    [
-        *[(text, "4", True) for text in ("The answer is 4", "Result: 4.0", "4", "4 apples", r"so \boxed{4}")],
-        ("Therefore, the answer is approximately 4", "4", True),
-        ("The answer is not 5 but 4", "4", False),
-        ("1,234", "1234", True),
-        ("three quarters is 3/4", "0.75", True),
-        ("3/4", "0.75", True),
-        ("1 1/2", "1.5", True),
-        ("75 %", "3/4", True),
-        ("$5", "5", True),
-        ("5 km", "5 m", False),
-        ("5 km", "5", True),
-        ("1.5e3", "1500", True),
-        ("\u22124", "-4", True),
-        ("-4", "4", False),
-        ("41", "4", False),
-        ("Paris.", "PARIS", True),
-        ("", "4", False),
-        ("1/0", "4", False),
-    ],
-)
-def test_answers_are_graded(answer, reference, right):
-    assert is_correct(answer, reference) is right
-
-
-def test_tolerance_is_relative():
-    assert is_correct("101", "100", relative=0.02) and not is_correct("103", "100", relative=0.02)
-    assert normalize_number("12 %") == 0.12 and normalize_number("twelve") is None
 
 
 @pytest.mark.parametrize(

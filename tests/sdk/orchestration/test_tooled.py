@@ -253,7 +253,7 @@ def test_mcp_server_is_shared_and_reconnected(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, said
     outcome = second.advance("4").outcome
     assert outcome is not None and outcome.success and outcome.parts["tool_usd"] >= 0.5
-    assert len(environment._shared["tools"]) == 1
+    assert environment.toolbox.names == ["shop_price"]
 
 
 def test_failing_mcp_server_is_reported_at_setup(tmp_path: Path) -> None:
@@ -276,4 +276,5 @@ def test_tool_costs_can_be_weighted() -> None:
     outcome = rollout.advance("4").outcome
     assert outcome is not None and outcome.reward == pytest.approx(0.5)
     assert play(Shop, ["4"]).reward == 1.0
-    assert copy_for(environment, rollout._environment.task)._shared is environment._shared
+    other = copy_for(environment, next(iter(environment.tasks())))
+    assert other.toolbox.tools["convert"] is environment.toolbox.tools["convert"]

@@ -192,7 +192,7 @@ def test_a_scorer_that_can_be_fooled_or_raises_is_remarked(folder: Path) -> None
         ("    while True: pass\n", ["'open' within 2 s", "endless loop"]),
         ("    def tasks(self): raise KeyError('x')\n", ["raised KeyError: 'x'", "mine.py:4 in tasks"]),
         ("    def tasks(self):\n        while True: pass\n", ["'tasks' within 2 s"]),
-        ("    pass\n", ["NotImplementedError", "write tasks(self)"]),
+        ("    pass\n", ["NotImplementedError", "define tasks(self)"]),
     ],
 )
 def test_an_environment_that_fails_says_why_and_leaves_nothing(folder: Path, text: str, said: list[str]) -> None:

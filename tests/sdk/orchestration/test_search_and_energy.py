@@ -1,4 +1,4 @@
-"""Search on the web and energy counters, by stand-ins for what is out there: an HTTP server, and the library zeus."""
+"""Web search against a local HTTP server, and energy counters against a stand-in for the zeus library."""
 
 from __future__ import annotations
 
