@@ -98,7 +98,7 @@ def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as wrong:
             opened(tmp_path, **knobs)
         assert said in str(wrong.value), (knobs, str(wrong.value))
-    with pytest.raises(InvalidRequest, match="set its knob path. Files there are: empty.jsonl"):
+    with pytest.raises(InvalidRequest, match="set its knob path. Available files: empty.jsonl"):
         next(iter(opened(tmp_path).tasks()))
 
 
