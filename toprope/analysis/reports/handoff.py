@@ -14,6 +14,7 @@ from toprope.analysis.statistics.plateau import noise_floor, plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import sweep_of
+from toprope.text_format import ago, clip, percent
 
 __all__ = ["LIVE", "Standing", "handoff"]
 
@@ -67,7 +68,7 @@ def handoff(standing: Standing, now: float | None = None) -> str:
 def _goals(standing: Standing) -> list[str]:
     if standing.goals:
         newest = list(standing.goals.items())[-_ENVIRONMENTS:]
-        return ["GOAL", *(f'- {name}: "{_clean(goal, 400)}"' for name, goal in newest)]
+        return ["GOAL", *(f'- {name}: "{_quote(goal, 400)}"' for name, goal in newest)]
     names = list(dict.fromkeys(run.environment for run in standing.runs if run.environment))[:5]
     if names:
         return [f"GOAL: none noted. Trained so far: {', '.join(names)}. Set one with note_experiment(goal=...)."]
@@ -88,7 +89,7 @@ def _running(runs: Sequence[Status], now: float) -> list[str]:
             said += f", reward {numbers['reward']:.3g}"
         if isinstance(numbers.get("eta_s"), int | float):
             said += f", {numbers['eta_s'] / 60:.0f} min left"
-        lines.append(f"{said}; started {_ago(now - run.created_at)} ago")
+        lines.append(f"{said}; started {ago(run.created_at, now)}")
     if len(live) > LIVE:
         lines.append(f"- and {len(live) - LIVE} more")
     return lines
@@ -100,19 +101,19 @@ def _learned(standing: Standing) -> list[str]:
     lines = ["LEARNED (newest first; held-out accuracy after training)"]
     for entry in standing.experiments[:_LEARNED]:
         figures = [one for one in entry.figures.values() if one.accuracy is not None]
-        said = f'- {entry.id}, {entry.environment}: "{_clean(entry.hypothesis, 200)}"'
+        said = f'- {entry.id}, {entry.environment}: "{_quote(entry.hypothesis, 200)}"'
         if len(figures) == 1 and figures[0].low is not None and figures[0].high is not None:
             one = figures[0]
-            start = "" if one.before is None else f"{_percent(one.before)} -> "
-            said += f" {start}{_percent(one.accuracy)} [{_percent(one.low)}, {_percent(one.high)}]"
+            start = "" if one.before is None else f"{percent(one.before)} -> "
+            said += f" {start}{percent(one.accuracy)} [{percent(one.low)}, {percent(one.high)}]"
         elif figures:
-            values = ", ".join(_percent(one.accuracy) for one in figures)
-            said += f" mean {_percent(entry.accuracy)} of {len(figures)} runs ({values})"
+            values = ", ".join(percent(one.accuracy) for one in figures)
+            said += f" mean {percent(entry.accuracy)} of {len(figures)} runs ({values})"
         else:
             states = ", ".join(sorted({one.state for one in entry.figures.values()}))
             said += f" not measured ({states})" if states else " not measured"
         if entry.outcome:
-            said += f' "{_clean(entry.outcome, 160)}"'
+            said += f' "{_quote(entry.outcome, 160)}"'
         said += f"; {entry.decision}"
         if entry.runs:
             said += f". Runs: {', '.join(entry.runs[:4])}{' ...' if len(entry.runs) > 4 else ''}"
@@ -125,7 +126,7 @@ def _learned(standing: Standing) -> list[str]:
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
             floor = noise_floor(own)
-            said = f"Best in {name}: {_percent(best.accuracy)}, {best.id}"
+            said = f"Best in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
                 said += f" ({best.runs[0]})"
             if floor is not None:
@@ -155,10 +156,10 @@ def _unnoted(standing: Standing) -> list[str]:
         said = f"- {run.run_id}: {run.state}, {run.environment}"
         if isinstance(after.get("accuracy"), int | float):
             start = before.get("accuracy")
-            said += f", accuracy {_percent(start) if isinstance(start, int | float) else '?'} -> "
-            said += _percent(after["accuracy"])
+            said += f", accuracy {percent(start) if isinstance(start, int | float) else '?'} -> "
+            said += percent(after["accuracy"])
         if run.failure is not None:
-            said += f", {run.failure.component}: {_clean(run.failure.reason, 140)}"
+            said += f", {run.failure.component}: {_quote(run.failure.reason, 140)}"
         lines.append(said)
     if len(runs) > _OPEN:
         lines.append(f"- and {len(runs) - _OPEN} more")
@@ -168,7 +169,7 @@ def _unnoted(standing: Standing) -> list[str]:
 def _open(standing: Standing) -> list[str]:
     asked = [entry for entry in standing.experiments if entry.question and entry.decision != "discard"]
     waiting = [entry for entry in standing.experiments if entry.runs and not entry.outcome]
-    lines = [f'- {entry.id}: "{_clean(entry.question, 200)}"' for entry in asked[:_OPEN]]
+    lines = [f'- {entry.id}: "{_quote(entry.question, 200)}"' for entry in asked[:_OPEN]]
     lines += [f"- {entry.id} has no outcome yet" for entry in waiting[:_OPEN]]
     lines += [f"- {entry.id} should be repeated" for entry in standing.experiments if entry.decision == "repeat"][
         :_OPEN
@@ -200,17 +201,6 @@ def _next(standing: Standing) -> list[str]:
     return ["NEXT", *(f"- {one}" for one in calls)]
 
 
-def _clean(text: str, limit: int) -> str:
-    line = " ".join(str(text).split()).replace('"', "'")
-    line = "".join(character for character in line if character.isprintable())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.1f}%"
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 5400:
-        return f"{max(seconds, 0) / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"
+def _quote(text: str, limit: int) -> str:
+    """Return an agent's text on one line, without double quotes."""
+    return clip(text.replace('"', "'"), limit)

@@ -6,8 +6,6 @@ shortened and labelled as theirs.
 
 from __future__ import annotations
 
-import time
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +13,13 @@ from typing import Any
 from toprope.analysis.reports.charts import Bar, Line, bars, lines
 from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
 from toprope.analysis.reports.report import labels_to_tell
-from toprope.analysis.reports.results import Accuracy, Results
+from toprope.analysis.reports.results import Results
 from toprope.analysis.statistics.plateau import plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Finding, Status
+from toprope.text_format import accuracy, clip, duration, moment, percent, value
 
 __all__ = ["RunRecords", "compose_overview", "compose_run_report"]
 
@@ -92,10 +91,10 @@ def compose_overview(
     seconds = sum(one.results.seconds.training or 0.0 for one in runs)
     said = f"{total} runs, {len(experiments)} experiments. "
     if runs:
-        said += f"Of the {len(runs)} runs below {ended} have ended; they trained for {_duration(seconds)} in all."
+        said += f"Of the {len(runs)} runs below {ended} have ended; they trained for {duration(seconds)} in all."
     blocks.append(Paragraph(said.strip()))
     if goals:
-        blocks += [Heading("Goals"), Listed([f"{name}: {_cut(goal, 400)}" for name, goal in goals.items()])]
+        blocks += [Heading("Goals"), Listed([f"{name}: {clip(goal, 400)}" for name, goal in goals.items()])]
     blocks += _ledger(experiments)
     train = [one for one in runs if one.specification.run_kind.samples]
     measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
@@ -116,20 +115,20 @@ def compose_overview(
 
 def _summary(run: RunRecords) -> str:
     status, results = run.status, run.results
-    said = f"{status.run_kind.title} of {results.environment} with the policy {_cut(results.model, 80)}"
-    said += f", started {_moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
+    said = f"{status.run_kind.title} of {results.environment} with the policy {clip(results.model, 80)}"
+    said += f", started {moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
     if status.ended_at is not None:
-        said += f" after {_duration(status.ended_at - status.created_at)}"
+        said += f" after {duration(status.ended_at - status.created_at)}"
     said += "."
     if results.steps:
         said += f" {results.steps} steps, {results.rollouts} rollouts"
         if results.seconds.training is not None:
-            said += f", {_duration(results.seconds.training)} of training"
+            said += f", {duration(results.seconds.training)} of training"
         said += "."
     if status.attempt > 1:
         said += f" This is attempt {status.attempt}."
     if status.failure is not None:
-        said += f" {status.failure.component}: {_cut(status.failure.reason, 300)}"
+        said += f" {status.failure.component}: {clip(status.failure.reason, 300)}"
     return said
 
 
@@ -147,7 +146,7 @@ def _verdict(run: RunRecords) -> list[Block]:
     blocks: list[Block] = []
     if before and after and before.sampled and after.sampled:
         said = (
-            f"Held-out accuracy went from {_accuracy(before.sampled)} to {_accuracy(after.sampled)} on "
+            f"Held-out accuracy went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
             f"{after.sampled.tasks} tasks that training never saw."
         )
         if results.rose:
@@ -176,8 +175,8 @@ def _evaluations(run: RunRecords) -> list[Block]:
                     f"{label}, {how}",
                     evaluation.split,
                     str(measured.tasks),
-                    _percent(measured.accuracy),
-                    f"{_percent(measured.low)} to {_percent(measured.high)}",
+                    percent(measured.accuracy),
+                    f"{percent(measured.low)} to {percent(measured.high)}",
                     "" if measured.reward_mean is None else f"{measured.reward_mean:.3g}",
                     str(measured.errors),
                 ]
@@ -207,10 +206,10 @@ def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
         if event.kind == "finding":
             finding = Finding.model_validate(event.data)
             at = "" if finding.step is None else f" at step {finding.step}"
-            said = f"{finding.level}{at}: {finding.rule}. {_cut(finding.what, 300)} {_cut(finding.next, 200)}"
+            said = f"{finding.level}{at}: {finding.rule}. {clip(finding.what, 300)} {clip(finding.next, 200)}"
             points.append(said.strip())
         elif event.kind in ("warning", "stall"):
-            points.append(f"{event.kind}: {_cut(str(event.data.get('what', '')), 300)}")
+            points.append(f"{event.kind}: {clip(str(event.data.get('what', '')), 300)}")
     if not points:
         return []
     more = len(points) - _FINDINGS
@@ -220,9 +219,9 @@ def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
 
 def _changes(run: RunRecords) -> list[Block]:
     beside = run.specification.beside_preset
-    rows = [[name, _value(before), _value(after)] for name, (before, after) in list(beside.items())[:_CHANGES]]
+    rows = [[name, value(before), value(after)] for name, (before, after) in list(beside.items())[:_CHANGES]]
     knobs = run.specification.config.environment.knobs
-    rows += [[f"environment.knobs.{name}", "", _value(value)] for name, value in list(knobs.items())[:20]]
+    rows += [[f"environment.knobs.{name}", "", value(setting)] for name, setting in list(knobs.items())[:20]]
     if not rows:
         return []
     preset = run.specification.preset or "none"
@@ -236,7 +235,7 @@ def _examples(results: Results) -> list[Block]:
     for example in results.examples[:_EXAMPLES]:
         rows.append(
             [
-                _cut(example.prompt, 200),
+                clip(example.prompt, 200),
                 _answer(example.before, example.before_success),
                 _answer(example.after, example.after_success),
             ]
@@ -248,7 +247,7 @@ def _examples(results: Results) -> list[Block]:
 def _answer(text: str | None, success: bool | None) -> str:
     if text is None:
         return ""
-    return f"{_cut(text, 160) or '(empty)'} ({'right' if success else 'wrong'})"
+    return f"{clip(text, 160) or '(empty)'} ({'right' if success else 'wrong'})"
 
 
 def _ledger(experiments: Sequence[Experiment]) -> list[Block]:
@@ -262,7 +261,7 @@ def _ledger(experiments: Sequence[Experiment]) -> list[Block]:
             lows = [one.low for one in figures if one.low is not None]
             highs = [one.high for one in figures if one.high is not None]
             before = [one.before for one in figures if one.before is not None]
-            label = f"{entry.id}: {_cut(entry.hypothesis, 34)}"
+            label = f"{entry.id}: {clip(entry.hypothesis, 34)}"
             start = sum(before) / len(before) if before else None
             drawn.append(Bar(label, entry.accuracy, min(lows, default=None), max(highs, default=None), before=start))
     if picture := bars("Experiments, newest first", drawn):
@@ -281,11 +280,11 @@ def _ledger_table(experiments: Sequence[Experiment]) -> Table:
         rows.append(
             [
                 entry.id,
-                _moment(entry.at),
+                moment(entry.at),
                 entry.environment,
-                _cut(entry.hypothesis, 240),
-                "" if entry.accuracy is None else _percent(entry.accuracy),
-                _cut(entry.outcome, 240),
+                clip(entry.hypothesis, 240),
+                "" if entry.accuracy is None else percent(entry.accuracy),
+                clip(entry.outcome, 240),
                 entry.decision,
                 ", ".join(entry.runs[:4]),
             ]
@@ -303,13 +302,13 @@ def _runs_table(runs: Sequence[RunRecords]) -> Table:
         rows.append(
             [
                 one.status.run_id,
-                _moment(one.status.created_at),
+                moment(one.status.created_at),
                 one.results.environment,
                 one.status.kind,
                 one.status.state,
                 str(one.results.steps or ""),
-                "" if start is None else _percent(start.accuracy),
-                "" if measured is None else _accuracy(measured),
+                "" if start is None else percent(start.accuracy),
+                "" if measured is None else accuracy(measured),
             ]
         )
     head = ["run", "started", "environment", "kind", "state", "steps", "before", "after"]
@@ -356,37 +355,3 @@ def _places(results: Results) -> list[Block]:
 
 def _pairs(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in list(values.items())[:16])
-
-
-def _accuracy(measured: Accuracy) -> str:
-    return f"{_percent(measured.accuracy)} [{_percent(measured.low)}, {_percent(measured.high)}]"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "null"
-    return _cut(f"{value:g}" if isinstance(value, float) else str(value), 160)
-
-
-def _cut(text: str, limit: int) -> str:
-    """Return untrusted text on one line, without invisible characters, at most `limit` characters long."""
-    line = " ".join(str(text).split())
-    line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _moment(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-
-
-def _duration(seconds: float) -> str:
-    seconds = max(seconds, 0.0)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
