@@ -1,20 +1,24 @@
-"""A server on loopback that speaks the OpenAI dialect and misbehaves as its models' names say."""
+"""A server on loopback that speaks the OpenAI dialect; each model name stands for one kind of behaviour."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 class OpenAiStandIn:
-    """Models: `right` answers a function of the question; `forbidden` 401; `limited` 429 once a question, with
-    Retry-After; `broken` always 500; `nonsense` no JSON; `silent` never answers; `mute` empty text, cut off; `moved`
-    redirects to another path; `priced` tells its cost."""
+    """Behaves according to the model's name.
 
-    def __init__(self, answer: Any) -> None:
+    `forbidden` answers 401; `limited` 429 with Retry-After once per question; `broken` always 500; `nonsense` a body
+    that is not JSON; `silent` nothing; `mute` no text, cut off; `moved` a redirect; `picky` 400 to questions with a 3;
+    `priced` its cost. Any other model answers `answer(question)`.
+    """
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
         self.seen: list[tuple[str, str | None, dict[str, Any]]] = []
         self.times: list[float] = []
@@ -39,7 +43,7 @@ class OpenAiStandIn:
                     self.end_headers()
                     self.wfile.write(data)
                 except OSError:
-                    return  # the client gave up, as some are to
+                    return  # the client gave up
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -80,6 +84,7 @@ class OpenAiStandIn:
         return 200, json.dumps(answer).encode(), {}
 
     def close(self) -> None:
+        """Stop the server, and release clients of the model `silent`."""
         self._closing.set()
         self._server.shutdown()
         self._server.server_close()
