@@ -14,7 +14,7 @@ from benchmarks.findings.cases import STEPS, Case
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Event, Finding, Status, read_events
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
@@ -132,7 +132,7 @@ def _specification(case: Case, home: Path) -> Specification:
         "evaluation.examples": 0,
         "environment.unchecked_reason": "what a run's findings say of a sick environment is what is measured",
     }
-    config, _ = apply(preset.config(source.name), short | case.changes)
+    config, _ = apply_changes(preset.config(source.name), short | case.changes)
     knobs = preset.knobs(source.name) | case.knobs
     config.environment.knobs = knobs
     return Specification(

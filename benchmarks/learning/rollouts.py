@@ -27,7 +27,7 @@ from rich.table import Table
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.marks import GroupNote
-from toprope.records.journal.rollout_browser import Order, Query, browse
+from toprope.records.journal.rollout_browser import Order, Query, find_rollouts
 from toprope.records.run.folder import RunFolder
 
 SIZE, TOKENS, TASKS = 8, 18, 30_000
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal.close()
         began, calls, page = time.monotonic(), 0, None
         while page is None or not page.complete:
-            page, calls = browse(folder, Query()), calls + 1
+            page, calls = find_rollouts(folder, Query()), calls + 1
         first = time.monotonic() - began
         pages = {order: _page_ms(folder, order) for order in get_args(Order)}
         index = (folder.journal / "rollouts.idx").stat().st_size
@@ -100,7 +100,7 @@ def _page_ms(folder: RunFolder, order: Order) -> float:
     took, after = [], None
     for _ in range(5):
         began = time.monotonic()
-        page = browse(folder, Query(order, after=after))
+        page = find_rollouts(folder, Query(order, after=after))
         took.append(1000 * (time.monotonic() - began))
         after = page.groups[-1].key if page.groups else None
     return round(sorted(took)[2], 1)

@@ -1,7 +1,7 @@
 import pytest
 
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.fields import all_fields, find_field, get_value, knob_fields
 from toprope.settings.schema import SECTIONS, Config
 
@@ -147,7 +147,7 @@ def test_unknown_field_names_nearest(name, near):
 
 def test_edit_applies_all_changes_to_a_copy():
     config = Config()
-    result, changed = apply(
+    result, changed = apply_changes(
         config,
         {"optimizer.learning_rate": "1e-3", "rollout.group_size": 8, "environment.knobs.min_word_len": "4"},
         KNOBS,
@@ -163,7 +163,7 @@ def test_edit_applies_all_changes_to_a_copy():
 def test_edit_with_problems_changes_nothing_and_names_all():
     config = Config()
     with pytest.raises(InvalidValue) as refused:
-        apply(
+        apply_changes(
             config,
             {
                 "optimizer.learning_rate": 1e-3,
@@ -184,28 +184,28 @@ def test_edit_with_problems_changes_nothing_and_names_all():
 
 def test_error_class_follows_kind_of_problem():
     with pytest.raises(LockedField, match="is kept"):
-        apply(Config(), {"policy.model": "other"}, locks=FixedLock())
+        apply_changes(Config(), {"policy.model": "other"}, locks=FixedLock())
     with pytest.raises(NotFound):
-        apply(Config(), {"a.b": 1, "c.d": 2})
+        apply_changes(Config(), {"a.b": 1, "c.d": 2})
 
 
 def test_locked_field_shows_reason_before_type():
     with pytest.raises(LockedField, match="is kept"):
-        apply(Config(), {"policy.model": 5}, locks=FixedLock())
+        apply_changes(Config(), {"policy.model": 5}, locks=FixedLock())
 
 
 def test_conflicts_are_judged_by_result_of_edit():
     with pytest.raises(InvalidValue, match="leaves no room"):
-        apply(Config(), {"rollout.max_new_tokens": 512})
-    result, _ = apply(Config(), {"rollout.max_new_tokens": 512, "policy.max_context": 1024})
+        apply_changes(Config(), {"rollout.max_new_tokens": 512})
+    result, _ = apply_changes(Config(), {"rollout.max_new_tokens": 512, "policy.max_context": 1024})
     assert result.policy.max_context == 1024
     with pytest.raises(InvalidValue, match="does not divide"):
-        apply(Config(), {"optimizer.micro_batch_size": 7})
+        apply_changes(Config(), {"optimizer.micro_batch_size": 7})
 
 
 def test_old_conflict_does_not_block_other_edit():
     config = Config()
     config.rollout.max_new_tokens = 4096
-    result, changed = apply(config, {"rollout.temperature": 0.5})
+    result, changed = apply_changes(config, {"rollout.temperature": 0.5})
     assert result.rollout.temperature == 0.5
     assert len(changed) == 1

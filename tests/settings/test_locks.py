@@ -1,7 +1,7 @@
 import pytest
 
 from toprope.errors import InvalidValue, LockedField
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.schema import Config
@@ -32,11 +32,13 @@ locks:
 def test_edit_refuses_locked_field_with_reason(tmp_path):
     locks = locks_of(tmp_path, TWO)
     with pytest.raises(LockedField, match="Nothing is downloaded here") as refused:
-        apply(Config(), {"policy.model": "gpt2"}, locks=locks)
+        apply_changes(Config(), {"policy.model": "gpt2"}, locks=locks)
     assert "fixed at 'embedded'" in str(refused.value)
     with pytest.raises(LockedField, match="at least 1e-06 and at most 0.01.*It collapses above"):
-        apply(Config(), {"optimizer.learning_rate": "0.02"}, locks=locks)
-    config, changed = apply(Config(), {"policy.model": "embedded", "optimizer.learning_rate": 0.01}, locks=locks)
+        apply_changes(Config(), {"optimizer.learning_rate": "0.02"}, locks=locks)
+    config, changed = apply_changes(
+        Config(), {"policy.model": "embedded", "optimizer.learning_rate": 0.01}, locks=locks
+    )
     assert [one.field for one in changed] == ["optimizer.learning_rate"]
 
 
@@ -50,7 +52,7 @@ def test_enforce_checks_values_however_they_were_set(tmp_path):
     assert "environment.knobs.length" in str(refused.value)
     allowed, moved = locks.adjust(config, fields)
     assert allowed == {"policy.model": "embedded", "environment.knobs.length": 5.0}
-    fixed, _ = apply(config, allowed, [{"name": "length", "type": "int", "default": 9}], locks)
+    fixed, _ = apply_changes(config, allowed, [{"name": "length", "type": "int", "default": 9}], locks)
     locks.enforce(fixed, fields)
     assert fixed.environment.knobs == {"length": 5}
     assert {one.field for one in moved} == set(allowed)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from toprope.atomic import append
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT, RUN_ID, RunFolder, check_version, misfits
+from toprope.records.run.folder import REPAIR_HINT, RUN_ID, RunFolder, check_version, describe_misfits
 
 __all__ = [
     "Candidate",
@@ -273,6 +273,8 @@ def _read(path: Path) -> Iterator[Decision]:
             check_version(path, value, SWEEP_VERSION)
             yield _decisions.validate_python(value)
         except ValidationError as error:
-            raise Corrupt(f"{path}, line {number} is not a sweep decision: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{path}, line {number} is not a sweep decision: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
         except ValueError as error:
-            raise Corrupt(f"{path}, line {number} is not a sweep decision: {error}.", hint=LEFT) from None
+            raise Corrupt(f"{path}, line {number} is not a sweep decision: {error}.", hint=REPAIR_HINT) from None

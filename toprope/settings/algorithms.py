@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied"]
+__all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied_fields"]
 
 NAME = "algorithm.name"
 """The field that names an algorithm."""
@@ -154,7 +154,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {one.name: one for one in _ALL}
 """Every algorithm, by name."""
 
 
-def implied(
+def implied_fields(
     values: Mapping[str, Any], allowed: Callable[[str, Any], bool] = lambda name, value: True
 ) -> dict[str, Any]:
     """The other fields that a change of `algorithm.name` sets, without those that are given explicitly.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.settings.algorithms import NAME, implied
+from toprope.settings.algorithms import NAME, implied_fields
 from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
 from toprope.settings.schema import SECTIONS, Config
 
-__all__ = ["NOT_EDITABLE", "Change", "LockCheck", "apply"]
+__all__ = ["NOT_EDITABLE", "Change", "LockCheck", "apply_changes"]
 
 NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another environment"}
 """Fields that identify a draft, and what to do instead of editing them."""
@@ -33,7 +33,7 @@ class Change:
     after: Any
 
 
-def apply(
+def apply_changes(
     config: Config,
     changes: Mapping[str, Any],
     knobs: Iterable[Mapping[str, Any]] = (),
@@ -55,7 +55,7 @@ def apply(
     if str(changes.get(NAME, config.algorithm.name)).strip().lower() != config.algorithm.name:
         changes = {
             **changes,
-            **implied(changes, lambda name, value: locks is None or locks.refusal(name, value) is None),
+            **implied_fields(changes, lambda name, value: locks is None or locks.refusal(name, value) is None),
         }
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     set_knobs = dict(config.environment.knobs)

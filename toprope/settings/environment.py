@@ -12,12 +12,20 @@ from toprope.settings.mixture import (
     Curriculum,
     MixtureEntry,
     RewardFunction,
-    plain_curriculum,
-    plain_mixture,
-    plain_rewards,
+    checked_curriculum,
+    checked_mixture,
+    checked_rewards,
 )
 
-__all__ = ["EnvironmentSection", "MemberPlan", "Section", "curriculum_of", "members_of", "mismatches", "rewards_of"]
+__all__ = [
+    "EnvironmentSection",
+    "MemberPlan",
+    "Section",
+    "curriculum_of",
+    "members_of",
+    "mixture_conflicts",
+    "rewards_of",
+]
 
 
 class Section(BaseModel):
@@ -66,17 +74,17 @@ class EnvironmentSection(Section):
         max_length=500,
         description="Reason to train although right and wrong answers earn the same; such a run is refused without it.",
     )
-    rewards: Annotated[list[Any], AfterValidator(plain_rewards)] = Field(
+    rewards: Annotated[list[Any], AfterValidator(checked_rewards)] = Field(
         default_factory=list,
         description="More reward parts, from functions in the owner's environment folders: {name, weight, fn: "
         "'file.py:function', low, high}. The environment alone decides success.",
     )
-    curriculum: Annotated[dict[str, Any], AfterValidator(plain_curriculum)] = Field(
+    curriculum: Annotated[dict[str, Any], AfterValidator(checked_curriculum)] = Field(
         default_factory=dict,
         description="Changes a knob as validation tasks are solved: {knob, levels, success, min_steps, window, "
         "earlier_share, measured_level}.",
     )
-    mixture: Annotated[list[Any], AfterValidator(plain_mixture)] = Field(
+    mixture: Annotated[list[Any], AfterValidator(checked_mixture)] = Field(
         default_factory=list,
         description="Other environments to train on: {name, label, weight, min_share, knobs, reward_weights, "
         "reward_weights_end, max_turns, rewards, curriculum}. Each is evaluated on as many tasks as this one.",
@@ -135,7 +143,7 @@ def rewards_of(value: Sequence[Any]) -> list[RewardFunction]:
     return [RewardFunction.model_validate(one) for one in value]
 
 
-def mismatches(section: EnvironmentSection) -> list[str]:
+def mixture_conflicts(section: EnvironmentSection) -> list[str]:
     """Sentences about environments that do not fit each other; empty if they fit."""
     members, found = members_of(section), []
     for other in members[1:]:

@@ -26,7 +26,7 @@ from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_va
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["Lock", "Locks", "hold_knobs"]
+__all__ = ["Lock", "Locks", "require_allowed_knobs"]
 
 _KEYS = ("field", "value", "min", "max", "reason")
 
@@ -153,7 +153,7 @@ class Locks:
         return {lock.field: lock.record() for lock in self}
 
 
-def hold_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
+def require_allowed_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
     """Require that the owner allows the knobs of an opened environment.
 
     The defaults of an environment without a draft are known only when its worker has opened it.

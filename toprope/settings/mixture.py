@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["Curriculum", "MixtureEntry", "RewardFunction", "plain_curriculum", "plain_mixture", "plain_rewards"]
+__all__ = ["Curriculum", "MixtureEntry", "RewardFunction", "checked_curriculum", "checked_mixture", "checked_rewards"]
 
 _MOST_MEMBERS = 32
 _MOST_REWARDS = 32
@@ -85,7 +85,7 @@ class MixtureEntry(_Entry):
     curriculum: dict[str, Any] = Field(default_factory=dict, description="As environment.curriculum.")
 
 
-def plain_rewards(value: list[Any]) -> list[Any]:
+def checked_rewards(value: list[Any]) -> list[Any]:
     """Check environment.rewards and fill in the fields that its entries leave out.
 
     Raises:
@@ -101,7 +101,7 @@ def plain_rewards(value: list[Any]) -> list[Any]:
     return [entry.model_dump(mode="json") for entry in entries]
 
 
-def plain_curriculum(value: dict[str, Any]) -> dict[str, Any]:
+def checked_curriculum(value: dict[str, Any]) -> dict[str, Any]:
     """Check environment.curriculum and fill in its fields, unless it is empty. Raises: ValueError."""
     if not value:
         return {}
@@ -113,7 +113,7 @@ def plain_curriculum(value: dict[str, Any]) -> dict[str, Any]:
     return curriculum.model_dump(mode="json")
 
 
-def plain_mixture(value: list[Any]) -> list[Any]:
+def checked_mixture(value: list[Any]) -> list[Any]:
     """Check environment.mixture and fill in the fields that its entries leave out. Raises: ValueError."""
     if len(value) >= _MOST_MEMBERS:
         raise ValueError(f"a run has at most {_MOST_MEMBERS} environments")
@@ -121,7 +121,7 @@ def plain_mixture(value: list[Any]) -> list[Any]:
     for number, one in enumerate(value, 1):
         entry = _read(MixtureEntry, one, f"entry {number}")
         try:
-            own = {"rewards": plain_rewards(entry.rewards), "curriculum": plain_curriculum(entry.curriculum)}
+            own = {"rewards": checked_rewards(entry.rewards), "curriculum": checked_curriculum(entry.curriculum)}
         except ValueError as problem:
             raise ValueError(f"entry {number} ({entry.name}): {problem}") from None
         entries.append(entry.model_copy(update=own))

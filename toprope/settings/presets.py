@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.settings.algorithms import implied
+from toprope.settings.algorithms import implied_fields
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.fields import KNOBS, all_fields, find_field
 from toprope.settings.schema import SECTIONS, Config
@@ -41,7 +41,7 @@ class Preset:
     def config(self, environment: str) -> Config:
         """The configuration of a draft of an environment under this preset, before the owner's locks."""
         data = Config().model_dump()
-        for name, value in {**self.values, **implied(self.values)}.items():
+        for name, value in {**self.values, **implied_fields(self.values)}.items():
             section, _, field = name.partition(".")
             data[section][field] = value
         data["environment"]["name"] = environment

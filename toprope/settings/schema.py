@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from toprope.settings.algorithms import contradictions
-from toprope.settings.environment import EnvironmentSection, Section, mismatches
+from toprope.settings.environment import EnvironmentSection, Section, mixture_conflicts
 from toprope.settings.launcher import LauncherSection
 
 __all__ = ["EMBEDDED", "Config", "SECTIONS"]
@@ -258,7 +258,7 @@ class Config(BaseModel):
 
     def conflicts(self) -> list[str]:
         """Sentences about fields that contradict each other; empty if the configuration is consistent."""
-        found = mismatches(self.environment)
+        found = mixture_conflicts(self.environment)
         rollout, policy = self.rollout, self.policy
         if rollout.max_new_tokens >= policy.max_context:
             found.append(

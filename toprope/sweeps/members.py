@@ -15,7 +15,7 @@ from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.workbench.launch import open_runs
@@ -165,7 +165,7 @@ class SweepMembers:
         base: tuple[str, str] | None,
     ) -> None:
         sweep = self._sweep
-        config, _ = apply(sweep.config, changes, self._plan.knobs)
+        config, _ = apply_changes(sweep.config, changes, self._plan.knobs)
         plan = test or training_plan(config)
         [made] = freeze_drafts(self._home, [draft_of_sweep(sweep, config)], plan, base=base)
         self._starter.start_frozen([made.model_copy(update={"run_id": run_id, "member": member})])

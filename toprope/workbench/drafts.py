@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
 from toprope.records.index.database import DraftRow, EditRow, Index
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.settings.changes import Change, apply
+from toprope.settings.changes import Change, apply_changes
 from toprope.settings.fields import KNOBS, Field, all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.presets import Preset
@@ -87,11 +87,11 @@ class Drafts:
         config.environment.knobs = {name.removeprefix(f"{KNOBS}."): value for name, value in defaults.items()}
         own = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
         try:
-            config, _ = apply(config, own, card)
+            config, _ = apply_changes(config, own, card)
         except (InvalidValue, NotFound) as problem:
             raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
         allowed, moved = locks.adjust(config, fields)
-        config, _ = apply(config, allowed, card, locks)
+        config, _ = apply_changes(config, allowed, card, locks)
         row = self._index.create_draft(
             preset.name, environment.model_dump(mode="json"), card, config.model_dump(mode="json")
         )
@@ -129,7 +129,7 @@ class Drafts:
 
         def edit(row: DraftRow) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             draft = _draft(row)
-            config, changed = apply(draft.config, changes, draft.knobs, locks)
+            config, changed = apply_changes(draft.config, changes, draft.knobs, locks)
             done.extend(changed)
             records = [{"field": one.field, "before": one.before, "after": one.after} for one in changed]
             return config.model_dump(mode="json"), records
@@ -193,9 +193,9 @@ class Drafts:
             for name, field in fields.items()
             if name.startswith(f"{KNOBS}.")
         }
-        config, _ = apply(config, {name: value for name, value in own.items() if name in fields}, card)
+        config, _ = apply_changes(config, {name: value for name, value in own.items() if name in fields}, card)
         allowed, moved = locks.adjust(config, fields)
-        config, _ = apply(config, allowed, card, locks)
+        config, _ = apply_changes(config, allowed, card, locks)
         row = self._index.create_draft(
             run.preset or "", environment.model_dump(mode="json"), card, config.model_dump(mode="json")
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.settings.changes import Change, apply
+from toprope.settings.changes import Change, apply_changes
 from toprope.settings.fields import KNOBS, all_fields, get_value
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
@@ -67,7 +67,7 @@ def taken_back(
     for led_to, changes in reversed(edits):
         if led_to > revision:
             former |= {change.field: change.before for change in changes}
-    return apply(config, former, knobs)[0]
+    return apply_changes(config, former, knobs)[0]
 
 
 def config_of_preset(preset: Preset, environment: str) -> Config:

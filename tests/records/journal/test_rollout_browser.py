@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.journal_rollouts import group, write
 from toprope.errors import InvalidValue
-from toprope.records.journal.rollout_browser import Query, browse
+from toprope.records.journal.rollout_browser import Query, find_rollouts
 from toprope.records.run.folder import RunFolder
 
 
@@ -23,7 +23,7 @@ def pages(folder, query):
     """Every group's number, page by page."""
     found, after = [], None
     while True:
-        page = browse(folder, at(query, after))
+        page = find_rollouts(folder, at(query, after))
         found += numbers(page)
         if not page.more:
             return found
@@ -35,7 +35,7 @@ def at(query, after):
 
 
 def test_empty_journal_has_no_rollouts(folder):
-    page = browse(folder, Query())
+    page = find_rollouts(folder, Query())
     assert (page.groups, page.scanned, page.complete, page.more) == ([], 0, True, False)
 
 
@@ -63,15 +63,15 @@ def test_filters_by_task_part_and_failure(folder):
             group(5, [0.4, 0.4], "xyz", parsed=0.0),
         ],
     )
-    assert numbers(browse(folder, Query(task="ab"))) == [2, 1]
-    assert numbers(browse(folder, Query(failed=True))) == [5, 4, 3]
-    assert numbers(browse(folder, Query("best", part="style"))) == [2, 5, 4, 1, 3]
-    page = browse(folder, Query("worst", part="exact", task="xyz"))
+    assert numbers(find_rollouts(folder, Query(task="ab"))) == [2, 1]
+    assert numbers(find_rollouts(folder, Query(failed=True))) == [5, 4, 3]
+    assert numbers(find_rollouts(folder, Query("best", part="style"))) == [2, 5, 4, 1, 3]
+    page = find_rollouts(folder, Query("worst", part="exact", task="xyz"))
     assert numbers(page) == [5, 4, 3] and page.matching == 3 and page.scanned == 5
     assert page.parts == ["exact", "parsed", "style"]
     with pytest.raises(InvalidValue, match="exact, parsed, style"):
-        browse(folder, Query("best", part="grace"))
-    assert browse(folder, Query(task="xyz")).groups[2].group.outcomes[0].error == "it raised"
+        find_rollouts(folder, Query("best", part="grace"))
+    assert find_rollouts(folder, Query(task="xyz")).groups[2].group.outcomes[0].error == "it raised"
 
 
 def test_most_changed_compares_first_and_last_sample_of_task(folder):
@@ -82,24 +82,24 @@ def test_most_changed_compares_first_and_last_sample_of_task(folder):
             group(4, [0.3, 0.3], "rose"), group(5, [0.4, 0.4], "fell"), group(6, [1.0, 1.0], "rose"),
         ],
     )  # fmt: skip
-    page = browse(folder, Query("most_changed", limit=1))
+    page = find_rollouts(folder, Query("most_changed", limit=1))
     assert [(found.entry.task, found.change) for found in page.groups] == [("rose", 0.9)]
     assert (page.more, page.repeated) == (True, 2)
     assert page.groups[0].before.prompt == "prompt 1" and page.groups[0].group.prompt == "prompt 6"
-    rest = browse(folder, Query("most_changed", limit=1, after=page.groups[0].key))
+    rest = find_rollouts(folder, Query("most_changed", limit=1, after=page.groups[0].key))
     assert [(found.entry.task, found.change) for found in rest.groups] == [("fell", -0.5)]
 
 
 def test_index_continues_where_it_ended(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 4)])
-    assert browse(folder, Query()).scanned == 3
+    assert find_rollouts(folder, Query()).scanned == 3
     index = folder.journal / "rollouts.idx"
     before = index.read_bytes()
     write(folder, [group(number, [0.5]) for number in range(4, 6)])
-    assert numbers(browse(folder, Query())) == [5, 4, 3, 2, 1]
+    assert numbers(find_rollouts(folder, Query())) == [5, 4, 3, 2, 1]
     assert index.read_bytes().startswith(before)
     size = index.stat().st_size
-    browse(folder, Query())
+    find_rollouts(folder, Query())
     assert index.stat().st_size == size
 
 
@@ -108,9 +108,9 @@ def test_torn_frame_is_indexed_once_it_is_whole(folder):
     path = next(folder.journal.glob("*.journal"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert numbers(browse(folder, Query())) == [1]
+    assert numbers(find_rollouts(folder, Query())) == [1]
     path.write_bytes(whole)
-    assert numbers(browse(folder, Query())) == [2, 1]
+    assert numbers(find_rollouts(folder, Query())) == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -118,17 +118,17 @@ def test_torn_frame_is_indexed_once_it_is_whole(folder):
 )
 def test_damaged_or_foreign_index_is_rebuilt(folder, damage):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
-    browse(folder, Query())
+    find_rollouts(folder, Query())
     (folder.journal / "rollouts.idx").write_bytes(damage)
-    assert numbers(browse(folder, Query())) == [2, 1]
+    assert numbers(find_rollouts(folder, Query())) == [2, 1]
 
 
 def test_indexing_stops_at_time_limit_and_continues(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 30)])
-    first = browse(folder, Query(), seconds=-1.0)
+    first = find_rollouts(folder, Query(), seconds=-1.0)
     assert not first.complete and first.scanned < 29
     for _ in range(40):
-        if (page := browse(folder, Query(), seconds=-1.0)).complete:
+        if (page := find_rollouts(folder, Query(), seconds=-1.0)).complete:
             break
     assert page.complete and page.scanned == 29
 
@@ -136,14 +136,14 @@ def test_indexing_stops_at_time_limit_and_continues(folder):
 def test_unwritable_index_is_kept_in_memory(folder):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
     (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, for whoever runs this
-    page = browse(folder, Query())
+    page = find_rollouts(folder, Query())
     assert numbers(page) == [2, 1] and page.complete
 
 
 def test_group_of_removed_segment_has_no_text(folder):
     write(folder, [group(number, [0.5]) for number in range(1, 9)], segment_bytes=600)
-    browse(folder, Query())
+    find_rollouts(folder, Query())
     sorted(folder.journal.glob("*.journal"))[0].unlink()
-    page = browse(folder, Query("newest", limit=8))
+    page = find_rollouts(folder, Query("newest", limit=8))
     assert len(page.groups) == 8
     assert page.groups[-1].group is None and page.groups[0].group is not None

@@ -25,7 +25,7 @@ from toprope.records.run.metrics import header, read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import EventLog, Status, read_events
 from toprope.records.run.tested_models import (
-    AnswersTo,
+    AnsweredConversation,
     TestedModel,
     read_answers,
     read_models,
@@ -86,7 +86,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     write_json(folder.evaluation("before"), {"version": 1, "label": "before", "sampled": sampled, "greedy": None})
     write_json(folder.path / "wandb.json", {"version": 1, "mode": "offline", "folder": "/w"})
     write_models(folder, [TestedModel(name="a", model="a", seconds=1.0)])
-    write_answers(folder, [AnswersTo(messages=[{"role": "user", "content": "x"}], answers=["y"], truncated=[False])])
+    write_answers(
+        folder, [AnsweredConversation(messages=[{"role": "user", "content": "x"}], answers=["y"], truncated=[False])]
+    )
     Usage(at=1.0).write(folder)
     Manifest(
         run_id=folder.run_id, kind="train", made_at=1.0, code=Code(version="0"), python="3",

@@ -11,7 +11,7 @@ from toprope_tools.status.snapshot import numbers_line
 from toprope.analysis.reports.report import curricula_of, rose_each
 from toprope.analysis.reports.results import Accuracy, EnvironmentAccuracy, Evaluation
 from toprope.records.messages import Leveled, Stepped
-from toprope.records.run.curriculum import Climbed, Curricula, Measure
+from toprope.records.run.curriculum import Curricula, CurriculumState, LevelMeasurement
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.keeper.status_writer import StatusWriter
@@ -68,11 +68,11 @@ def test_a_report_says_where_curricula_stand(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert curricula_lines(curricula_of(folder)) == []
     measures = [
-        Measure(step=20, level=0, successes=30, tasks=32, moved=True),
-        Measure(step=40, level=1, successes=5, tasks=32),
+        LevelMeasurement(step=20, level=0, successes=30, tasks=32, moved=True),
+        LevelMeasurement(step=40, level=1, successes=5, tasks=32),
     ]
     Curricula(
-        environments={"sums": Climbed(knob="digits", levels=[1, 2, 4], level=1, since=20, measures=measures)}
+        environments={"sums": CurriculumState(knob="digits", levels=[1, 2, 4], level=1, since=20, measures=measures)}
     ).write(folder)
     assert curricula_lines(curricula_of(folder)) == [
         "Curriculum of sums: digits 2, level 2 of 3 since step 20. Opened at step 20 (30/32 solved). Last measured "

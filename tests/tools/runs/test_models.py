@@ -21,7 +21,7 @@ from tests.support.tools_house import become, make_workshop
 from toprope.atomic import write_json
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.specification import Specification
-from toprope.records.run.tested_models import ENDPOINT_KEY, AnswersTo, write_answers
+from toprope.records.run.tested_models import ENDPOINT_KEY, AnsweredConversation, write_answers
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
@@ -237,8 +237,10 @@ def test_a_checkpoint_is_asked_with_what_it_was_trained_with(house, monkeypatch)
     write_answers(
         asked,
         [
-            AnswersTo(messages=[{"role": "user", "content": "ab"}], answers=["x\u202e" * 40_000], truncated=[True]),
-            AnswersTo(messages=[{"role": "user", "content": "cd"}], error="no room"),
+            AnsweredConversation(
+                messages=[{"role": "user", "content": "ab"}], answers=["x\u202e" * 40_000], truncated=[True]
+            ),
+            AnsweredConversation(messages=[{"role": "user", "content": "cd"}], error="no room"),
         ],
     )
     become(asked, "completed", ended_at=time.time())

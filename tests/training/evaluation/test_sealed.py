@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
-from toprope.records.run.digests import environment_digest, measuring
+from toprope.records.run.digests import environment_digest, measurement_digests
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.launcher import LauncherSection
@@ -219,8 +219,8 @@ def test_environment_digest_follows_source(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("a = 1\n")
     source = EnvironmentSource(name="mine", file=str(file), attribute="A")
-    first = measuring(source)
-    assert measuring(source) == first and set(first) == {"environment", "toprope"}
+    first = measurement_digests(source)
+    assert measurement_digests(source) == first and set(first) == {"environment", "toprope"}
     file.write_text("a = 2\n")
     assert environment_digest(source) != first["environment"]
     os.unlink(file)

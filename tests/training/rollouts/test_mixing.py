@@ -11,7 +11,7 @@ import pytest
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.environment import members_of
 from toprope.settings.mixture import Curriculum
 from toprope.settings.schema import Config
@@ -166,7 +166,7 @@ def test_curricula_file_round_trip(tmp_path: Path) -> None:
 )
 def test_invalid_mixture_is_refused_with_its_place(field: str, value: object, says: str) -> None:
     with pytest.raises(Exception) as refused:
-        apply(Config(), {f"environment.{field}": value})
+        apply_changes(Config(), {f"environment.{field}": value})
     assert says in str(refused.value) and "Value error" not in str(refused.value)
 
 
@@ -174,12 +174,14 @@ def test_mixture_entries_have_own_settings_and_possible_shares() -> None:
     config = Config()
     config.environment.name = "sums"
     given = [{"name": "words", "weight": 2, "max_turns": 3, "knobs": {"k": 1}}, {"name": "sums", "label": "more sums"}]
-    config, _ = apply(config, {"environment.mixture": given, "environment.call_timeout_s": 5})
+    config, _ = apply_changes(config, {"environment.mixture": given, "environment.call_timeout_s": 5})
     first, words, more = members_of(config.environment)
     assert [one.label for one in (first, words, more)] == ["sums", "words", "more sums"]
     assert (words.weight, words.section.max_turns, words.section.knobs) == (2, 3, {"k": 1})
     assert words.section.call_timeout_s == 5 and more.section.max_turns == 10 and not words.section.mixture
     with pytest.raises(Exception, match="add up to 1.2"):
-        apply(config, {"environment.min_share": 0.6, "environment.mixture": [{"name": "words", "min_share": 0.6}]})
+        apply_changes(
+            config, {"environment.min_share": 0.6, "environment.mixture": [{"name": "words", "min_share": 0.6}]}
+        )
     with pytest.raises(Exception, match="give the entry a label"):
-        apply(config, {"environment.mixture": [{"name": "sums"}]})
+        apply_changes(config, {"environment.mixture": [{"name": "sums"}]})

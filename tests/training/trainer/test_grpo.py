@@ -16,7 +16,7 @@ from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
 from toprope.settings.algorithms import ALGORITHMS
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
@@ -137,7 +137,7 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
 @pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")])
 def test_every_grpo_algorithm_trains(tiny_policy: Path, tmp_path: Path, name: str) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
-    config, _ = apply(small_config(budget__steps=1), {"algorithm.name": name})
+    config, _ = apply_changes(small_config(budget__steps=1), {"algorithm.name": name})
     assert config.conflicts() == [] and config.algorithm.name == name
     rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
     start = dict(load_model(tiny_policy, config).named_parameters())
@@ -146,12 +146,12 @@ def test_every_grpo_algorithm_trains(tiny_policy: Path, tmp_path: Path, name: st
 
 
 def test_algorithm_name_sets_and_guards_its_fields() -> None:
-    config, changed = apply(Config(), {"algorithm.name": "gspo"})
+    config, changed = apply_changes(Config(), {"algorithm.name": "gspo"})
     told = {one.field: one.after for one in changed}
     assert told["algorithm.loss_type"] == "grpo" and told["algorithm.epsilon"] == 3e-4
     with pytest.raises(InvalidValue, match="gspo means sequence"):
-        apply(config, {"algorithm.importance_sampling_level": "token"})
-    back, _ = apply(config, {"algorithm.name": "grpo", "algorithm.loss_type": "sapo"})
+        apply_changes(config, {"algorithm.importance_sampling_level": "token"})
+    back, _ = apply_changes(config, {"algorithm.name": "grpo", "algorithm.loss_type": "sapo"})
     assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
 
 
@@ -231,7 +231,7 @@ def test_advantages_by_scale() -> None:
 
 
 def test_rloo_subtracts_mean_of_others() -> None:
-    config, _ = apply(Config(), {"algorithm.name": "rloo"})
+    config, _ = apply_changes(Config(), {"algorithm.name": "rloo"})
     found = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
     assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
 

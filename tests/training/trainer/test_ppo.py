@@ -14,7 +14,7 @@ from toprope.records.journal.groups import Batch, Group
 from toprope.records.messages import Finished, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer
@@ -212,5 +212,5 @@ def test_policy_tokenizer_has_padding_token(tiny_policy: Path):
 
 
 def test_algorithm_name_selects_ppo():
-    config, changed = apply(Config(), {"algorithm.name": "PPO"})
+    config, changed = apply_changes(Config(), {"algorithm.name": "PPO"})
     assert config.algorithm.name == "ppo" and [one.field for one in changed] == ["algorithm.name"]

@@ -9,7 +9,7 @@ import pytest
 from toprope.analysis.reports.report import build
 from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.records.index.database import Index
-from toprope.records.run.digests import measuring
+from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
 from toprope.settings.locks import Lock, Locks
@@ -63,9 +63,13 @@ def test_every_environment_becomes_a_source_and_every_function_a_file(tmp_path: 
         "brevity",
     )
     assert Specification.model_validate_json(spec.model_dump_json()) == spec
-    before = measuring(spec.mixture[0])
+    before = measurement_digests(spec.mixture[0])
     (folder / "more.py").write_text(REWARDS + "# changed\n")
-    assert measuring(spec.mixture[0]) != before == before | {"environment": measuring(spec.mixture[0])["environment"]}
+    assert (
+        measurement_digests(spec.mixture[0])
+        != before
+        == before | {"environment": measurement_digests(spec.mixture[0])["environment"]}
+    )
     again = freeze_again(spec, NONE)
     assert (again.mixture, again.environment, again.config) == (spec.mixture, spec.environment, spec.config)
 

@@ -14,7 +14,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
-from toprope.records.run.tested_models import AnswersTo
+from toprope.records.run.tested_models import AnsweredConversation
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
@@ -75,7 +75,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
     left = len(report.evaluations) - len(told)
     report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
-    said = [AnswersTo.model_validate(answer) for answer in report.answers]
+    said = [AnsweredConversation.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
     if report.tested is not None:
         lines += _models(report.tested)

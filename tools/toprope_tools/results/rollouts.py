@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.rollout_browser import Browsed, Found, Order, Query, browse
+from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, RolloutPage, find_rollouts
 from toprope.records.run.specification import Specification
 from toprope.text_format import call, clip, number
 from toprope_tools.answers import results as answers
@@ -65,7 +65,7 @@ async def browse_rollouts(
                 hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
             )
         query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
-        found = browse(folder, query)
+        found = find_rollouts(folder, query)
         return fitting(lambda limit: _answer(folder, query, found, limit))
 
     return await to_thread.run_sync(work)
@@ -87,7 +87,7 @@ def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
         raise InvalidValue(f"{clip(cursor, 60)!r} is no cursor.", hint="Omit it for the first page.") from None
 
 
-def _answer(folder: RunFolder, query: Query, found: Browsed, limit: int) -> Answer:
+def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> Answer:
     """The page, with texts of at most `limit` characters."""
     run_id = folder.run_id
     asked: dict[str, Any] = {"order": query.order}
@@ -127,7 +127,7 @@ def _answer(folder: RunFolder, query: Query, found: Browsed, limit: int) -> Answ
     return Answer("\n".join(lines), data)
 
 
-def _group(found: Found, query: Query, limit: int) -> answers.BrowsedGroup:
+def _group(found: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
     entry, group = found.entry, found.group
     if query.order == "most_changed":
         picked = [*_picked(found.before, "typical", query, limit), *_picked(group, "typical", query, limit)]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.records.run.checkpoints import newest_sound, nothing_sound
+from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
-from toprope.records.run.tested_models import AnswersTo, read_answers
+from toprope.records.run.tested_models import AnsweredConversation, read_answers
 from toprope.settings.schema import Config
 from toprope.text_format import call, clip
 from toprope.workbench.launch.freeze import freeze_question
@@ -118,7 +118,7 @@ def _of_run(workshop: Workshop, run_id: str, plan: Callable[[Config, str], AskPl
     run = Specification.read(folder)
     found, damaged = newest_sound(folder, below=int(status.checkpoint["step"]), hash_bytes=_HASH_BYTES)
     if found is None:
-        raise nothing_sound(folder, damaged)
+        raise no_sound_checkpoint(folder, damaged)
     asked = f"step {found.step} of {run_id}"
     if damaged:
         asked += f" ({damaged[0]})"
@@ -174,7 +174,7 @@ def _answer(workshop: Workshop, specification: Specification, status: Status) ->
     return Answer("\n".join(lines), data)
 
 
-def answer_lines(found: list[AnswersTo]) -> list[str]:
+def answer_lines(found: list[AnsweredConversation]) -> list[str]:
     """The answers for reading, marked as what they are."""
     if not found:
         return []
@@ -188,7 +188,7 @@ def answer_lines(found: list[AnswersTo]) -> list[str]:
     return lines
 
 
-def shown(found: list[AnswersTo]) -> list[dict[str, Any]]:
+def shown(found: list[AnsweredConversation]) -> list[dict[str, Any]]:
     """The answers for a structure, cut so that all of them together stay within bounds."""
     texts = sum(len(entry.answers) for entry in found)
     limit = max(40, ANSWER_CHARACTERS // max(texts, 1))

@@ -11,11 +11,11 @@ from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
-from toprope.records.run.folder import RunFolder, misfits
+from toprope.records.run.folder import RunFolder, describe_misfits
 from toprope.records.run.specification import Specification, SweepPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.sweeps.planning import longest_run_steps, make_plan
 from toprope.text_format import call, clip, number, percent, plural, value
 from toprope.workbench.launch.preview import Preview
@@ -73,7 +73,8 @@ def _options(given: Mapping[str, Any]) -> Options:
         return Options.model_validate(given)
     except ValidationError as error:
         raise InvalidValue(
-            f"options: {misfits(error)}. Nothing was started.", hint=f"There are {', '.join(Options.model_fields)}."
+            f"options: {describe_misfits(error)}. Nothing was started.",
+            hint=f"There are {', '.join(Options.model_fields)}.",
         ) from None
 
 
@@ -224,7 +225,7 @@ def best_of_sweep(folder: RunFolder, sweep: Specification) -> Specification:
             f"{folder.run_id} has no candidate with a score yet.", hint=call("check_status", run_ids=[folder.run_id])
         )
     values = standing.candidates[standing.best.candidate].values
-    config, _ = apply(sweep.config, values, sweep.sweep.knobs)
+    config, _ = apply_changes(sweep.config, values, sweep.sweep.knobs)
     return sweep.model_copy(update={"config": config})
 
 

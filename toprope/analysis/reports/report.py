@@ -28,7 +28,14 @@ from toprope.analysis.reports.results import (
 from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.curriculum import Curricula
-from toprope.records.run.folder import EVALUATION_VERSION, LEFT, WANDB_VERSION, RunFolder, misfits, read_json
+from toprope.records.run.folder import (
+    EVALUATION_VERSION,
+    REPAIR_HINT,
+    WANDB_VERSION,
+    RunFolder,
+    describe_misfits,
+    read_json,
+)
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
@@ -69,8 +76,8 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise Corrupt(
             f"The records in {folder.path} do not have the expected form: "
-            f"{misfits(error) if isinstance(error, ValidationError) else error!r}.",
-            hint=LEFT,
+            f"{describe_misfits(error) if isinstance(error, ValidationError) else error!r}.",
+            hint=REPAIR_HINT,
         ) from None
     return report.model_copy(
         update={
@@ -221,7 +228,7 @@ def _evaluation(label: str, content: Mapping[str, Any]) -> Evaluation:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Corrupt(
             f"The evaluation {label!r} does not have the form that the driver writes: {type(error).__name__} {error}.",
-            hint=f"See evaluations/{label}.json in the run folder. {LEFT}",
+            hint=f"See evaluations/{label}.json in the run folder. {REPAIR_HINT}",
         ) from None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from toprope.analysis.statistics.comparison import Answers, Cost, Measured
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import LEFT, RunFolder, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
@@ -54,7 +54,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
         temperature = str(evaluation.get("temperature"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corrupt(
-            f"{folder.evaluation(label)} does not have the form that the driver writes: {error!r}.", hint=LEFT
+            f"{folder.evaluation(label)} does not have the form that the driver writes: {error!r}.", hint=REPAIR_HINT
         ) from None
     config = specification.config
     functions = rewards_of(config.environment.rewards)

@@ -22,14 +22,14 @@ from toprope.records.index.database import Index
 from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = ["Rebuilt", "move_aside", "rebuild"]
+__all__ = ["RebuiltIndex", "move_aside", "rebuild_index"]
 
 _SIDES = ("-wal", "-shm")
 _DRAFT_COLUMNS = "id, created_at, updated_at, preset, environment, knobs, config, revision"
 
 
 @dataclass
-class Rebuilt:
+class RebuiltIndex:
     """The content of a rebuilt index."""
 
     starts: int = 0
@@ -58,7 +58,7 @@ def move_aside(path: Path) -> Path:
     raise FileExistsError(f"no free name beside {path}")
 
 
-def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
+def rebuild_index(index: Index, runs: Path, damaged: Path | None = None) -> RebuiltIndex:
     """Fill an index with the starts of all runs and with the drafts that they came from.
 
     Args:
@@ -69,7 +69,7 @@ def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
     Raises:
         NotPossibleNow, Corrupt: The new index cannot be written.
     """
-    rebuilt = Rebuilt()
+    rebuilt = RebuiltIndex()
     old_drafts, old_edits = _rows(damaged, "drafts"), _rows(damaged, "edits")
     specifications = sorted(_specifications(runs, rebuilt), key=lambda one: one.created_at)
     with index.writing() as db:
@@ -103,7 +103,7 @@ def rebuild(index: Index, runs: Path, damaged: Path | None = None) -> Rebuilt:
     return rebuilt
 
 
-def _specifications(runs: Path, rebuilt: Rebuilt) -> Iterator[Specification]:
+def _specifications(runs: Path, rebuilt: RebuiltIndex) -> Iterator[Specification]:
     for path in sorted(runs.iterdir()) if runs.is_dir() else ():
         if path.is_dir() and RUN_ID.fullmatch(path.name):
             try:

@@ -13,7 +13,7 @@ import msgspec
 
 from toprope.atomic import append
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT
+from toprope.records.run.folder import REPAIR_HINT
 
 __all__ = ["Trace", "append_traces", "read_traces"]
 
@@ -62,7 +62,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
         try:
             head = msgspec.json.decode(file.readline() or b"null", type=_Head)
         except msgspec.DecodeError:
-            raise Corrupt(f"{path} is not a file of traces.", hint=LEFT) from None
+            raise Corrupt(f"{path} is not a file of traces.", hint=REPAIR_HINT) from None
         if head.version > _VERSION:
             raise Corrupt(f"{path} was written by a newer version of Toprope.", hint="Update Toprope.")
         for line in file:

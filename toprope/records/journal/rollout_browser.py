@@ -25,7 +25,7 @@ from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.folder import RunFolder
 
-__all__ = ["Browsed", "Entry", "Found", "Order", "Query", "browse"]
+__all__ = ["RolloutPage", "Entry", "FoundGroup", "Order", "Query", "find_rollouts"]
 
 Order = Literal["best", "worst", "most_changed", "newest"]
 
@@ -102,7 +102,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundGroup:
     """A group on a page. In a query for change, `before` is the first group of the same task and `change` the rise of
     its reward since then."""
 
@@ -115,10 +115,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Browsed:
+class RolloutPage:
     """A page, with counts of the groups that match and that were searched."""
 
-    groups: list[Found]
+    groups: list[FoundGroup]
     matching: int
     scanned: int
     complete: bool
@@ -135,7 +135,7 @@ _groups = msgspec.json.Decoder(Group)
 _encode = msgspec.json.Encoder().encode
 
 
-def browse(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SECONDS) -> Browsed:
+def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SECONDS) -> RolloutPage:
     """A page of a run's rollouts.
 
     Args:
@@ -169,8 +169,8 @@ def browse(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SECONDS) 
         else:
             heapq.heappushpop(heap, item)
     _check_part(query, parts)
-    page = [Found(entry, index.read(entry), key) for key, _, entry in sorted(heap, reverse=True)]
-    return Browsed(page, matching, scanned, complete, beyond > len(page), sorted(parts))
+    page = [FoundGroup(entry, index.read(entry), key) for key, _, entry in sorted(heap, reverse=True)]
+    return RolloutPage(page, matching, scanned, complete, beyond > len(page), sorted(parts))
 
 
 def _check_part(query: Query, parts: set[str]) -> None:
@@ -202,7 +202,7 @@ def _value(entry: Entry, query: Query) -> float:
     return entry.mean if query.part is None else entry.parts[query.part]
 
 
-def _most_changed(index: _Index, query: Query, complete: bool) -> Browsed:
+def _most_changed(index: _Index, query: Query, complete: bool) -> RolloutPage:
     """Tasks by the change of their reward between the first and the last time they were sampled."""
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
@@ -229,10 +229,10 @@ def _most_changed(index: _Index, query: Query, complete: bool) -> Browsed:
 
     best = heapq.nlargest(query.limit + 1, keyed(), key=lambda item: item[0])
     page = [
-        Found(last, index.read(last), key, index.read(first), _value(last, query) - _value(first, query))
+        FoundGroup(last, index.read(last), key, index.read(first), _value(last, query) - _value(first, query))
         for key, first, last in best[: query.limit]
     ]
-    return Browsed(page, matching, scanned, complete, len(best) > query.limit, sorted(parts), len(lasts))
+    return RolloutPage(page, matching, scanned, complete, len(best) > query.limit, sorted(parts), len(lasts))
 
 
 class _Index:

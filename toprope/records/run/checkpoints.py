@@ -27,7 +27,7 @@ __all__ = [
     "Checkpoint",
     "Damage",
     "newest_sound",
-    "nothing_sound",
+    "no_sound_checkpoint",
     "problem_of",
     "seal",
     "set_aside",
@@ -151,7 +151,7 @@ def newest_sound(
     return None, damaged
 
 
-def nothing_sound(folder: RunFolder, damaged: Sequence[Damage]) -> Corrupt:
+def no_sound_checkpoint(folder: RunFolder, damaged: Sequence[Damage]) -> Corrupt:
     """The error to raise if a run has checkpoints but none can be used."""
     problems = " ".join(str(damage) for damage in damaged[:3])
     return Corrupt(

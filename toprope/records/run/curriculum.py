@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
-__all__ = ["Climbed", "Curricula", "Measure"]
+__all__ = ["CurriculumState", "Curricula", "LevelMeasurement"]
 
 CURRICULUM_VERSION = 1
 _NAME = "curriculum.json"
@@ -25,7 +25,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Measure(_Record):
+class LevelMeasurement(_Record):
     """One measurement on validation tasks: after `step` updates of the policy, at level number `level`."""
 
     step: int
@@ -36,7 +36,7 @@ class Measure(_Record):
     """Whether it opened the next level."""
 
 
-class Climbed(_Record):
+class CurriculumState(_Record):
     """One environment's curriculum: its knob, the values of its levels, and the measurements, oldest first."""
 
     knob: str
@@ -44,14 +44,14 @@ class Climbed(_Record):
     level: int = 0
     since: int = 0
     """The step at which the present level began."""
-    measures: list[Measure] = []
+    measures: list[LevelMeasurement] = []
 
     @property
     def value(self) -> Any:
         """The present value of the knob."""
         return self.levels[min(self.level, len(self.levels) - 1)]
 
-    def at(self, step: int) -> Climbed:
+    def at(self, step: int) -> CurriculumState:
         """The progress after `step` steps."""
         measures = [one for one in self.measures if one.step <= step]
         moves = [one for one in measures if one.moved]
@@ -65,7 +65,7 @@ class Curricula(_Record):
     """The content of curriculum.json."""
 
     version: int = CURRICULUM_VERSION
-    environments: dict[str, Climbed] = {}
+    environments: dict[str, CurriculumState] = {}
     """By the environment's label."""
 
     @classmethod
@@ -80,7 +80,9 @@ class Curricula(_Record):
         except NotFound:
             return None
         except ValidationError as error:
-            raise Corrupt(f"{folder.path / _NAME} is not a curriculum: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{folder.path / _NAME} is not a curriculum: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Raises: OSError."""
@@ -91,7 +93,7 @@ class Curricula(_Record):
         write_json(folder.path / _NAME, self.model_copy(update={"environments": kept}).model_dump(mode="json"))
 
 
-def _thinned(measures: list[Measure]) -> list[Measure]:
+def _thinned(measures: list[LevelMeasurement]) -> list[LevelMeasurement]:
     """All measurements that opened a level, and the newest others."""
     newest = {id(one) for one in measures[-_MOST_MEASURES:]}
     return [one for one in measures if one.moved or id(one) in newest]

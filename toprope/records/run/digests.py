@@ -12,7 +12,14 @@ from pathlib import Path
 import toprope
 from toprope.records.run.specification import EnvironmentSource
 
-__all__ = ["digest_of", "environment_digest", "evaluator_digest", "joined", "measuring", "rewards_digest"]
+__all__ = [
+    "digest_of",
+    "environment_digest",
+    "evaluator_digest",
+    "join_digests",
+    "measurement_digests",
+    "rewards_digest",
+]
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _SDK = ("sdk", "sdk/authoring", "sdk/worker")
@@ -47,13 +54,13 @@ def evaluator_digest() -> str:
     return digest_of([*sdk, *(_PACKAGE / name for name in _EVALUATOR)])
 
 
-def measuring(source: EnvironmentSource) -> dict[str, str]:
+def measurement_digests(source: EnvironmentSource) -> dict[str, str]:
     """Digests of the code on disk now: `environment`, `toprope`, and `rewards` if functions are added."""
     found = {"environment": environment_digest(source), "toprope": evaluator_digest()}
     return found | ({"rewards": rewards_digest(source)} if source.rewards else {})
 
 
-def joined(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def join_digests(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The digests of several environments as one."""
     if len(measured) == 1:
         return dict(measured[0])

@@ -37,13 +37,13 @@ from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
 __all__ = [
     "EVALUATION_VERSION",
-    "LEFT",
+    "REPAIR_HINT",
     "RUN_ID",
     "WANDB_VERSION",
     "RunFolder",
     "check_version",
     "checkpoints_in",
-    "misfits",
+    "describe_misfits",
     "read_json",
 ]
 
@@ -53,11 +53,11 @@ _LONGEST_TMPDIR = 75
 """Programs create sockets below TMPDIR, and the path of a socket has at most 107 characters."""
 
 
-LEFT = "It was left as it is. The owner repairs it, or removes the run's folder; list_runs names the other runs."
+REPAIR_HINT = "It was left as it is. The owner repairs it, or removes the run's folder; list_runs names the other runs."
 """The hint for a damaged file of a run."""
 
 
-def misfits(error: ValidationError) -> str:
+def describe_misfits(error: ValidationError) -> str:
     """The first fields that do not fit and why, such as `step (Input should be a valid integer)`."""
     entries = error.errors(include_url=False, include_input=False, include_context=False)
     places = [f"{'.'.join(map(str, entry['loc'])) or 'the whole'} ({entry['msg']})" for entry in entries[:4]]
@@ -104,9 +104,9 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.") from None
     except (ValueError, UnicodeDecodeError) as error:
-        raise Corrupt(f"{path} is not valid JSON: {error}.", hint=LEFT) from None
+        raise Corrupt(f"{path} is not valid JSON: {error}.", hint=REPAIR_HINT) from None
     except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
     if newest is not None:
         check_version(path, value, newest)
     return value

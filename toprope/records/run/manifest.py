@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
 __all__ = ["Manifest", "packages_in", "site_packages_of"]
 
@@ -161,7 +161,9 @@ class Manifest(BaseModel):
         except NotFound:
             return None
         except ValidationError as error:
-            raise Corrupt(f"{cls.path(folder)} is not a manifest: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{cls.path(folder)} is not a manifest: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     def write(self, folder: RunFolder) -> None:
         """Replace the manifest on disk, indented for people."""

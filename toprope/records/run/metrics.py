@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT, check_version
+from toprope.records.run.folder import REPAIR_HINT, check_version
 
 __all__ = ["METRICS_VERSION", "History", "header", "last_row", "read_history", "read_rows"]
 
@@ -66,7 +66,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
 
 
 def read_history(path: Path, rows: int = _ROWS) -> History:
@@ -85,7 +85,7 @@ def read_history(path: Path, rows: int = _ROWS) -> History:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
     try:
         return History(_counting(_sampled(path, descriptor, size, max(rows, 2))), False)
     finally:

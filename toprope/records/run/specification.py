@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
@@ -294,7 +294,9 @@ class Specification(BaseModel):
         try:
             return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
         except ValidationError as error:
-            raise Corrupt(f"{folder.spec} is not a specification: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{folder.spec} is not a specification: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     def write(self, folder: RunFolder) -> None:
         write_json(folder.spec, self.model_dump(mode="json"))

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
-from toprope.records.run.folder import LEFT, RunFolder, check_version, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, check_version, describe_misfits, read_json
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
@@ -198,7 +198,7 @@ class Status(_Record):
         try:
             return cls.model_validate(read_json(folder.status, STATUS_VERSION))
         except ValidationError as error:
-            raise Corrupt(f"{folder.status} is not a status: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(f"{folder.status} is not a status: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
 
     def write(self, folder: RunFolder) -> None:
         """Replace the status on disk. While a run lives, only its keeper may."""

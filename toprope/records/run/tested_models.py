@@ -10,7 +10,15 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 
-__all__ = ["ENDPOINT_KEY", "AnswersTo", "TestedModel", "read_answers", "read_models", "write_answers", "write_models"]
+__all__ = [
+    "ENDPOINT_KEY",
+    "AnsweredConversation",
+    "TestedModel",
+    "read_answers",
+    "read_models",
+    "write_answers",
+    "write_models",
+]
 
 TESTED_VERSION = 1
 """Version of both files."""
@@ -44,7 +52,7 @@ class TestedModel(BaseModel):
     """The cost that the endpoint reported, else tokens times the owner's prices; None if neither is known."""
 
 
-class AnswersTo(BaseModel):
+class AnsweredConversation(BaseModel):
     """A conversation with a policy, and its answers."""
 
     model_config = ConfigDict(extra="ignore")
@@ -59,7 +67,7 @@ class AnswersTo(BaseModel):
 _Entry = TypeVar("_Entry")
 
 _models = TypeAdapter(list[TestedModel])
-_answers = TypeAdapter(list[AnswersTo])
+_answers = TypeAdapter(list[AnsweredConversation])
 
 
 def write_models(folder: RunFolder, models: list[TestedModel]) -> None:
@@ -76,12 +84,12 @@ def read_models(folder: RunFolder) -> list[TestedModel]:
     return _read(folder, "models.json", _models)
 
 
-def write_answers(folder: RunFolder, answers: list[AnswersTo]) -> None:
+def write_answers(folder: RunFolder, answers: list[AnsweredConversation]) -> None:
     """Replace answers.json."""
     _write(folder, "answers", _answers.dump_python(answers, mode="json"))
 
 
-def read_answers(folder: RunFolder) -> list[AnswersTo]:
+def read_answers(folder: RunFolder) -> list[AnsweredConversation]:
     """The answers in answers.json; none if the file is missing.
 
     Raises:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import LEFT, RunFolder, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
 __all__ = ["Spent", "Usage", "day_of"]
 
@@ -61,7 +61,9 @@ class Usage(Spent):
         except NotFound:
             return None
         except ValidationError as error:
-            raise Corrupt(f"{folder.path / 'usage.json'} cannot be read: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{folder.path / 'usage.json'} cannot be read: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Only the keeper may."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from toprope.errors import Corrupt
 from toprope.records.messages import Without
-from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_aside
+from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure
@@ -148,7 +148,7 @@ class RestartPolicy:
         """
         found, damaged = await asyncio.to_thread(newest_sound, self._folder, hash_bytes=_HASH_BYTES)
         if found is None and damaged:
-            raise nothing_sound(self._folder, damaged)
+            raise no_sound_checkpoint(self._folder, damaged)
         for damage in damaged:
             self._writer.record_event("warning", what=f"{damage} It is kept as {set_aside(damage.path).name}.")
         self._crew.checkpoint = None if found is None else found.path

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.analysis.failures import named
-from toprope.records.run.checkpoints import Damage, newest_sound, nothing_sound, set_aside
+from toprope.records.run.checkpoints import Damage, newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
@@ -254,7 +254,7 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     """
     found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
     if found is None and damaged:
-        raise nothing_sound(folder, damaged)
+        raise no_sound_checkpoint(folder, damaged)
     return None if found is None else found.told(folder), damaged
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.records.messages import Evaluated, Finished, Progress, Ready
-from toprope.records.run.tested_models import AnswersTo, write_answers
+from toprope.records.run.tested_models import AnsweredConversation, write_answers
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.client import PolicyClient, Sampling
 
@@ -31,15 +31,15 @@ async def answer_questions(member: CrewMember) -> None:
     sampling = sampling if plan.temperature > 0 else sampling.greedy()
     limit, done = asyncio.Semaphore(_AT_ONCE), 0
 
-    async def answer(messages: list[dict[str, str]]) -> AnswersTo:
+    async def answer(messages: list[dict[str, str]]) -> AnsweredConversation:
         nonlocal done
         async with limit:
             try:
                 found = await policy.chat(list(messages), sampling, n=plan.answers)
             except (InvalidValue, ComponentFailed) as error:
-                result = AnswersTo(messages=messages, error=str(error))
+                result = AnsweredConversation(messages=messages, error=str(error))
             else:
-                result = AnswersTo(
+                result = AnsweredConversation(
                     messages=messages,
                     answers=[one.text for one in found],
                     truncated=[one.truncated for one in found],

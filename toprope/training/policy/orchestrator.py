@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.records.run.checkpoints import newest_sound, nothing_sound
+from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.sdk.orchestration.dialogue import Mode, build_system_prompt, parse_action, render_observation
@@ -122,7 +122,7 @@ class OrchestratorPolicy:
             found, damaged = newest_sound(run)
             if found is None:
                 if damaged:
-                    raise nothing_sound(run, damaged)
+                    raise no_sound_checkpoint(run, damaged)
                 raise NotFound(f"The run {folder.name} has no checkpoint yet.")
             knobs = Specification.read(run).config.environment.knobs
             arguments = {

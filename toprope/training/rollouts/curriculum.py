@@ -6,7 +6,7 @@ groups stays at earlier levels, so that what was learned there is not forgotten;
 
 from __future__ import annotations
 
-from toprope.records.run.curriculum import Climbed, Measure
+from toprope.records.run.curriculum import CurriculumState, LevelMeasurement
 from toprope.settings.mixture import Curriculum
 
 __all__ = ["CurriculumProgress", "level_variant"]
@@ -25,10 +25,10 @@ class CurriculumProgress:
         record: Progress of an earlier attempt or life; ignored if its knob or levels differ. None: the first level.
     """
 
-    def __init__(self, curriculum: Curriculum, record: Climbed | None = None) -> None:
+    def __init__(self, curriculum: Curriculum, record: CurriculumState | None = None) -> None:
         self.curriculum = curriculum
         if record is None or (record.knob, record.levels) != (curriculum.knob, curriculum.levels):
-            record = Climbed(knob=curriculum.knob, levels=curriculum.levels)
+            record = CurriculumState(knob=curriculum.knob, levels=curriculum.levels)
         self.record = record
         self._measured_at = max([record.since, *(one.step for one in record.measures)])
         self._chosen = self._earlier = 0
@@ -56,10 +56,10 @@ class CurriculumProgress:
         """Whether the current level should be measured after `step` steps."""
         return not self.at_last_level and step >= self._measured_at + self.curriculum.min_steps
 
-    def add_measure(self, step: int, successes: int, tasks: int) -> Measure:
+    def add_measure(self, step: int, successes: int, tasks: int) -> LevelMeasurement:
         """Records a measure of the current level; opens the next level if it is good enough."""
         moved = tasks > 0 and successes >= self.curriculum.success * tasks and not self.at_last_level
-        measure = Measure(step=step, level=self.level, successes=successes, tasks=tasks, moved=moved)
+        measure = LevelMeasurement(step=step, level=self.level, successes=successes, tasks=tasks, moved=moved)
         self._measured_at = step
         self.record = self.record.model_copy(update={"measures": [*self.record.measures, measure]})
         if moved:

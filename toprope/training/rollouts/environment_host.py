@@ -17,13 +17,13 @@ from msgspec.structs import asdict
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report
-from toprope.records.run.digests import joined, measuring
+from toprope.records.run.digests import join_digests, measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.worker_messages import Card, TaskView
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.environment import MemberPlan, members_of
-from toprope.settings.locks import hold_knobs
+from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
@@ -161,7 +161,7 @@ class EnvironmentHost:
 
     async def _open_worker(self) -> EnvironmentWorker:
         """A new worker with the environment and its levels open. Raises: see `start`."""
-        loaded = measuring(self.source)
+        loaded = measurement_digests(self.source)
         section = self.plan.section
         # The keeper gave this process all variables that the environment may have, including keys that the owner named
         # for it. The run's folder marks every process that the environment starts as the run's.
@@ -220,12 +220,12 @@ class EnvironmentHost:
                     hint=f"Parts: {', '.join(card.parts)}.",
                 )
         if not self._is_selected:  # the selected one was checked against the locks when it was frozen
-            hold_knobs(card.knob_values, self._locks, self.label)
+            require_allowed_knobs(card.knob_values, self._locks, self.label)
         for number, value in enumerate(curriculum.levels if curriculum is not None else []):
             assert curriculum is not None
             level = {**section.knobs, curriculum.knob: value}
             card = await worker.vary(level_variant(number), level, timeout=timeout)
-            hold_knobs(card.knob_values, self._locks, self.label)
+            require_allowed_knobs(card.knob_values, self._locks, self.label)
 
     async def check(self, needed: Mapping[str, int]) -> None:
         """Checks that every needed split has tasks, and that an answer can be scored.
@@ -346,11 +346,11 @@ def evaluator_digests(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
     """Identifies what a run measures with: hashes of the environments' sources as they were loaded, versions of their
     packages, and the current hashes if they differ."""
     loaded = [host.loaded["loaded"] for host in hosts]
-    now = [measuring(host.source) for host in hosts]
-    digests: dict[str, Any] = {"loaded": joined(loaded), "versions": checks_summary(hosts)["versions"]}
+    now = [measurement_digests(host.source) for host in hosts]
+    digests: dict[str, Any] = {"loaded": join_digests(loaded), "versions": checks_summary(hosts)["versions"]}
     if len(hosts) > 1:
         digests["environments"] = {host.label: host.loaded["loaded"]["environment"] for host in hosts}
-    return digests | ({"on_disk": joined(now)} if now != loaded else {})
+    return digests | ({"on_disk": join_digests(now)} if now != loaded else {})
 
 
 class _ComponentLog:

@@ -19,7 +19,7 @@ from typing import Any
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.messages import ENV_CHECKPOINT, Leveled
-from toprope.records.run.curriculum import Climbed, Curricula
+from toprope.records.run.curriculum import Curricula, CurriculumState
 from toprope.records.run.folder import read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
@@ -164,7 +164,7 @@ class TaskSampler:
             self._adjusted_step = step
             self._scheduler.adjust({label: row.get(share_metric(label)) or 0.0 for label in self._hosts})
 
-    def _read_curricula(self) -> dict[str, Climbed]:
+    def _read_curricula(self) -> dict[str, CurriculumState]:
         member = self._member
         if member.attempt == 1 and not member.life:
             return {}

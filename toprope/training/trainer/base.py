@@ -25,7 +25,7 @@ import transformers
 from toprope.atomic import write_json
 from toprope.errors import DiskFull, TopropeError
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
-from toprope.records.run.checkpoints import newest_sound, nothing_sound, set_aside
+from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.folder import WANDB_VERSION, RunFolder
 from toprope.records.run.full_disk import NO_ROOM, PatientLines
 from toprope.records.run.metrics import header
@@ -187,7 +187,7 @@ class TrainingRun(ABC):
         folder, step = self._member.folder, int(checkpoint.name.removeprefix("step-"))
         found, damaged = newest_sound(folder, below=step)
         if found is None:
-            raise nothing_sound(folder, damaged)
+            raise no_sound_checkpoint(folder, damaged)
         for damage in damaged:
             aside = set_aside(damage.path)
             self._member.report(

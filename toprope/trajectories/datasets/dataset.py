@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import Corrupt, InvalidValue
-from toprope.records.run.folder import LEFT, RunFolder
+from toprope.records.run.folder import REPAIR_HINT, RunFolder
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import TrajectoryStrategy, batched
@@ -146,4 +146,4 @@ def read_items(path: Path) -> Iterator[TrajectoryItem]:
                     ) from None
                 yield item_from(given, f"{path.name}, line {number}")
     except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None

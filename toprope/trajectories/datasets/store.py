@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import toprope
 from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
-from toprope.records.run.folder import LEFT, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.settings.yamlfiles import nearest
 
 __all__ = ["NAME", "DatasetRecord", "DatasetStore", "Stored", "Version", "digest_of"]
@@ -109,7 +109,7 @@ class Version:
             try:
                 found = digest_of(path)
             except OSError as error:
-                raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=LEFT) from None
+                raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
             if found != known.sha256:
                 raise Corrupt(
                     f"{path} was changed after it was written as {self.name}: its SHA-256 differs.",
@@ -170,7 +170,9 @@ class DatasetStore:
         try:
             return Version(path, DatasetRecord.model_validate(read_json(path / _RECORD, _RECORD_VERSION)))
         except ValidationError as error:
-            raise Corrupt(f"{path / _RECORD} is not a data set record: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{path / _RECORD} is not a data set record: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     @contextmanager
     def making(self, name: str) -> Iterator[Path]:

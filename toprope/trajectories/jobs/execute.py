@@ -16,7 +16,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
-from toprope.settings.locks import hold_knobs
+from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
@@ -351,7 +351,7 @@ class Work:
             )
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{name}: {error}", hint="describe_environment says more.") from None
-        hold_knobs(card.knob_values, self._order.locks, name)
+        require_allowed_knobs(card.knob_values, self._order.locks, name)
         if card.own_loop:
             raise InvalidValue(
                 f"{name} manages its rollouts itself, so its tasks cannot be used here.", hint="Choose another."

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
-from toprope.records.run.folder import LEFT, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.sdk.worker.client import worker_environment
 from toprope.trajectories.jobs.orders import Order, Outcome
 
@@ -156,7 +156,7 @@ class Job:
             try:
                 return Standing(alive, Outcome.model_validate(outcome))
             except ValidationError as error:
-                raise Corrupt(f"{self.folder}/outcome.json: {misfits(error)}.", hint=LEFT) from None
+                raise Corrupt(f"{self.folder}/outcome.json: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
         if (failure := self._read("failure.json")) is not None:
             return Standing(alive, failure=_error(failure))
         return None

@@ -29,7 +29,7 @@ import msgspec
 
 from toprope.atomic import append
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
-from toprope.records.run.folder import LEFT
+from toprope.records.run.folder import REPAIR_HINT
 from toprope.sdk.errors import WorkerError
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.synthesis.near_duplicates import Deduplicator, whole_text
@@ -325,7 +325,7 @@ class SynthesisPipeline:
                     hint="Use another file.",
                 )
         except (ValueError, KeyError, TypeError):
-            raise Corrupt(f"{self._state} is not a pipeline state.", hint=LEFT) from None
+            raise Corrupt(f"{self._state} is not a pipeline state.", hint=REPAIR_HINT) from None
         for line in lines[1:]:
             try:
                 done = msgspec.json.decode(line, type=_Done)

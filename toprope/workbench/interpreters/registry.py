@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import LEFT, misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 
 __all__ = ["Added", "Registry"]
 
@@ -76,7 +76,9 @@ class Registry:
         except NotFound:
             return {}
         except ValidationError as error:
-            raise Corrupt(f"{self.path} is not a list of environments: {misfits(error)}.", hint=LEFT) from None
+            raise Corrupt(
+                f"{self.path} is not a list of environments: {describe_misfits(error)}.", hint=REPAIR_HINT
+            ) from None
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Added]]:

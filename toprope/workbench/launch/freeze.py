@@ -23,7 +23,7 @@ from toprope.records.run.specification import (
     TestPlan,
     TrainerSource,
 )
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.environment import curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
@@ -223,7 +223,7 @@ def freeze_question(
     config = run.config.model_copy(deep=True)
     fields = {name: field for name, field in all_fields().items() if name.startswith(("launcher.", "rollout."))}
     allowed, _ = locks.adjust(config, fields)
-    config, _ = apply(config, allowed, (), locks)
+    config, _ = apply_changes(config, allowed, (), locks)
     # The checkpoint holds the adapters, where there are any.
     config.policy = config.policy.model_copy(update={"model": model, "revision": None, "lora": False})
     return Specification(

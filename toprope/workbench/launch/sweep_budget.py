@@ -16,7 +16,7 @@ from toprope.records.run.specification import (
     TestPlan,
     training_plan,
 )
-from toprope.settings.changes import apply
+from toprope.settings.changes import apply_changes
 from toprope.settings.limits import Limits
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
@@ -92,7 +92,7 @@ def _member(sweep: Specification, plan: SweepPlan, steps: int, home: Home) -> Sp
     run_plan: RunPlan
     if plan.evaluate == "train":
         changes = {"budget.steps": steps, "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps)}
-        config, _ = apply(config, changes, plan.knobs)
+        config, _ = apply_changes(config, changes, plan.knobs)
         run_plan = training_plan(config)
     else:
         run_plan = TestPlan(tasks=config.evaluation.validation_tasks, group_size=config.rollout.group_size)

@@ -12,7 +12,7 @@ import typer
 
 from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.index.database import Index
-from toprope.records.index.rebuild import Rebuilt, move_aside, rebuild
+from toprope.records.index.rebuild import RebuiltIndex, move_aside, rebuild_index
 from toprope.settings.owner import Home
 
 __all__ = ["main", "problem_of"]
@@ -58,7 +58,7 @@ def main(home: Home | None = None) -> int:
         if problem is not None:
             aside = move_aside(home.index)
             typer.echo(f"The index was damaged: {problem}\nIt is kept as {aside}.")
-        told = rebuild(Index(home.index), home.runs, aside)
+        told = rebuild_index(Index(home.index), home.runs, aside)
     except OSError as error:
         typer.echo(f"The index could not be mended: {error.strerror or error}.")
         return 1
@@ -66,7 +66,7 @@ def main(home: Home | None = None) -> int:
     return 0
 
 
-def _say(home: Home, told: Rebuilt) -> None:
+def _say(home: Home, told: RebuiltIndex) -> None:
     typer.echo(f"A new index was made at {home.index}: {told.starts} starts of runs.")
     if told.kept:
         typer.echo(f"Drafts kept with their history: {len(told.kept)}.")
