@@ -1,4 +1,4 @@
-"""The rollout driver's own part: what it gives its worker, what it looks at first, and how it waits for room."""
+"""The rollout driver: variables of its worker, first checks, waiting for room, and the account of groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Echo(Environment):
 
 
 class Member:
-    """What a driver needs of its membership; remembers the reports."""
+    """Stand-in for the driver's membership that records reports."""
 
     attempt, life = 1, 0
 
@@ -102,7 +102,7 @@ def test_worker_gets_named_keys_and_scores_first_task(member: Member, monkeypatc
 
 
 class FullApi:
-    """Has no room; says so when asked, or fails."""
+    """An API whose queue is full, or that raises `error` when asked for room."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.asked, self.given_up = error, asyncio.Event(), False
@@ -190,7 +190,7 @@ def test_cancelled_production_stops_waiting_for_room(member: Member) -> None:
 
 def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     class Mixed:
-        """Goes wrong in every way once, then well, and at last for ever."""
+        """Fails once in every way, then succeeds twice, then hangs."""
 
         def __init__(self) -> None:
             self.turns = [
@@ -224,7 +224,7 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
         async with asyncio.timeout(10):
             while len(Api.posted) < 2 or making().begun < 7:
                 await asyncio.sleep(0.005)
-        # Two more are in the making: they come to nothing when the production is ended.
+        # Two more are in progress and are given up when production is cancelled.
         assert making().posted == 2 and sum(making().given_up.values()) == 3
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

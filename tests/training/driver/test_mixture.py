@@ -1,4 +1,4 @@
-"""EnvironmentMetrics environments in one run: real workers, a scripted policy, the driver's own parts."""
+"""Several environments in one run: real workers, a scripted policy, and the driver's parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def short(answer):
 
 
 class Member:
-    """What a driver needs of its membership."""
+    """Stand-in for the driver's membership."""
 
     attempt, life, secret = 1, 0, ""
 
@@ -107,7 +107,7 @@ def member_of(tmp_path: Path, changes: dict[str, Any] | None = None, **mixture: 
 
 
 def hosted(member: Member, policy: Any, work: Callable[[EnvironmentSet], Awaitable[Any]], **needed: int) -> Any:
-    """Runs `work` with all environments of a run, started and checked."""
+    """Runs `work` with the environments of a run, started and checked."""
 
     async def run() -> Any:
         plans, hosts = environment_plans(member.spec), []
@@ -161,7 +161,7 @@ def test_evaluation_of_mixture_counts_total_and_each_environment(tmp_path: Path)
 
 
 class Api:
-    """Takes groups; the trajectory API as far as a producer asks."""
+    """Stand-in for the trajectory API as the producer uses it."""
 
     def __init__(self, enough: int) -> None:
         self.groups: list[Group] = []
@@ -186,7 +186,7 @@ class Api:
 
 
 async def produced(member: Member, environments: EnvironmentSet, api: Api) -> TaskSampler:
-    """Makes groups until there are enough of them."""
+    """Samples groups until the API has enough."""
     tasks = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
     producer = GroupProducer(member, environments, api, SAMPLING, None, tasks)  # type: ignore[arg-type]
     making, enough = asyncio.ensure_future(producer.run()), asyncio.ensure_future(api.done.wait())
@@ -223,7 +223,7 @@ def test_mixture_keeps_shares_and_task_numbers_on_resume(tmp_path: Path) -> None
     assert [(group.environment, group.task_id) for group in halves] == [(g.environment, g.task_id) for g in whole]
     assert len({group.task_id for group in whole}) == 24 and {group.group_id for group in halves}.__len__() == 24
     assert all(group.task_id.startswith(f"{group.environment}/") for group in whole if group.task_id)
-    # Rollouts of several turns are played under sessions, whose names nobody else has.
+    # Multi-turn rollouts use sessions with distinct names.
     names = [name for name, count in policy.requests if name and count > 1]
     assert len(names) == len(set(names))
 
@@ -300,7 +300,7 @@ def test_curriculum_advances_on_validation_and_resumes(tmp_path: Path, monkeypat
     asked: list[str] = []
 
     def able(messages: list[dict[str, Any]], index: int) -> str:
-        """Right below the last level."""
+        """Solves every level but the last."""
         asked.append(messages[0]["content"])
         return told(messages, index) if not messages[0]["content"].endswith("of 7") else "no"
 
@@ -321,13 +321,11 @@ def test_curriculum_advances_on_validation_and_resumes(tmp_path: Path, monkeypat
         ("sums", 7, 2, 3),
     ]
     assert all(one.successes == one.tasks == 4 for one in moves) and moves[0].step < moves[1].step
-    assert first.curricula["sums"].level == again.curricula["sums"].level == 2, (
-        "a driver that is started again goes on there"
-    )
+    assert first.curricula["sums"].level == again.curricula["sums"].level == 2, "a restarted driver resumes there"
     assert back.curricula["sums"].level == 1 and back.curricula["sums"].record.since == moves[0].step
     trained = Counter(text.rpartition(" ")[2] for text in asked if text.startswith("sum"))
     assert trained["3"] and trained["5"] and trained["7"]
-    assert "9" not in trained, "the knob's own value is at no level"
+    assert "9" not in trained, "the knob's own value is not a level"
 
 
 def test_evaluation_uses_measured_level(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real crew on a tiny policy: every member and the worker are killed once, and the run completes with exact books."""
+"""A real crew on a tiny policy: each member and the worker are killed once, and the run completes with exact counts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def members_of(folder: RunFolder) -> list[psutil.Process]:
 
 
 def pid_of(folder: RunFolder, name: str) -> int:
-    """A member's process, or the worker: by what runs in it, since a namespace has numbers of its own."""
+    """Process id of a member or the worker, found by its command line because namespaces have their own ids."""
     words = {"worker": "sdk/worker/program.py", "environment": "toprope.training.driver"}.get(
         name, f"toprope.training.{name}"
     )
@@ -131,7 +131,7 @@ def test_run_completes_with_exact_account_after_each_kill(tmp_path: Path, specif
             return [event.data["component"] for event in read_events(folder.events) if event.kind == "restart"]
 
         def everybody_works() -> None:
-            """Steps come again: the trainer gets groups that inference sampled and the worker scored."""
+            """Waits for further steps, which need every member and the worker."""
             rows = folder.metrics.read_bytes().count(b"\n")
             eventually(lambda: folder.metrics.read_bytes().count(b"\n") >= rows + 3, f"steps after {restarted}", folder)
 
@@ -155,7 +155,7 @@ def test_run_completes_with_exact_account_after_each_kill(tmp_path: Path, specif
         assert crew["environment"].worker_restarts == 1
         rows = read_rows(folder.metrics)
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-        # The trainer fell back to its checkpoint, and to that alone.
+        # The trainer fell back to its checkpoint and no further.
         written = [line for line in folder.metrics.read_text().splitlines() if '"step"' in line]
         assert STEPS < len(written) <= STEPS + 5
         counts = Counts(**status.counts)

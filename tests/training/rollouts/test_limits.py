@@ -1,4 +1,4 @@
-"""Limits of an environment: memory and network; what a leak costs, and what it does not."""
+"""Limits of an environment's memory and network, and free restarts of productive workers."""
 
 from __future__ import annotations
 

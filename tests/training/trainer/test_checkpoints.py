@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, no pickle, and everything needed to go on as if nothing had happened."""
+"""Checkpoints are complete or absent, contain no pickle, and continue training exactly."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
 
 
 def after_one_step(policy: Path, folder: Path) -> tuple[Path, Any, Any, Any]:
-    """A checkpoint of step 1, and what it was made from."""
+    """A checkpoint of step 1, with its model, optimizer and scheduler."""
     model, optimizer, scheduler = make(policy)
     train(model, optimizer, scheduler, 1)
     path = save_checkpoint(

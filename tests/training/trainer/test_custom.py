@@ -1,4 +1,4 @@
-"""A trainer of the owner's own: its checks, its life, what it gets, and that it learns through a real crew."""
+"""Custom trainers: checks, lifecycle, session, and learning in a real crew."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DATA = {
 
 
 def example() -> str:
-    """The trainer that the documentation shows."""
+    """The trainer in the documentation."""
     [code] = [
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class Reinforce" in block
     ]
@@ -59,7 +59,7 @@ def source(folder: Path, code: str | None = None, name: str = "Reinforce") -> Tr
 
 
 class Member(StandInMember):
-    """Its environment has said what it found."""
+    """A member whose environment has written its report."""
 
     def address(self, peer: str) -> str:
         if peer == "environment":
@@ -101,7 +101,7 @@ def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path,
     assert weights.keys() == load_file(tiny_policy / "model.safetensors").keys()
     served = {name: value.clone().zero_() for name, value in weights.items()}
     assert WeightReader(folder.crew, served).refresh() == 6
-    assert all((served[name] == value).all() for name, value in weights.items()), "what is served is what was saved"
+    assert all((served[name] == value).all() for name, value in weights.items()), "inference has the saved weights"
 
 
 def test_custom_trainer_resumes_from_checkpoint(attempt, tmp_path):

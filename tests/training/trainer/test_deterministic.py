@@ -1,4 +1,4 @@
-"""The deterministic mode, part by part; `make bench-reproduce` holds whole runs against each other."""
+"""The deterministic mode, part by part; `make bench-reproduce` compares whole runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import fix_kernels, load_tokenizer
 from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
 from toprope.training.rollouts.task_sampler import TaskSampler
-from toprope.training.trainer.optimization import learning_rate_factor
 
 
 def test_api_reports_missing_rows(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_sampling_seeds_are_distinct_and_reproducible() -> None:
     assert plain.at("train", 3) is plain
     places = [("train", 3), ("train", 4), ("heldout", 3), ("train", 3, 1)]
     assert len({seeded.at(*place).seed for place in places}) == len(places)
-    # Written down: the seeds of a run must be those of the run that it repeats, in another process.
+    # A constant, because a repeated run must draw the same seeds in another process.
     assert seeded.at("train", 3).seed == 114_522_574
     assert seeded.greedy().at("train", 3).seed == seeded.at("train", 3).seed
 
@@ -84,7 +83,7 @@ def test_seeded_request_is_independent_of_others(policy: tuple[Any, Any]) -> Non
 
 
 class Api:
-    """A trainer that wants two groups at each version, and what was asked of it in which order."""
+    """An API whose trainer wants the given (version, rows); logs all requests."""
 
     def __init__(self, log: list[str], demands: list[tuple[int, int]]) -> None:
         self.log, self.demands = log, demands
@@ -168,12 +167,3 @@ def test_kernels_are_fixed_in_deterministic_mode_only(monkeypatch: pytest.Monkey
     config.algorithm.deterministic = True
     fix_kernels(config)
     assert chosen == [((True,), {"warn_only": True})] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-def test_deterministic_learning_rate_ignores_the_clock() -> None:
-    config = Config()
-    config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps = "linear", 0
-    config.budget.steps, config.budget.max_train_seconds = 100, 10.0
-    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.1)
-    config.algorithm.deterministic = True
-    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.9)

@@ -1,4 +1,4 @@
-"""A full disk, a lost journal and a damaged checkpoint, as API and trainer meet them: training goes on.
+"""Training goes on after a full disk, a lost journal and a damaged checkpoint.
 
 Nothing that was acknowledged is lost, and nothing damaged is deleted.
 """
@@ -30,7 +30,7 @@ from toprope.training.trainer.grpo import GrpoRun
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is set the journal's disk has no room."""
+    """While this event is set, the journal's disk has no room."""
     event, writev = threading.Event(), os.writev
 
     def maybe(descriptor: int, parts: Any) -> int:

@@ -1,4 +1,4 @@
-"""The contract with TRL's private loss, and what becomes of groups on their way into it."""
+"""The contract with TRL's private loss, and the way of groups into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, Gr
 from toprope.training.trainer.collate import BATCH_KEYS, collate
 from toprope.training.trainer.grpo import GroupTrainer, grpo_config
 
-# What _compute_loss may ask for and do without: pictures, other samplers' corrections, the reference policy.
+# Keys that _compute_loss can do without: images, corrections of other samplers, the reference policy.
 OPTIONAL = {
     "pixel_values",
     "image_grid_thw",

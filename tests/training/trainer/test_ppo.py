@@ -1,4 +1,4 @@
-"""PPO as a trainer: a value head beside the policy, taken up again exactly, fed by the same groups as GRPO."""
+"""PPO: a value head beside the policy, exact resume, and the same groups as GRPO."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ppo(**changes: Any) -> Config:
 
 @pytest.fixture
 def attempt(tiny_policy, monkeypatch):
-    """Trains in a run folder; `stop_after` a step, and on from its newest checkpoint if there is one."""
+    """Trains in a run folder from its newest checkpoint; stops after step `stop_after`."""
     monkeypatch.setattr(sync_client, "SyncApiClient", StandInApi)
 
     def run(folder: RunFolder, config: Config, stop_after: int = 0) -> StandInMember:
@@ -75,7 +75,7 @@ def test_checkpoint_keeps_value_head_beside_plain_model(attempt, tmp_path, tiny_
     plain = load_file(tiny_policy / "model.safetensors").keys()
     assert load_file(checkpoint / "model" / "model.safetensors").keys() == plain
     head = load_file(checkpoint / "value_head.safetensors")
-    assert head["out.weight"].abs().max() > 0, "it has learned something"
+    assert head["out.weight"].abs().max() > 0, "the head was trained"
     moments = load_file(checkpoint / "optimizer.safetensors")
     assert "value_head.out.weight/exp_avg" in moments
     last = rows(folder)[-1]
@@ -117,7 +117,7 @@ def test_rows_have_rollout_and_reward():
 
 
 def test_values_ignore_padding_and_later_tokens(tiny_policy):
-    """Padding on the left changes nothing, and a later token does not show in an earlier value."""
+    """Left padding and later tokens do not change a value."""
     model, head = load_model(tiny_policy, ppo()).eval(), ValueHead(32)
     torch.nn.init.normal_(head.out.weight)
     ids, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.long)
@@ -168,7 +168,7 @@ def test_ppo_learns_rewarded_answer_and_value(tiny_policy):
     right = max(range(4), key=rewards.__getitem__)
     assert rewards.count(1.0) >= 1 and gained[right] == gained.max()
     assert told[-1]["loss/value"] < 0.5 * told[0]["loss/value"]
-    assert told[-1]["clip_ratio/region_mean"] > 0, "the same batch again and again is off-policy in the end"
+    assert told[-1]["clip_ratio/region_mean"] > 0, "the repeated batch becomes off-policy"
 
 
 def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], optimizer: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""PPO's mathematics against a second implementation in plain loops, and by cases that can be worked out by hand."""
+"""PPO's mathematics against an implementation in plain loops, and in cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rollout_tokens_join_turns_and_segments():
 
 
 def test_reward_is_given_once_at_last_token():
-    """Two segments of one rollout: without discount and with lambda 1 every token's return is the reward."""
+    """Two segments of one rollout; without discount and with lambda 1 every token's return is the reward."""
     mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
     section = PpoSection(gae_lambda=1.0, whiten_advantages=False)
     zero = torch.zeros(3, 3)

@@ -1,4 +1,4 @@
-"""The trainer taken up again: the same steps, losses and weights as without the break, given the same groups."""
+"""A resumed trainer repeats the steps, losses and weights of an uninterrupted one, given the same groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from toprope.training.trainer.optimization import learning_rate_factor
 
 @pytest.fixture
 def attempt(tiny_policy, monkeypatch):
-    """Trains in a run folder; `stop_after` a step, and on from its newest checkpoint if there is one."""
+    """Trains in a run folder from its newest checkpoint; stops after step `stop_after`."""
 
     def run(folder: RunFolder, config: Config, stop_after: int = 0) -> tuple[StandInMember, StandInApi]:
         apis: list[StandInApi] = []
@@ -104,7 +104,7 @@ def test_checkpoint_weights_are_published_before_ready(attempt, tiny_policy, tmp
 
 
 def test_restarted_trainer_republishes_first_weights(attempt, tiny_policy, tmp_path):
-    """It was killed before its first checkpoint, when inference had version 2, which goes back to the first weights."""
+    """A trainer killed before its first checkpoint leaves inference at version 2; the next life resets it."""
     folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config()
     served = load_model(tiny_policy, config)
     first = {name: value.detach().clone() for name, value in served.named_parameters()}
@@ -179,7 +179,7 @@ def test_train_seconds_include_earlier_attempts(attempt, tmp_path):
     assert member.of(Stepped) == []
     member, _ = attempt(folder, small_run_config(budget__max_train_seconds=3600.0))
     assert member.of(Stepped)[0].values["train_seconds"] > 50
-    # Half of the seconds are used: so is half of the decay, though few steps are done.
+    # Half of the seconds are used, so half of the decay is done, after few steps.
     path.write_text(json.dumps(state | {"train_seconds": 1800.0}))
     seal(path.parent)
     rate = learning_rate_factor(small_run_config(budget__max_train_seconds=3600.0, budget__steps=1000), 2, 1800.0)
@@ -238,7 +238,7 @@ def test_weights_of_other_model_are_refused(tiny_policy, tmp_path, lora):
 
 
 def test_age_of_vanished_versions_is_absolute_difference():
-    """After a resume from version 5 there may be groups of a version 30 that nobody has any more."""
+    """After a resume from version 5 the queue may hold groups of version 30, which no longer exists."""
     config = small_run_config(rollout__max_staleness=3)
 
     class Mixed(StandInApi):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: whose tokens are learned, what demonstrations are kept, and a trainer that goes on."""
+"""Supervised fine-tuning: labels, demonstrations of a teacher, and resume."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_teacher_without_solutions_is_an_error(tmp_path: Path):
 
 @pytest.fixture
 def endpoint():
-    """A model that adds, but is wrong the first time it is asked about an even number."""
+    """A model that adds, and is wrong the first time about each even number."""
     asked: set[str] = set()
 
     def answer(question: str) -> str:
@@ -193,7 +193,7 @@ def test_right_answers_of_model_are_cached(tmp_path: Path, endpoint: OpenAiStand
     assert all((body["temperature"], body["max_tokens"]) == (0.3, 99) for _, _, body in endpoint.seen)
     wrong = sum(int(trace.messages[0]["content"].split()[0]) % 2 == 0 for trace in found)
     asked = len(endpoint.seen)
-    assert asked == 2 * 6 + wrong, "each once refused for haste and asked again, the wrong ones once more"
+    assert asked == 2 * 6 + wrong, "each is rate-limited once and retried, and the wrong ones are asked once more"
     assert collected(tmp_path, 6, asks=(endpoint, "limited"), **section) == found and len(endpoint.seen) == asked
     collected(tmp_path, 6, asks=(endpoint, "limited"), regenerate=True, **section)
     assert len(endpoint.seen) > asked
@@ -207,7 +207,7 @@ def test_refused_key_ends_collection(tmp_path: Path, endpoint: OpenAiStandIn):
 
 
 class _Member(StandInMember):
-    """Its environment has put the demonstrations in place."""
+    """A member whose environment has written the demonstrations."""
 
     def address(self, peer: str) -> str:
         return str(self.folder.path / "traces.jsonl") if peer == "environment" else super().address(peer)

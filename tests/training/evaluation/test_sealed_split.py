@@ -58,7 +58,7 @@ class Chatty(Environment):
 
 
 class Heard:
-    """What a worker's log got."""
+    """Collects a worker's log."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -81,8 +81,8 @@ def play(tmp_path: Path, answer: str, work: Any) -> tuple[Any, Heard]:
         async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
             link = await worker.current()
             policy = ScriptedPolicy(lambda messages, index: answer)
-            maker = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=30)  # type: ignore[arg-type]
-            environments = only_environment(maker)
+            sampler = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=30)  # type: ignore[arg-type]
+            environments = only_environment(sampler)
             folder = RunFolder(tmp_path / "run")
             folder.evaluations.mkdir(parents=True)
             contents = ContaminationTracker()
@@ -118,7 +118,7 @@ def test_heldout_tasks_reach_no_file_and_no_log(tmp_path, answer):
     sealed, heard = play(tmp_path, answer, work)
     assert len(sealed) > 30
     log = heard.data.decode()
-    # Examples and the score beside are of the validation split, and are told.
+    # Examples and the later score are of the validation split, which is not sealed.
     assert canaries(log) and not canaries(log) & sealed
     assert "bytes printed while held-out tasks were sampled are not kept" in log
     for path in (tmp_path / "run").rglob("*.json"):
@@ -161,7 +161,7 @@ def test_worker_output_is_logged_after_seal(tmp_path):
 
 
 def test_only_sealed_evaluations_sample_heldout_tasks(tmp_path):
-    """What searches, stops early or makes a curriculum plays by the same maker, or looks at `along` and `test`."""
+    """Searches, early stopping and curricula use validation tasks; held-out tasks need a seal."""
     played: list[str] = []
 
     async def work(

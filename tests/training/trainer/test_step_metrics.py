@@ -1,4 +1,4 @@
-"""What a step shows beside TRL's numbers: movement since sampling, time, and why groups carry no signal."""
+"""Step metrics beside TRL's: drift since sampling, time, and groups without signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> t
 def test_policy_drift_is_split_by_version_age() -> None:
     movement = PolicyDrift()
     assert movement.take() == {}
-    # Row 0 is of the same version, row 1 four versions old, of row 2 nobody knows; 9.0 stands where nothing is trained.
+    # Row 0 has the same version, row 1 is four versions old, row 2 is unknown; 9.0 marks untrained tokens.
     movement.add(*passed([[0.1, -0.3], [1.0, 9.0], [0.5, 0.5]], [0, 4, -1], [[1, 1], [1, 0], [1, 1]]))
     movement.add(*passed([[-0.2, 9.0], [-2.0, 0.0]], [0, 1], [[1, 0], [1, 1]]))
     found = movement.take()

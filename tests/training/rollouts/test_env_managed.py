@@ -1,4 +1,4 @@
-"""Environments that play their rollouts themselves: a real worker against a real inference server."""
+"""Environments that run their rollouts themselves: a real worker against a real inference server."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def engine(tiny_policy: Path):
     engine.stop()
 
 
-def play(
+def run_with_worker(
     engine: EmbeddedEngine,
     tiny_policy: Path,
     folder: Path,
     body: Callable[[EnvManagedSampler, list[Any], Any], Awaitable[None]],
 ) -> None:
-    """Runs `body` with a maker, the reports of its worker, and the server."""
+    """Runs `body` with a sampler, the reports of its worker, and the server."""
     (folder / "talk.py").write_text(TALK)
     server = InferenceServer(engine, load_tokenizer(tiny_policy), model_name="policy", secret=SECRET)
 
@@ -120,24 +120,24 @@ def play(
     asyncio.run(work())
 
 
-async def numbers(maker: EnvManagedSampler) -> dict[str, int]:
-    """The index of each training task by its prompt."""
-    link = await maker.worker.current()
+async def numbers(sampler: EnvManagedSampler) -> dict[str, int]:
+    """Index of each training task by its prompt."""
+    link = await sampler.worker.current()
     found = (await link.call("tasks", split="train", start=0, count=100))["tasks"]
     return {task["messages"][0]["content"]: index for index, task in enumerate(found)}
 
 
 def test_only_turns_of_the_outcome_are_trained(engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path) -> None:
-    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
-        places = await numbers(maker)
+    async def body(sampler: EnvManagedSampler, reports: list[Any], server: Any) -> None:
+        places = await numbers(sampler)
         good = [places[name] for name in places if not name.startswith(("task 3", "task 4", "task 5", "task 7"))][:3]
-        groups = await asyncio.gather(*(maker.sample(TaskRef("train", index), 3, SAMPLING) for index in good))
+        groups = await asyncio.gather(*(sampler.sample(TaskRef("train", index), 3, SAMPLING) for index in good))
         for made in groups:
             assert [outcome.error for outcome in made.outcomes] == [None] * 3
             assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
             assert made.outcomes[0].parts == {"kind": 1.0, "length": 4.0} and made.outcomes[0].turns == 2
             group = made.to_record("talk", "g")
-            # A random policy says special tokens, which no client gives back: such a conversation is not continued.
+            # A random policy samples special tokens, which clients drop: such a conversation is not continued.
             whole = [not any(token < 4 for token in turns[0].completion_ids[:-1]) for turns in made.turns]
             for turns, plain in zip(made.turns, whole, strict=True):
                 assert len(turns) == 2, "the retry and the judge are not in it"
@@ -145,53 +145,53 @@ def test_only_turns_of_the_outcome_are_trained(engine: EmbeddedEngine, tiny_poli
                 assert not plain or turns[1].prompt_ids[: len(continued)] == continued
             assert len(group.tokens) <= 3 + whole.count(False), "two turns of a rollout are one sequence"
             assert all("assistant" in talk and "go on" in talk for talk in made.transcripts)
-        assert len(server.sessions) == 0, "sessions are forgotten with their group"
+        assert len(server.sessions) == 0, "sessions are closed with their group"
 
-    play(engine, tiny_policy, tmp_path, body)
+    run_with_worker(engine, tiny_policy, tmp_path, body)
 
 
 def test_chosen_answer_of_several_is_trained(engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path) -> None:
-    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
-        index = next(place for name, place in (await numbers(maker)).items() if name.startswith("task 7"))
-        made = await maker.sample(TaskRef("train", index), 4, SAMPLING)
+    async def body(sampler: EnvManagedSampler, reports: list[Any], server: Any) -> None:
+        index = next(place for name, place in (await numbers(sampler)).items() if name.startswith("task 7"))
+        made = await sampler.sample(TaskRef("train", index), 4, SAMPLING)
         assert [outcome.error for outcome in made.outcomes] == [None] * 4
         for turns, text in zip(made.turns, made.texts, strict=True):
             assert len(turns) == 1 and turns[0].completion_ids
-            # A random policy says special tokens, which no client gives back.
+            # A random policy samples special tokens, which clients drop.
             assert any(token < 4 for token in turns[0].completion_ids[:-1]) or text.strip() in turns[0].completion_text
         assert len(server.sessions) == 0
 
-    play(engine, tiny_policy, tmp_path, body)
+    run_with_worker(engine, tiny_policy, tmp_path, body)
 
 
 def test_rollout_error_is_data_and_dead_worker_costs_one_group(
     engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path
 ) -> None:
-    async def body(maker: EnvManagedSampler, reports: list[Any], server: Any) -> None:
-        places = await numbers(maker)
+    async def body(sampler: EnvManagedSampler, reports: list[Any], server: Any) -> None:
+        places = await numbers(sampler)
         raising, sleeping, dying, fine = (
             next(index for name, index in places.items() if name.startswith(start))
             for start in ("task 3", "task 4", "task 5", "task 6")
         )
-        made = await maker.sample(TaskRef("train", raising), 2, SAMPLING)
+        made = await sampler.sample(TaskRef("train", raising), 2, SAMPLING)
         assert all("no task for me" in (outcome.error or "") for outcome in made.outcomes)
         assert made.outcomes[0].reward == 0.0
-        maker.rollout_timeout_s = 0.5
-        made = await maker.sample(TaskRef("train", sleeping), 2, SAMPLING)
+        sampler.rollout_timeout_s = 0.5
+        made = await sampler.sample(TaskRef("train", sleeping), 2, SAMPLING)
         assert all("longer than 0.5 s" in (outcome.error or "") for outcome in made.outcomes)
-        maker.rollout_timeout_s = 60.0
+        sampler.rollout_timeout_s = 60.0
         neighbour, dead = await asyncio.gather(
-            maker.sample(TaskRef("train", fine), 2, SAMPLING),
-            maker.sample(TaskRef("train", dying), 2, SAMPLING),
+            sampler.sample(TaskRef("train", fine), 2, SAMPLING),
+            sampler.sample(TaskRef("train", dying), 2, SAMPLING),
             return_exceptions=True,
         )
         assert isinstance(dead, WorkerError) and dead.kind == "ended"
         assert not isinstance(neighbour, BaseException) or neighbour.kind == "ended"
         assert len(reports) >= 2
-        made = await maker.sample(TaskRef("train", fine), 2, SAMPLING)
+        made = await sampler.sample(TaskRef("train", fine), 2, SAMPLING)
         assert [outcome.error for outcome in made.outcomes] == [None, None]
 
-    play(engine, tiny_policy, tmp_path, body)
+    run_with_worker(engine, tiny_policy, tmp_path, body)
 
 
 def test_fixed_answer_is_scored_by_a_scripted_policy(tmp_path: Path) -> None:
@@ -223,11 +223,11 @@ def test_endpoint_key_is_hidden_from_worker(tmp_path: Path) -> None:
     async def work() -> None:
         async with await RestartingWorker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
 
-            def maker(model: str) -> tuple[EnvManagedSampler, EndpointClient]:
+            def sampler(model: str) -> tuple[EnvManagedSampler, EndpointClient]:
                 client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, tries=2)
                 return EnvManagedSampler(worker, client, multi_turn=True, call_timeout_s=30), client
 
-            good, client = maker("priced")
+            good, client = sampler("priced")
             places = await numbers(good)
             fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
             made = await good.sample(TaskRef("train", fine), 2, SAMPLING)
@@ -239,7 +239,7 @@ def test_endpoint_key_is_hidden_from_worker(tmp_path: Path) -> None:
             assert len(sent) == 8 and {body["max_tokens"] for body in sent} == {6}
             await client.close()
             for model, error in (("forbidden", ModelFailed), ("broken", Unanswered)):
-                bad, client = maker(model)
+                bad, client = sampler(model)
                 with pytest.raises(error) as failure:
                     await bad.sample(TaskRef("train", fine), 2, SAMPLING)
                 assert key not in str(failure.value)
@@ -257,20 +257,20 @@ def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
     async def work() -> None:
         client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None)
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 99, "stream": True}
-        async with EndpointProxy(client, 1, SAMPLING) as relay, aiohttp.ClientSession() as http:
-            for bad in ("", "Bearer x", f"Basic {relay.keys[0]}"):
+        async with EndpointProxy(client, 1, SAMPLING) as proxy, aiohttp.ClientSession() as http:
+            for bad in ("", "Bearer x", f"Basic {proxy.keys[0]}"):
                 headers = {"Authorization": bad}
-                async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                async with http.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers) as answer:
                     assert answer.status == 401
-            headers = {"Authorization": f"Bearer {relay.keys[0]}"}
+            headers = {"Authorization": f"Bearer {proxy.keys[0]}"}
             for wrong in ({"max_tokens": "many"}, {"temperature": []}, {"top_p": "high"}):
-                async with http.post(f"{relay.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
+                async with http.post(f"{proxy.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
                     assert answer.status == 400 and "must be numbers" in await answer.text()
-            async with http.post(f"{relay.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            async with http.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers) as answer:
                 assert (await answer.text()).count('"content":"hm"') == 2
-            assert [turn.completion_text for turn in relay.turns[0]] == ["hm", "hm"]
+            assert [turn.completion_text for turn in proxy.turns[0]] == ["hm", "hm"]
             for wrong in (b"{", b'{"n": "x"}'):
-                async with http.post(f"{relay.url}/v1/chat/completions", data=wrong, headers=headers) as answer:
+                async with http.post(f"{proxy.url}/v1/chat/completions", data=wrong, headers=headers) as answer:
                     assert answer.status == 400
         await client.close()
 

@@ -1,4 +1,4 @@
-"""Shares of environments in one run: the order, minimum shares, levels, and what a step tells of each."""
+"""Shares of environments in one run: order, minimum shares, curriculum levels, and metrics of each."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from toprope.training.rollouts.curriculum import CurriculumProgress
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler, mixture_shares
 from toprope.training.trainer.environment_metrics import EnvironmentMetrics
 
-CLAIMS = [MixtureEntry("sums", 3), MixtureEntry("words", 1), MixtureEntry("games", 1, 0.3)]
+ENTRIES = [MixtureEntry("sums", 3), MixtureEntry("words", 1), MixtureEntry("games", 1, 0.3)]
 
 
-def order(mixer: MixtureScheduler, count: int) -> list[str]:
+def order(scheduler: MixtureScheduler, count: int) -> list[str]:
     found = []
     for _ in range(count):
-        label = mixer.choose()
+        label = scheduler.choose()
         assert label is not None
-        mixer.finish(label)
+        scheduler.finish(label)
         found.append(label)
     return found
 
 
 def test_shares_hold_at_any_time_and_seed_decides_ties() -> None:
-    assert mixture_shares(CLAIMS) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
-    found = order(MixtureScheduler(CLAIMS), 400)
+    assert mixture_shares(ENTRIES) == pytest.approx({"sums": 0.525, "words": 0.175, "games": 0.3})
+    found = order(MixtureScheduler(ENTRIES), 400)
     for count in range(1, 401):
-        for label, share in mixture_shares(CLAIMS).items():
+        for label, share in mixture_shares(ENTRIES).items():
             assert abs(Counter(found[:count])[label] - share * count) <= 1.0 + 1e-9
-    assert found == order(MixtureScheduler(CLAIMS), 400)
+    assert found == order(MixtureScheduler(ENTRIES), 400)
     even = [MixtureEntry(label) for label in "abcd"]
     starts = {tuple(order(MixtureScheduler(even, seed=seed), 4)) for seed in range(8)}
     assert len(starts) > 1 and all(sorted(start) == list("abcd") for start in starts)
 
 
 def test_restored_schedule_continues() -> None:
-    whole, first = MixtureScheduler(CLAIMS), MixtureScheduler(CLAIMS)
+    whole, first = MixtureScheduler(ENTRIES), MixtureScheduler(ENTRIES)
     found = order(whole, 40)
     assert order(first, 17) == found[:17]
-    second = MixtureScheduler(CLAIMS)
+    second = MixtureScheduler(ENTRIES)
     second.restore(first.state())
     assert order(second, 23) == found[17:]
     with pytest.raises(KeyError):
@@ -56,12 +56,12 @@ def test_restored_schedule_continues() -> None:
 
 
 def test_slow_environment_leaves_room_down_to_its_minimum() -> None:
-    def begun(claims: list[MixtureEntry], groups: int) -> Counter[str]:
-        mixer, found = MixtureScheduler(claims, places=16), []
-        while len(found) < groups and (label := mixer.choose()) is not None:
+    def begun(entries: list[MixtureEntry], groups: int) -> Counter[str]:
+        scheduler, found = MixtureScheduler(entries, places=16), []
+        while len(found) < groups and (label := scheduler.choose()) is not None:
             found.append(label)
-            if label != "slow":  # whose groups do not end
-                mixer.finish(label)
+            if label != "slow":  # its groups do not end
+                scheduler.finish(label)
         return Counter(found)
 
     free = begun([MixtureEntry("a"), MixtureEntry("b"), MixtureEntry("slow")], 500)
@@ -71,13 +71,13 @@ def test_slow_environment_leaves_room_down_to_its_minimum() -> None:
 
 
 def test_environment_below_minimum_is_chosen_more_often() -> None:
-    mixer = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
+    scheduler = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
     draw, trained = random.Random(0), Counter({"a": 1})
     for _ in range(60):
-        for label in order(mixer, 20):
+        for label in order(scheduler, 20):
             trained[label] += label == "a" or draw.random() < 0.4  # six of ten groups of b carry no signal
         total = sum(trained.values())
-        mixer.adjust({label: count / total for label, count in trained.items()})
+        scheduler.adjust({label: count / total for label, count in trained.items()})
         trained = Counter({label: count // 2 for label, count in trained.items()})
     assert trained["b"] / sum(trained.values()) == pytest.approx(0.4, abs=0.1)
     hopeless = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b", min_share=0.4)])
@@ -90,12 +90,12 @@ def test_environment_below_minimum_is_chosen_more_often() -> None:
 
 
 def test_uncounted_turn_is_given_back() -> None:
-    mixer, counted = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b")]), Counter()
+    scheduler, counted = MixtureScheduler([MixtureEntry("a"), MixtureEntry("b")]), Counter()
     for number in range(60):
-        label = mixer.choose()
+        label = scheduler.choose()
         assert label is not None
         lost = label == "a" and number % 3 == 0
-        mixer.finish(label, counts=not lost)
+        scheduler.finish(label, counts=not lost)
         counted[label] += not lost
     assert abs(counted["a"] - counted["b"]) <= 3
 
@@ -106,49 +106,49 @@ def group(environment: str, *rewards: float) -> Group:
 
 
 def test_step_has_metrics_of_each_environment() -> None:
-    several = EnvironmentMetrics(["sums", "words", "games"])
+    metrics = EnvironmentMetrics(["sums", "words", "games"])
     seen = [group("sums", 1, 0), group("sums", 0, 0), group("words", 1, 1)]
-    numbers = several.add_step(seen, seen[:1])
+    numbers = metrics.add_step(seen, seen[:1])
     assert numbers["environments/sums/reward"] == numbers["environments/sums/success"] == 0.25
     assert numbers["environments/sums/frac_reward_zero_std"] == 0.5
     assert numbers["environments/words/frac_reward_zero_std"] == 1.0
     shown = {name: value for name, value in numbers.items() if name.endswith("share")}
     assert shown == {"environments/sums/share": 1, "environments/words/share": 0, "environments/games/share": 0}
-    assert several.add_step(seen, seen[2:] * 3)["environments/words/share"] == 0.75
+    assert metrics.add_step(seen, seen[2:] * 3)["environments/words/share"] == 0.75
     assert EnvironmentMetrics(["sums"]).add_step(seen, seen) == {}
 
 
 def test_levels_open_on_success_and_earlier_ones_stay() -> None:
     curriculum = Curriculum(knob="digits", levels=[1, 2, 4], success=0.75, min_steps=10, window=8, earlier_share=0.25)
-    climb = CurriculumProgress(curriculum)
-    assert {climb.next_level() for _ in range(20)} == {0} and not climb.is_due(9) and climb.is_due(10)
-    assert not climb.add_measure(10, 5, 8).moved and not climb.is_due(19)
-    assert climb.add_measure(20, 6, 8).moved and climb.level == 1 and climb.record.value == 2
-    levels = Counter(climb.next_level() for _ in range(40))
+    progress = CurriculumProgress(curriculum)
+    assert {progress.next_level() for _ in range(20)} == {0} and not progress.is_due(9) and progress.is_due(10)
+    assert not progress.add_measure(10, 5, 8).moved and not progress.is_due(19)
+    assert progress.add_measure(20, 6, 8).moved and progress.level == 1 and progress.record.value == 2
+    levels = Counter(progress.next_level() for _ in range(40))
     assert levels == {1: 30, 0: 10}
-    assert climb.add_measure(30, 8, 8).moved and climb.at_last_level and not climb.is_due(1000)
-    assert Counter(climb.next_level() for _ in range(80)) == {2: 60, 0: 10, 1: 10}
-    again = CurriculumProgress(curriculum, climb.record)
+    assert progress.add_measure(30, 8, 8).moved and progress.at_last_level and not progress.is_due(1000)
+    assert Counter(progress.next_level() for _ in range(80)) == {2: 60, 0: 10, 1: 10}
+    again = CurriculumProgress(curriculum, progress.record)
     assert again.level == 2
-    # What was reached after the checkpoint is not reached yet; other levels begin anew.
+    # Levels reached after the checkpoint are closed again; changed levels begin anew.
     assert (
-        CurriculumProgress(curriculum, climb.record.at(25)).level == 1
-        and CurriculumProgress(curriculum, climb.record.at(19)).level == 0
+        CurriculumProgress(curriculum, progress.record.at(25)).level == 1
+        and CurriculumProgress(curriculum, progress.record.at(19)).level == 0
     )
-    assert CurriculumProgress(curriculum, climb.record.at(25)).is_due(30) and not CurriculumProgress(
-        curriculum, climb.record.at(25)
+    assert CurriculumProgress(curriculum, progress.record.at(25)).is_due(30) and not CurriculumProgress(
+        curriculum, progress.record.at(25)
     ).is_due(29)
-    assert CurriculumProgress(curriculum.model_copy(update={"levels": [1, 3]}), climb.record).level == 0
+    assert CurriculumProgress(curriculum.model_copy(update={"levels": [1, 3]}), progress.record).level == 0
 
 
 def test_curricula_file_round_trip(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert Curricula.read(folder) is None
-    climb = CurriculumProgress(Curriculum(knob="digits", levels=["a", "b"]))
-    climb.add_measure(20, 32, 32)
-    Curricula(environments={"sums": climb.record}).write(folder)
+    progress = CurriculumProgress(Curriculum(knob="digits", levels=["a", "b"]))
+    progress.add_measure(20, 32, 32)
+    Curricula(environments={"sums": progress.record}).write(folder)
     found = Curricula.read(folder)
-    assert found is not None and found.environments == {"sums": climb.record}
+    assert found is not None and found.environments == {"sums": progress.record}
 
 
 @pytest.mark.parametrize(

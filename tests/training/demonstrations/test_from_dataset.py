@@ -1,4 +1,4 @@
-"""Fine-tuning on a data set: what is taken of it, what of it is held out, and what is refused."""
+"""Demonstrations from a data set: items that are used, left out as held-out, or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def item(number: int, answer: str | None = None, **told) -> TrajectoryItem:
 
 
 def made(datasets: Path, *items: TrajectoryItem) -> DatasetStore:
-    """A data set `best` of these."""
+    """A data set `best` with these items."""
     store = DatasetStore(datasets)
     with store.making("best") as aside:
         with writing(aside / "items.jsonl", "jsonl") as writer:

@@ -1,4 +1,4 @@
-"""A worker that ends over one item: the others are played by the next one, what it died of is left out, and counted."""
+"""A worker that ends over one task: the other tasks are sampled by the next worker; that task is given up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Odd(Environment):
 
 
 class Says:
-    """A policy that answers the n-th task that it sees with the n-th word; it may lose its sessions."""
+    """A policy that answers the n-th new task with the n-th word; it loses its session in the first `losses` calls."""
 
     def __init__(self, *words: str, losses: int = 0) -> None:
         self.words, self.losses, self.asked = list(words), losses, 0
@@ -69,7 +69,7 @@ class Says:
         pass
 
 
-def play(
+def run_with_worker(
     tmp_path: Path,
     policy: Says,
     work: Callable[[GroupSampler, RestartingWorker], Awaitable[Any]],
@@ -87,8 +87,8 @@ def play(
     async def run() -> Any:
         section = LauncherSection(restarts=restarts, restart_backoff_s=0.01)
         async with asyncio.timeout(120), await RestartingWorker.start(opened, section, reports.append) as worker:
-            maker = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
-            return await work(maker, worker)
+            sampler = GroupSampler(worker, policy, multi_turn=False, call_timeout_s=call_timeout_s)  # type: ignore[arg-type]
+            return await work(sampler, worker)
 
     return asyncio.run(run()), reports
 
@@ -96,15 +96,17 @@ def play(
 SAMPLING = Sampling(1.0, 1.0, 8)
 
 
-async def all_of(maker: GroupSampler, count: int, split: str = "train") -> list[Any]:
-    work = (maker.sample(TaskRef(split, number), 2, SAMPLING) for number in range(count))
+async def all_of(sampler: GroupSampler, count: int, split: str = "train") -> list[Any]:
+    work = (sampler.sample(TaskRef(split, number), 2, SAMPLING) for number in range(count))
     return await asyncio.gather(*work, return_exceptions=True)
 
 
 def test_task_that_ends_worker_costs_only_its_own_group(tmp_path: Path) -> None:
-    """Eight at a time in one worker: one of them crashes it, one hangs in it."""
+    """Eight groups share a worker; one crashes it, one hangs in it."""
     policy = Says("fine", "die", "fine", "hang")
-    made, reports = play(tmp_path, policy, lambda maker, _: all_of(maker, 8), restarts=2, call_timeout_s=5)
+    made, reports = run_with_worker(
+        tmp_path, policy, lambda sampler, _: all_of(sampler, 8), restarts=2, call_timeout_s=5
+    )
     failed = [one for one in made if not isinstance(one, SampledGroup)]
     assert len(failed) == 2 and all(isinstance(one, WorkerError) for one in failed), made
     assert sorted(one.type for one in failed) == ["WorkerDied", "WorkerTimeout"]
@@ -116,52 +118,52 @@ def test_task_that_ends_worker_costs_only_its_own_group(tmp_path: Path) -> None:
 
 
 def test_killed_worker_loses_no_group(tmp_path: Path) -> None:
-    async def work(maker: GroupSampler, worker: RestartingWorker) -> list[Any]:
+    async def work(sampler: GroupSampler, worker: RestartingWorker) -> list[Any]:
         os.kill((await worker.current()).pid, signal.SIGKILL)
-        return await all_of(maker, 3)
+        return await all_of(sampler, 3)
 
-    made, reports = play(tmp_path, Says(), work, restarts=1)
+    made, reports = run_with_worker(tmp_path, Says(), work, restarts=1)
     assert all(isinstance(one, SampledGroup) for one in made), made
     assert len(reports) == 1 and "SIGKILL" in reports[0].reason
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_used_up_restarts_raise_with_last_lines(tmp_path: Path, restarts: int) -> None:
-    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
+    async def work(sampler: GroupSampler, worker: RestartingWorker) -> Any:
         for number in range(restarts):
             with pytest.raises(WorkerError):
-                await maker.sample(TaskRef("train", number), 2, SAMPLING)
+                await sampler.sample(TaskRef("train", number), 2, SAMPLING)
         with pytest.raises(WorkerDied) as ended:
-            await maker.sample(TaskRef("train", 9), 2, SAMPLING)
+            await sampler.sample(TaskRef("train", 9), 2, SAMPLING)
         return ended.value
 
-    error, reports = play(tmp_path, Says("die", "die"), work, restarts=restarts)
+    error, reports = run_with_worker(tmp_path, Says("die", "die"), work, restarts=restarts)
     assert "exit code 7" in str(error) and "goodbye" in str(error)
     assert ("was started again once within 3600 s" in str(error)) == bool(restarts)
     assert len(reports) == restarts
 
 
 def test_last_lines_of_sealed_worker_are_dropped(tmp_path: Path) -> None:
-    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
+    async def work(sampler: GroupSampler, worker: RestartingWorker) -> Any:
         async with worker.sealed():
-            made = await all_of(maker, 3, "heldout")
-            # The seal holds for the worker that took the other's place.
+            made = await all_of(sampler, 3, "heldout")
+            # The next worker is sealed too.
             assert (await worker.current()).sealed
         assert not (await worker.current()).sealed
         return made
 
-    made, reports = play(tmp_path, Says("die"), work, restarts=1)
+    made, reports = run_with_worker(tmp_path, Says("die"), work, restarts=1)
     assert sum(isinstance(one, WorkerError) for one in made) == 1
     assert "goodbye" not in str(made)
     assert [one.reason for one in reports] == ["The worker ended with exit code 7."]
 
 
 def test_lost_session_ends_training_group_but_repeats_evaluation(tmp_path: Path) -> None:
-    async def work(maker: GroupSampler, worker: RestartingWorker) -> Any:
+    async def work(sampler: GroupSampler, worker: RestartingWorker) -> Any:
         with pytest.raises(SessionLost):
-            await maker.sample(TaskRef("train", 0), 2, SAMPLING)
-        return await maker.sample(TaskRef("validation", 0), 2, SAMPLING)
+            await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+        return await sampler.sample(TaskRef("validation", 0), 2, SAMPLING)
 
     policy = Says(losses=3)
-    made, _ = play(tmp_path, policy, work, restarts=1)
+    made, _ = run_with_worker(tmp_path, policy, work, restarts=1)
     assert isinstance(made, SampledGroup) and policy.asked == 4

@@ -1,4 +1,4 @@
-"""What the trainer notes of Weights & Biases, and how a report tells it."""
+"""The trainer's record of a Weights & Biases run, and its place in a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout loop between a real worker and a policy that says what the test wants."""
+"""The rollout loop between a real worker and a scripted policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Countdown(Environment):
 '''
 
 
-def play(
+def run_with_worker(
     tmp_path: Path, policy: ScriptedPolicy, work: Callable[[GroupSampler, EnvironmentWorker], Awaitable[Any]]
 ) -> Any:
     file = tmp_path / "countdown.py"
@@ -64,8 +64,8 @@ def play(
 
     async def run() -> Any:
         async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
-            maker = GroupSampler(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
-            return await work(maker, await worker.current())
+            sampler = GroupSampler(worker, policy, multi_turn=True, call_timeout_s=10)  # type: ignore[arg-type]
+            return await work(sampler, await worker.current())
 
     return asyncio.run(run())
 
@@ -79,10 +79,10 @@ def number_below(messages: list[dict[str, Any]], index: int) -> str:
 def test_multi_turn_group_uses_one_session(tmp_path: Path) -> None:
     policy = ScriptedPolicy(number_below)
 
-    async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
-        return [await maker.sample(TaskRef("train", index), 3, SAMPLING) for index in range(6)]
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
+        return [await sampler.sample(TaskRef("train", index), 3, SAMPLING) for index in range(6)]
 
-    for made in play(tmp_path, policy, work):
+    for made in run_with_worker(tmp_path, policy, work):
         turns = int(made.messages[0]["content"].split()[3])
         assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
         assert [outcome.turns for outcome in made.outcomes] == [turns] * 3
@@ -103,10 +103,10 @@ def test_multi_turn_group_uses_one_session(tmp_path: Path) -> None:
 def test_raising_rollout_does_not_harm_its_group(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "boom" if index == 1 else number_below(messages, index))
 
-    async def work(maker: GroupSampler, link: EnvironmentWorker) -> SampledGroup:
-        return await maker.sample(TaskRef("train", 0), 3, SAMPLING)
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> SampledGroup:
+        return await sampler.sample(TaskRef("train", 0), 3, SAMPLING)
 
-    made = play(tmp_path, policy, work)
+    made = run_with_worker(tmp_path, policy, work)
     assert [outcome.error is not None for outcome in made.outcomes] == [False, True, False]
     assert "told to" in (made.outcomes[1].error or "")
     assert [outcome.reward for outcome in made.outcomes] == [1.0, 0.0, 1.0]
@@ -115,10 +115,10 @@ def test_raising_rollout_does_not_harm_its_group(tmp_path: Path) -> None:
 def test_outgrown_context_truncates_rollout(tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda messages, index: "x" * 30, context=60)
 
-    async def work(maker: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
-        return [await maker.sample(TaskRef("train", index), 2, SAMPLING) for index in range(6)]
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> list[SampledGroup]:
+        return [await sampler.sample(TaskRef("train", index), 2, SAMPLING) for index in range(6)]
 
-    outcomes = [outcome for made in play(tmp_path, policy, work) for outcome in made.outcomes]
+    outcomes = [outcome for made in run_with_worker(tmp_path, policy, work) for outcome in made.outcomes]
     outgrown = [outcome for outcome in outcomes if outcome.error == "context is full"]
     assert outgrown
     assert all(outcome.truncated and outcome.reward == 0 and outcome.turns == 1 for outcome in outgrown)
@@ -128,26 +128,26 @@ def test_failing_policy_leaves_no_rollout_in_worker(tmp_path: Path) -> None:
     def answer(messages: list[dict[str, Any]], index: int) -> str:
         raise RuntimeError("inference is gone")
 
-    async def work(maker: GroupSampler, link: EnvironmentWorker) -> int:
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> int:
         try:
-            await maker.sample(TaskRef("train", 0), 3, SAMPLING)
+            await sampler.sample(TaskRef("train", 0), 3, SAMPLING)
         except RuntimeError:
             return await link.call("discard", rollouts=[1, 2, 3])
         raise AssertionError("the failure was hidden")
 
-    assert play(tmp_path, ScriptedPolicy(answer), work) == 0
+    assert run_with_worker(tmp_path, ScriptedPolicy(answer), work) == 0
 
 
 def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     policy = ScriptedPolicy(number_below, context)
 
-    async def work(maker: GroupSampler, link: EnvironmentWorker) -> dict[str, Any]:
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> dict[str, Any]:
         folder = RunFolder(tmp_path)
         folder.evaluations.mkdir()
-        evaluator = Evaluator(folder, only_environment(maker), SAMPLING, concurrency=4, progress=lambda *told: None)
+        evaluator = Evaluator(folder, only_environment(sampler), SAMPLING, concurrency=4, progress=lambda *told: None)
         return await evaluator.evaluate_heldout("before", 12, 2, greedy=False)
 
-    return play(tmp_path, policy, work)
+    return run_with_worker(tmp_path, policy, work)
 
 
 def test_failed_task_is_error_in_evaluation(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run is refused where its reward never varies, and nowhere else."""
+"""A run is refused if its reward never varies, and only then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mine(Environment):
 
 
 def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
-    """What the keeper was told, and how often an answer was scored."""
+    """Reports to the keeper, and the number of scored answers."""
     (folder / "mine.py").write_text(HEAD + code)
     reports: list[Any] = []
     cards: list[Card] = []

@@ -1,4 +1,4 @@
-"""What the trainer decides by itself: the learning rate over the run."""
+"""The learning rate over a run."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def test_decay_follows_nearer_limit() -> None:
     assert learning_rate_factor(config, 54, 10.0) == pytest.approx(0.5)
     assert learning_rate_factor(config, 54, 60.0) == pytest.approx(0.25)
     assert learning_rate_factor(config, 54, 200.0) == 0.0
+
+
+def test_deterministic_learning_rate_ignores_the_clock() -> None:
+    config = Config()
+    config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps = "linear", 0
+    config.budget.steps, config.budget.max_train_seconds = 100, 10.0
+    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.1)
+    config.algorithm.deterministic = True
+    assert learning_rate_factor(config, 10, 9.0) == pytest.approx(0.9)

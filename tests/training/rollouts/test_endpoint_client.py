@@ -161,7 +161,7 @@ def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandI
     assert right.sampled["parse_failures"] == 0 and len(right.examples) == 6
     assert mute.error is None and mute.sampled["accuracy"] == 0.0
     assert mute.sampled["truncated"] == 1.0 and mute.sampled["parse_failures"] == 1.0
-    # What failed has no number at all: a zero would be a measurement.
+    # A failed model has no accuracy: a zero would be a measurement.
     for failed, why in [(forbidden, "401"), (base, "no memory"), (silent, "time limit of 3 s")]:
         assert failed.sampled is None and why in failed.error
     best = best_model(found)
