@@ -14,7 +14,7 @@ from benchmarks.wrong_inputs.house import Case, Expected, House, Told
 
 __all__ = ["CASES", "put"]
 
-_MEND = ("Mend", "mend this", "Look for")
+_MEND = ("Fix", "fix this", "Look for")
 _Row = tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 _REFUSED: list[_Row] = [
@@ -45,7 +45,7 @@ _REFUSED: list[_Row] = [
     ("os._exit in tasks", "task_dies", ("task_dies",), ("exit code 9",), ("os._exit",)),
     ("os._exit in score", "score_dies", ("score_dies",), ("exit code 5",), ("os._exit",)),
     ("a file that does not parse", "does_not_parse", ("does_not_parse.py:",), ("was never closed", "invalid"), _MEND),
-    ("a name that is a path", "../../etc/passwd", ("../../etc/passwd", "climbs_out.py:"), ("no valid name",), _MEND),
+    ("a name that is a path", "../../etc/passwd", ("../../etc/passwd", "climbs_out.py:"), ("not a valid name",), _MEND),
     ("a file that is no UTF-8", "not_utf8", ("not_utf8",), ("utf-8", "UTF-8"), _MEND),
     ("a file with NUL bytes", "has_nul", ("has_nul",), ("null bytes",), _MEND),
     ("parentheses five thousand deep", "deep", ("deep",), ("nested", "Memory", "Recursion"), _MEND),
@@ -68,7 +68,7 @@ _TOLD: list[_Row] = [
     ("sys.exit in score", "score_exits", ("score_exits", "enough"), ("sys.exit",), ("reward 0",)),
     ("score names other parts", "score_wrong_parts", ("score_wrong_parts", "other"), ("part",), ("reward 0",)),
     ("score prints a megabyte", "score_shouts", ("score_shouts",), ("can be fooled",), ("Next:",)),
-    ("a class without score", "no_score", ("no_score",), ("does not score",), ("write score(self)",)),
+    ("a class without score", "no_score", ("no_score",), ("does not score",), ("define score(self)",)),
     ("a knob's default is out of its bounds", "wrong_knob", ("size = 9",), (">= 10",), ("Next:",)),
     ("there are no tasks", "no_tasks", ("no_tasks",), ("no tasks",), ("Next:",)),
 ]
