@@ -1,4 +1,4 @@
-"""Which variables reach whom."""
+"""Environment variables of keepers, components and workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's lock: one holder, handed over, free only when every copy is closed."""
+"""The run's lock has one holder, can be handed over, and is free when every copy is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps as processes: a real keeper and a real conductor, members with real keepers whose crews are stand-ins."""
+"""Sweeps with a real keeper, conductor and keepers of members; the crews of members are stand-ins."""
 
 from __future__ import annotations
 

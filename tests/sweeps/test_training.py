@@ -1,4 +1,4 @@
-"""What the programs of a crew do for members of sweeps: which tasks measure them, and what they take over."""
+"""Members of sweeps: the tasks that measure them, and the optimizer state that they continue from."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asked:
 
 
 def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None = None) -> tuple[Asked, list[Any]]:
-    """What a driver has measured before and after, or by its test, and what it looked for before."""
+    """Return the evaluations of a driver, the task counts that it checked, and its reported labels."""
     file = tmp_path / "numbers.py"
     file.write_text(NUMBERS)
     config, reports = Config(), []

@@ -1,4 +1,4 @@
-"""Runs beside each other: what each gets of the machine, who waits, and that nothing is given twice."""
+"""Reservations: the share of each run, the queue, and that no share is given twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS = {"trainer": {"endless": True}}
 
 
 class Claims:
-    """Runs that claim without a keeper: their locks are held here."""
+    """Runs that claim without a keeper; this object holds their locks."""
 
     def __init__(self, harness, machine):
         self.harness, self.path, self.locks = harness, harness.path / "runs", {}
@@ -74,7 +74,7 @@ def test_training_runs_wait_for_threads_in_turn(claims):
     assert claim.again(third[0]) == Granted(2, None)
     claim.dies(first[0])
     assert claim.again(fourth[0]) == Granted(2, None)
-    # What nobody keeps any more is cleared away.
+    # The entry of a run without a keeper is removed.
     assert not (claim.path / ".reservations" / f"{first[0]}.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""How components are held: what a trial of bubblewrap says, what is kept of it, and what is left at each level."""
+"""Containment: the trial of bubblewrap, its cached result, and leftover processes at each level."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"the level of bubblewrap 
 @pytest.mark.engines
 @bubblewrap
 def test_namespace_ends_with_killed_keeper_and_guard(harness):
-    """Not even the daemon that cleared its environment, and before anybody looks."""
+    """Also the daemon that cleared its environment, and before any front end looks."""
     assert left_over(harness, "bubblewrap", "keeper and guard") == ([], [])
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a crew, its guards and its keeper: said with its reason, in time, and nothing left."""
+"""Failures of members, guards and keepers are reported with their reason and leave no process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_trainer_failure_after_finish_fails_run(harness):
 
 
 def test_finished_trainer_that_stays_is_ended(harness):
-    """Meanwhile the driver may leave: it has evaluated what there is to evaluate."""
+    """The driver may exit meanwhile, because it has done its evaluation."""
     behaviours = {"trainer": {"at": "finished", "do": "hang"}, "environment": {"at": "evaluated", "do": "exit:0"}}
     runs, folder = harness.start(behaviours, stop_grace_s=0.3)
     status = ended(runs, folder)
@@ -95,7 +95,7 @@ def test_members_not_ready_in_time_are_named(harness):
 
 
 def test_invalid_evaluation_fails_run_as_keeper_error(harness):
-    """Stands for everything that may be wrong in the keeper's own code: said, and the crew is gone."""
+    """An example of an error in the keeper's own code: it is reported, and the crew is gone."""
     runs, folder = harness.start({"environment": {"nonsense": "after"}})
     status = ended(runs, folder)
     assert status.state == "failed" and status.failure.component == "keeper"
@@ -156,7 +156,7 @@ def test_killed_keeper_leaves_no_process_and_lost_run(harness, moment):
 
 
 def test_status_kills_member_that_lost_keeper_and_guard(harness):
-    """Those that read their orders see the end of file and leave; the one that does not is known by its environment."""
+    """Members that read orders see the end of file and exit; the other one is recognized by its environment."""
     harness.contained = "guard"  # in a pid namespace none survives
     runs, folder = harness.start({"api": {"deaf": True, "at": "ready", "do": "sleep"}, **ENDLESS})
     until(runs, folder, "training")

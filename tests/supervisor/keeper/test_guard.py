@@ -1,4 +1,4 @@
-"""The guard as a program: what it passes on, what it says, and that nothing outlives it."""
+"""The guard as a program: inheritance, reports, logs, and that no process outlives it."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_no_descendant_outlives_the_guard(guarded, ending):
 
 
 def test_exit_is_reported_before_descendants_are_killed(guarded):
-    """Else a component's death would be known only after its children's."""
+    """Otherwise the keeper would learn of a component's end only after that of its children."""
     one = guarded(DAEMONS)
     one.line(), one.line()
     assert one.line()["type"] == "guard_exited"

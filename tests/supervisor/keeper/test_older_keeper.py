@@ -1,4 +1,4 @@
-"""Keepers of an older version go on under a newer front end, and what they leave can be gone on with."""
+"""Keepers of an older version work under a newer front end, and their runs can be resumed."""
 
 from __future__ import annotations
 

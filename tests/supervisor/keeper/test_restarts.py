@@ -1,4 +1,4 @@
-"""Members that die or hang alone: started again in their place, or the end of the run; runs that are held still."""
+"""Members that die or hang are restarted or fail the run; paused runs stay paused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def restarts(runs, folder) -> list[dict]:
 
 
 def test_run_completes_after_each_member_died_once(harness):
-    """The order to evaluate at the end reaches the driver that takes the place of the one that got it."""
+    """The order for the final evaluation also reaches the driver that was started again."""
     behaviours = {
         "policy": {"at": "start", **ONCE},
         "api": {"at": "ready", "daemon": True, **ONCE},

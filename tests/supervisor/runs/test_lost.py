@@ -1,4 +1,4 @@
-"""Runs whose keeper is gone or silent: who says so, who goes on with them, and what is never touched."""
+"""Runs whose keeper is gone or silent: reports, automatic resume, and limits of the clean-up."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ENDLESS = {"trainer": {"endless": True}}
 
 
 def owners(harness, behaviours=None, variables=lambda _: {}) -> RunManager:
-    """A front end with the owner's variables."""
+    """Return a front end with the owner's variables."""
     plain = harness.runs(behaviours or ENDLESS)
     return RunManager(plain.path, plain.launcher, lambda: harness.machine, variables)
 
 
 def lose(harness, folder) -> None:
-    """Kills the keeper and waits until its crew is gone."""
+    """Kill the keeper and wait until its crew is gone."""
     harness.keeper(folder).kill()
     eventually(lambda: not is_held(folder.lock))
 
@@ -45,7 +45,7 @@ def pairs(folder) -> list[tuple[str, str]]:
 
 
 def left(harness, specification=None, state="training", **fields) -> RunFolder:
-    """A run as a keeper that was killed leaves it, without any process."""
+    """Create a run as a killed keeper leaves it, without any process."""
     specification = specification or harness.specification()
     folder = RunFolder.create(harness.path / "runs", specification.run_id)
     specification.write(folder)
@@ -179,7 +179,7 @@ def test_stop_of_lost_run_cancels_resume(harness):
 
 
 def test_stop_without_keeper_is_kept(harness):
-    """The order may come after the run was marked and before it goes on, or while somebody is at it."""
+    """The order may come between the note and the resume, or during the resume."""
     folder = left(harness)
     plain = harness.runs()
     assert is_due(plain.status(folder.run_id))

@@ -1,4 +1,4 @@
-"""Runs from start to end with stand-ins for the crew: what a front end sees, and what stays on disk."""
+"""Runs from start to end, with stand-ins as crews: status, events, files and stops."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_failed_keeper_start_gives_reason(harness, tmp_path):
 
 
 def test_start_killed_before_keeper_is_lost(harness):
-    """The starter holds the lock from before the first status; with it gone, so is the run."""
+    """The starter holds the lock before the first status exists, so its end makes the run lost."""
     runs = harness.runs()
 
     class Dies(LocalLauncher):
@@ -348,7 +348,7 @@ def test_wait_ends_with_event_or_timeout(harness):
 
 
 def test_status_never_takes_lock_from_keeper(harness):
-    """Onlookers and a keeper that starts at the same moment: the keeper wins."""
+    """A keeper that starts while front ends look gets its lock."""
     runs = harness.runs(ENDLESS)
     folder = runs.start(harness.specification())
     harness.started.append(folder)

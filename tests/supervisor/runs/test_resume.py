@@ -1,4 +1,4 @@
-"""A run's next attempt, with stand-ins for the crew: what it goes on from, what it keeps, and when it is refused."""
+"""The next attempt of a run: checkpoint, kept files, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVES = {"trainer": {"endless": True, "patient": True}}
 
 
 def stopped_in_training(harness, behaviours=SAVES):
-    """A run that was stopped after a few steps, and its last status."""
+    """Return a run that was stopped after a few steps, and its last status."""
     runs, folder = harness.start(behaviours, stop_grace_s=3.0)
     until(runs, folder, "training")
     eventually(lambda: len(read_rows(folder.metrics)) >= 3)
@@ -66,7 +66,7 @@ def test_resume_continues_after_checkpoint(harness):
 
 
 def test_resume_announces_inference_after_trainer(harness):
-    """Else rollouts would begin with the starting policy. The driver evaluates as soon as it hears of inference."""
+    """Otherwise rollouts would use the initial policy. The driver evaluates as soon as inference is announced."""
     _, folder, _ = stopped_in_training(harness)
     runs = harness.runs({"trainer": {"loading": 0.6, "endless": True}, "environment": {"at": "before", "do": "fail"}})
     runs.resume(folder.run_id)
@@ -127,7 +127,7 @@ def test_resume_of_trained_run_only_evaluates(harness):
     rows = folder.metrics.read_text()
     runs = harness.runs()
     begun = runs.resume(folder.run_id)
-    # What came at an end that did not hold is measured anew.
+    # The final evaluation of an attempt that failed is repeated.
     assert set(begun.evaluations) == {"before"} and begun.checkpoint["step"] == 3
     status = ended(runs, folder)
     assert status.state == "completed", status.failure

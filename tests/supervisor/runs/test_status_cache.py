@@ -25,7 +25,7 @@ def made(path, run_id=RUN, state="training", **fields):
 
 
 def age(folder):
-    """As if it had been written a while ago."""
+    """Set the time of the status file back by a minute."""
     long_ago = time.time() - 60
     os.utime(folder.status, (long_ago, long_ago))
 

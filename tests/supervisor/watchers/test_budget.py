@@ -1,4 +1,4 @@
-"""A run's keeper counts what it takes and stops it at the owner's limits; what is left in a folder is the books."""
+"""The keeper measures a run's use and stops it at the owner's limits; the ledger adds up the folders."""
 
 from __future__ import annotations
 

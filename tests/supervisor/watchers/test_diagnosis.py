@@ -1,4 +1,4 @@
-"""The keeper's diagnosis: what becomes an event, what stands in the status, and what an attempt that goes on knows."""
+"""The keeper's diagnosis: events, open findings in the status, and resumed attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW = {"reward": 0.5, "time/step": 1.0, "time/wait": 0.8}
 
 
 class Told:
-    """A run's folder with the hands of its keeper, which remember what they were asked."""
+    """A run's folder with a RunControl that records its calls."""
 
     def __init__(self, path: Path) -> None:
         harness = RunHarness(path)
@@ -115,7 +115,7 @@ def test_dropped_groups_are_found_without_a_step(told: Told) -> None:
     assert told.said == [("all_wrong", "critical")] == told.open
     steps(watcher, 1, 1, {"reward": 0.1})
     assert told.said[-1] == ("all_wrong", "over") and told.open == []
-    # What is dropped beside steps that come about is no standstill.
+    # Dropped groups are no standstill while steps go on.
     for step in range(2, 12):
         watcher.on_report("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
         steps(watcher, step, step, {"reward": 0.1})

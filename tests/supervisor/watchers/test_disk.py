@@ -1,4 +1,4 @@
-"""A full disk costs a pause: the watcher, the keeper's own writing, and lines that wait."""
+"""A full disk pauses a run: the watcher, the keeper's own files, and lines that wait for room."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_warning_of_member_becomes_event(folder: RunFolder, free: SimpleNamespac
 
 
 class FullDisk:
-    """Stands in the way of writing while `full`, or after `left` bytes."""
+    """Fails writes while `full`, after `left` more bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self.left, self._write = False, None, os.write

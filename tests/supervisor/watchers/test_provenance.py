@@ -1,4 +1,4 @@
-"""The manifest: what it holds at the start, what it learns, and what it says of another attempt."""
+"""The manifest: inputs at the start, inputs after loading, and differences of later attempts."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Standing still is noticed: alive, but no step; who holds it up; and that it moves again."""
+"""A stall is noticed, its likely cause is named, and its end is recorded."""
 
 import time
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from toprope.supervisor.watchers.stall import StallWatcher
 
 
 class Run:
-    """A run whose time the test makes."""
+    """A run whose clock the test controls."""
 
     def __init__(self, path, state="training", **launcher):
         config = Config()

@@ -13,7 +13,7 @@ from toprope.records.run.specification import Specification, training_plan
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
-from toprope.supervisor.watchers.sweep_members import stop_members
+from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration
 from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand

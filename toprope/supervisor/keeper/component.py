@@ -39,7 +39,7 @@ _guard_decoder = msgspec.json.Decoder(_GuardStarted | _GuardExited)
 
 @dataclass(frozen=True)
 class Exit:
-    """How a program ended. Both fields are None if its guard was killed, so that nobody saw the program's end."""
+    """The end of a program. Both fields are None if its guard was killed, so that nothing observed the end."""
 
     code: int | None = None
     signal: str | None = None
@@ -67,7 +67,7 @@ class Component:
         self.pid: int | None = None
         """The program's process id; None until its guard has reported it."""
         self.exit: Exit | None = None
-        """How the program ended; None while it runs."""
+        """The end of the program; None while it runs."""
         self.gone = asyncio.Event()
         """Set when the guard has ended as well: no process of the component is left, unless the guard was killed."""
         self._log = request.log

@@ -59,7 +59,7 @@ class _Completed:
 
 @dataclass(frozen=True)
 class _FolderGone:
-    """Somebody deleted the run folder."""
+    """The run folder was deleted."""
 
 
 _Ending = _Completed | _FolderGone | StopOrder | Failure
@@ -347,7 +347,7 @@ class RunLifecycle:
             self._writer.record_event("warning", what=what)
             component.stop(_EXIT_WITHIN_S)
 
-    # What goes on beside: watchers and orders
+    # Watchers, orders and background tasks
 
     async def _watch(self) -> None:
         while not self._closing:

@@ -1,7 +1,7 @@
 """Decides what happens when a member ends or hangs before its work is done: restart it, or fail the run.
 
     ended or hung -> its processes are gone -> backoff -> started again, with addresses and open orders -> ready
-                  -> it said why it cannot go on, or it failed too often -> the run fails with that reason
+                  -> it reported a failure, or failed too often -> the run fails with that reason
 
 Peers learn at once that the member is away, and its new address when it serves again. A member is not restarted if it
 failed by itself before it ever served, because nothing will have changed, nor if it reported why it fails, unless its

@@ -27,7 +27,7 @@ _LONGEST_WAIT_S = 3600.0
 
 @dataclass(frozen=True)
 class ResumeDecision:
-    """Whether and when a lost run resumes."""
+    """The decision whether and when a lost run resumes."""
 
     resume_at: float | None
     """Seconds since the epoch; None: the run stays lost."""

@@ -15,8 +15,10 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
+from toprope.records.sweep_journal import members_in
+from toprope.supervisor.lock import is_held
 
-__all__ = ["Orders", "StopOrder", "write_stop_order", "take_orders"]
+__all__ = ["Orders", "StopOrder", "stop_members", "take_orders", "write_stop_order"]
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -42,6 +44,15 @@ def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
         if error.errno not in NO_ROOM:
             raise
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def stop_members(sweep: RunFolder) -> list[str]:
+    """Order the live members of a sweep to stop; return their ids."""
+    runs = sweep.path.parent
+    live = [run_id for run_id in members_in(runs, sweep.run_id) if is_held(runs / run_id / "keeper.lock")]
+    for run_id in live:
+        write_stop_order(RunFolder(runs / run_id), None)
+    return live
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Diagnoses a run while it goes on: passes its steps to `toprope.analysis.findings` and records the findings.
+"""Diagnoses a live run: passes its steps to `toprope.analysis.findings` and records the findings.
 
 Warnings and critical findings become events. The status holds every open finding, also notes, which need no attention.
 A resumed attempt first reads the rows on disk, so that no finding is recorded twice.

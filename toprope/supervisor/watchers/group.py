@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from toprope.records.messages import Report
 from toprope.supervisor.heartbeat import Heartbeat
+from toprope.supervisor.runs.orders import stop_members
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
 from toprope.supervisor.watchers.disk import DiskWatcher
 from toprope.supervisor.watchers.provenance import ProvenanceWatcher
 from toprope.supervisor.watchers.stall import StallWatcher
-from toprope.supervisor.watchers.sweep_members import SweepMembersWatcher
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 __all__ = ["WatcherGroup", "create_watchers"]
@@ -35,6 +35,20 @@ def create_watchers(control: RunControl) -> list[Watcher]:
         StallWatcher(control),
         *([SweepMembersWatcher(control)] if control.specification.run_kind.starts_runs else []),
     ]
+
+
+class SweepMembersWatcher(Watcher):
+    """Stops the members of a sweep that ends, however it ends, so that no run is left behind.
+
+    The keeper of the sweep does this and not the conductor, because the conductor may have failed. A lost sweep, whose
+    keeper is gone, keeps its members: it resumes by itself and finds them.
+    """
+
+    def __init__(self, control: RunControl) -> None:
+        self._folder = control.folder
+
+    def on_end(self) -> None:
+        stop_members(self._folder)
 
 
 class WatcherGroup(Watcher):
