@@ -296,7 +296,7 @@ class GroupProducer:
                 self._tasks.add_measure(label, version, successes, tasks)
 
     async def _count_solved(self, label: str, tasks: int, variant: str) -> int:
-        """How many of a level's first validation tasks one answer each solves; a task that fails is not solved."""
+        """Number of a level's first validation tasks that one answer each solves; a failed task is not solved."""
         limit = asyncio.Semaphore(1 if self._config.algorithm.deterministic else self._config.rollout.concurrency)
         sampler = self._environments.samplers[label]
 

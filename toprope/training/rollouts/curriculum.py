@@ -53,7 +53,7 @@ class CurriculumProgress:
         return self.level
 
     def is_due(self, step: int) -> bool:
-        """Whether the current level should be measured after `step` steps."""
+        """True if the current level should be measured after `step` steps."""
         return not self.at_last_level and step >= self._measured_at + self.curriculum.min_steps
 
     def add_measure(self, step: int, successes: int, tasks: int) -> LevelMeasurement:

@@ -152,10 +152,10 @@ def _turn(request_body: dict[str, Any], choice: dict[str, Any]) -> Turn:
     messages = request_body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages and isinstance(messages[-1], dict) else {}
     content = choice["message"].get("content")
-    said = content if isinstance(content, str) else ""
+    text = content if isinstance(content, str) else ""
     # Equal prompts make the second turn a retry of the first one.
     prompt = list(hashlib.blake2b(_encode(messages), digest_size=16).digest())
-    return Turn(prompt, [], [], [], choice["finish_reason"], str(last.get("content") or ""), said)
+    return Turn(prompt, [], [], [], choice["finish_reason"], str(last.get("content") or ""), text)
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -158,7 +158,7 @@ def _turns_of(name: str, recorded: Mapping[str, list[Turn]]) -> list[Turn]:
 
 
 def _matches(turn: Turn, message: dict[str, Any]) -> bool:
-    """Whether an assistant message came from a turn."""
+    """True if an assistant message came from a turn."""
     if calls := message.get("tool_calls"):
         prefix = answer_id(turn.prompt_ids, turn.completion_ids)
         if any(call["id"].startswith(prefix) for call in calls):

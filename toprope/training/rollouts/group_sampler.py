@@ -58,7 +58,7 @@ class _Rollout:
     text: str = ""
     outcome: Outcome | None = None
     needs_settling: bool = False
-    """Whether it is done and has to be scored together with its group."""
+    """True if it is done and has to be scored together with its group."""
 
     @property
     def transcript(self) -> str:

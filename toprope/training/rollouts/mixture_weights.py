@@ -146,7 +146,7 @@ class MixtureScheduler:
         return max(1, self._places - kept)
 
     def _may_precede(self, label: str) -> bool:
-        """Whether no other environment falls below its minimum if this one is chosen before its turn."""
+        """True if no other environment falls below its minimum if this one is chosen before its turn."""
         recent = Counter(self._recent)
         total = len(self._recent) + 1
         return all(

@@ -37,7 +37,7 @@ async def serve_policy(config: Config, cache: Path, report: Callable[[str], None
 
     torch.set_num_threads(config.launcher.threads)
     transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
     tokenizer = load_tokenizer(folder)

@@ -52,7 +52,7 @@ class RestartingWorker:
         self._groups = 0
         """Groups sampled since the last start."""
         self.is_sealed = False
-        """Whether `sealed` is in force."""
+        """True while `sealed` is in force."""
 
     @classmethod
     async def start(

@@ -248,7 +248,7 @@ class TrainingRun(ABC):
         self._member.beat()
 
     def should_stop(self) -> bool:
-        """Whether the training is to end after the current step."""
+        """True if the training is to end after the current step."""
         return self._member.ending.is_set() or self._out_of_time()
 
     def _out_of_time(self) -> bool:

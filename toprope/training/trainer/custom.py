@@ -77,9 +77,9 @@ class CustomRun(TrainingRun):
         self._trainer_source: TrainerSource = source
         self._batch_metrics: dict[str, float] = {}
         self._step_is_open = False
-        """Whether a batch was given out and its step not yet logged."""
+        """True after a batch was given out, until its step is logged."""
         self._must_publish = False
-        """Whether inference lacks the weights that this attempt continues from."""
+        """True until inference has the weights that this attempt continues from."""
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Loads the class, then lets it check, train, save and evaluate.

@@ -27,7 +27,7 @@ def rollout_rewards(group: Group) -> list[float]:
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """Whether all rewards are equal: no signal for group-relative advantages."""
+    """True if all rewards are equal: no signal for group-relative advantages."""
     rewards = rollout_rewards(group)
     return max(rewards) - min(rewards) < 1e-9
 

@@ -49,7 +49,7 @@ def make_optimizer(config: Config, parameters: Mapping[str, torch.Tensor]) -> to
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all values of all floating-point tensors are finite."""
+    """True if all values of all floating-point tensors are finite."""
     with torch.no_grad():
         # The largest magnitude of each tensor: one pass without a copy, and NaN and infinity propagate.
         floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]

@@ -363,7 +363,7 @@ class _LossSums:
 
 
 def _value_metrics(mask: torch.Tensor, targets: Targets) -> dict[str, float]:
-    """How well the value function predicted the batch."""
+    """Metrics of the value function's predictions for the batch."""
     if not bool(mask.any()):
         return {}
     values, returns = targets.values[mask], targets.returns[mask]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset  # type: ignore[import-untyped]
+from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.sft_config import SFTConfig
