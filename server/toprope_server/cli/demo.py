@@ -1,9 +1,8 @@
-"""The main job, end to end, as an agent would do it: `make demo`, or `toprope demo`.
+"""`toprope demo`: the main job, end to end, as an agent would do it.
 
-It starts the server over stdio with the official MCP client and uses nothing but the tools. A tiny policy, which is
-made on this machine at the first use, learns to spell words backward; the end is a report with held-out accuracy before
-and after. Exit status 0 says that accuracy rose by more than the 95 % intervals, 1 that it did not, 2 that something
-failed.
+It starts the server over stdio with the official MCP client and uses only the tools. A tiny policy, made at the
+first use, learns to spell words backward; a report shows held-out accuracy before and after. Exit status 0:
+accuracy rose by more than the 95 % intervals; 1: it did not; 2: something failed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["DemoReport", "main", "run_demo", "server_parameters"]
+__all__ = ["DemoReport", "event_line", "main", "run_demo", "server_parameters"]
 
 ENVIRONMENT = "reasoning_gym/spell_backward"
 PRESET = "cpu-embedded"
@@ -32,25 +31,25 @@ _WAIT_S = 45
 
 
 class DemoFailed(Exception):
-    """A tool refused, or a run did not complete; the text is what the tool said."""
+    """A tool refused, or a run did not complete; the text is the tool's."""
 
 
 @dataclass
 class DemoReport:
-    """What the demo saw. `results` and `test` are the structures of get_results."""
+    """Outcome of the demo. `results` and `test` are structures of get_results."""
 
     run_id: str
     results: dict[str, Any]
     test: dict[str, Any]
     start_answer_seconds: float
-    """From the call of start_training to its answer."""
+    """Between the call of start_training and its answer."""
     seconds: float
-    """Of the whole."""
+    """The whole demo."""
     calls: dict[str, int] = field(default_factory=dict)
 
 
 def server_parameters(variables: Mapping[str, str] | None = None) -> StdioServerParameters:
-    """How the demo's client starts the server: as a client's configuration would."""
+    """Parameters to start the server as a client's configuration would."""
     kept = {name: value for name, value in os.environ.items() if name.startswith("TOPROPE_")}
     return StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "toprope_server.cli", "serve"], env={**kept, **(variables or {})}
@@ -58,14 +57,14 @@ def server_parameters(variables: Mapping[str, str] | None = None) -> StdioServer
 
 
 class _Agent:
-    """Calls tools and shows what it does, so that a person can follow."""
+    """Call tools and show the calls to a person."""
 
     def __init__(self, client: Client, console: Console) -> None:
         self._client, self._console = client, console
         self.calls: dict[str, int] = {}
 
     async def call(self, tool: str, *, refused: bool = False, show: int = 4, **arguments: Any) -> dict[str, Any]:
-        """Calls a tool; returns its structure. `refused`: the call is expected to fail, its text is returned."""
+        """Call a tool and return its structure; if it is expected to be `refused`, its text."""
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         self._console.print(f"[bold cyan]{tool}[/]({escape(shown)})")
         answer = await self._call(tool, arguments)
@@ -73,25 +72,25 @@ class _Agent:
         for line in text.splitlines()[:show]:
             self._console.print(f"  {escape(line)}", style="yellow" if answer.is_error else "dim", soft_wrap=True)
         if answer.is_error != refused:
-            raise DemoFailed(text if answer.is_error else f"{tool} was expected to refuse, and did not: {text}")
+            raise DemoFailed(text if answer.is_error else f"{tool} was expected to refuse, but did not: {text}")
         return answer.structured_content or {"text": text}
 
     async def follow(self, run_id: str) -> None:
-        """Waits for a run's end with check_status, and draws its progress from the notifications meanwhile."""
+        """Wait for a run's end with check_status; draw its progress from the notifications."""
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True, refresh_per_second=4) as bar:
             task = bar.add_task("starting", total=None)
 
-            async def told(done: float, total: float | None, message: str | None) -> None:
+            async def show_progress(done: float, total: float | None, message: str | None) -> None:
                 bar.update(task, completed=done, total=total, description=escape(message or ""))
 
             while True:
-                answer = await self._call("check_status", {"run_ids": [run_id], "wait_s": _WAIT_S}, told)
+                answer = await self._call("check_status", {"run_ids": [run_id], "wait_s": _WAIT_S}, show_progress)
                 if answer.is_error:
                     raise DemoFailed(answer.content[0].text)
                 [run] = (answer.structured_content or {})["runs"]
                 for event in run.get("events", ()):
-                    if (line := _event_line(event)) is not None:
+                    if (line := event_line(event)) is not None:
                         bar.console.print(f"  {escape(line)}", style="dim")
                 if run["state"] == "completed":
                     return
@@ -109,11 +108,11 @@ async def run_demo(
     changes: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> DemoReport:
-    """Does the whole job.
+    """Do the whole job.
 
     Args:
-        console: Where to show it.
-        changes: Fields to edit besides those that the demo shows (a control run, a shorter one).
+        console: Shows it.
+        changes: Further fields to edit, for a control run or a shorter one.
         variables: Further environment variables for the server.
 
     Raises:
@@ -123,7 +122,7 @@ async def run_demo(
     async with Client(server_parameters(variables)) as client:
         try:
             return await _drive(_Agent(client, console), console, dict(changes or {}))
-        except DemoFailed as error:  # the client would wrap it into groups on its way out
+        except DemoFailed as error:  # the client would wrap it into exception groups
             failed = error
     raise failed
 
@@ -136,11 +135,11 @@ async def _drive(agent: _Agent, console: Console, changes: dict[str, Any]) -> De
     await agent.call("get_config", draft_id=draft_id, section="optimizer", show=6)
     console.print("\n[bold]A locked field is refused, with the owner's reason:[/]")
     await agent.call("edit_config", refused=True, draft_id=draft_id, changes={"optimizer.learning_rate": 0.5})
-    console.print("\n[bold]Others can be edited, all or nothing, coerced by the field's own type:[/]")
+    console.print("\n[bold]Other fields can be edited, all or none, converted to the field's type:[/]")
     edits = {"algorithm.seed": "1", "evaluation.examples": 6} | changes
     await agent.call("edit_config", draft_id=draft_id, changes=edits)
 
-    console.print("\n[bold]Before training: what can the policy do?[/] (at the first use it is made first)")
+    console.print("\n[bold]Before training: what can the policy do?[/] (the first use makes it)")
     test = await agent.call("test_inference", draft_id=draft_id, tasks=64, group_size=8)
     await agent.follow(test["run_id"])
     tested = await agent.call("get_results", run_id=test["run_id"], show=3)
@@ -162,12 +161,12 @@ async def _drive(agent: _Agent, console: Console, changes: dict[str, Any]) -> De
 
 
 def show(console: Console, report: DemoReport) -> None:
-    """Prints the report for a person."""
+    """Print the report."""
     results = report.results
     console.print()
     console.print(
-        "The embedded policy had seen the format of an answer and the letters, in random order; never a word reversed. "
-        "So what follows comes from reward alone, on words that share no content with training.\n"
+        "The embedded policy had seen the format of an answer and letters in random order, but never a word reversed. "
+        "The gain comes from reward alone, on words that share no content with training.\n"
     )
     evaluations = results["evaluations"]
     tasks = evaluations["after"]["sampled"]["tasks"]
@@ -210,7 +209,7 @@ def _judged(answer: str | None, success: bool | None) -> str:
     return f"[{'green' if success else 'red'}]{escape(answer or '')}[/] {'✓' if success else '✗'}"
 
 
-def _event_line(event: dict[str, Any]) -> str | None:
+def event_line(event: dict[str, Any]) -> str | None:
     data = event["data"]
     if event.get("kind") == "state":
         return f"{data.get('from')} -> {data.get('to')}"
@@ -221,10 +220,10 @@ def _event_line(event: dict[str, Any]) -> str | None:
 
 
 def main(report_file: str | None = None, changes: Mapping[str, Any] | None = None) -> int:
-    """Runs the demo in this terminal; returns the exit status.
+    """Run the demo in this terminal; return the exit status.
 
     Args:
-        report_file: Where to write the report as JSON.
+        report_file: The file for the report as JSON.
         changes: See `run_demo`.
     """
     console = Console(highlight=False)
@@ -234,7 +233,9 @@ def main(report_file: str | None = None, changes: Mapping[str, Any] | None = Non
         console.print(f"\nThe demo failed: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        console.print("\nInterrupted. A run that was started goes on; `toprope runs` lists it, `toprope stop` ends it.")
+        console.print(
+            "\nInterrupted. A run that was started continues; `toprope runs` lists it, `toprope stop` stops it."
+        )
         return 130
     if report_file is not None:
         Path(report_file).write_text(json.dumps(asdict(report)))
@@ -252,6 +253,6 @@ def main(report_file: str | None = None, changes: Mapping[str, Any] | None = Non
 
 
 if __name__ == "__main__":
-    # For benchmarks: a file for the report, and fields to change as JSON.
+    # Used by benchmarks: a file for the report, and fields to change as JSON.
     given = sys.argv[1:] + [None, None]
     sys.exit(main(given[0], json.loads(given[1]) if given[1] else None))

@@ -1,8 +1,8 @@
-"""Entering this installation into the configuration of an MCP client, beside what the client has there.
+"""Add this installation to the configuration of an MCP client.
 
-The files belong to the clients and their users, so they are read before they are changed, changed in one entry only,
-backed up, and replaced in one step. One that is no JSON is left alone. No key is written into them: clients keep such
-files readable and share them; the owner's settings.yaml is where keys lie.
+The files belong to the clients and their users: only our entry changes, the old file is backed up, and the new one
+replaces it atomically. A file that is not JSON is left alone. No key is written: clients keep such files readable and
+share them; keys belong in the owner's settings.yaml.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _USERS = {
     "TINKER_API_KEY": "trainer",
     "OPENROUTER_API_KEY": "models",
 }
-"""Who needs a well-known key; the owner says for others, or every component gets them."""
+"""The component that needs a well-known key. Other keys go to every component unless the owner names one."""
 _PASSED_ON = ("TOPROPE_HOME", "TOPROPE_CONFIG")
-"""Variables that say where everything lies: no secrets, and needed before settings.yaml can be found."""
+"""Variables that locate the home and settings.yaml itself; not secrets."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written where."""
+    """An entry to write into a client's file."""
 
     client: str
     path: Path
     entry: dict[str, Any]
-    """Ours, below mcpServers."""
+    """Our entry, below mcpServers."""
     after: str
-    """What the person does next."""
+    """The next step for the person."""
 
 
 def server_command() -> list[str]:
-    """The argv by which a client starts this installation: absolute, because clients pass on hardly any PATH."""
+    """The argv that starts this installation from any folder; absolute, because clients pass on hardly any PATH."""
     return [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
 
 
 def client_lines() -> list[str]:
-    """Lines to paste into clients, for this installation."""
+    """The configuration of each client for this installation."""
     command, *arguments = server_command()
     configuration = {"mcpServers": {NAME: {"command": command, "args": arguments}}}
     shell = shlex.join([command, *arguments])
@@ -77,13 +77,13 @@ def client_lines() -> list[str]:
 def configuration_file(
     client: str, *, platform: str | None = None, environ: Mapping[str, str] | None = None, project: Path | None = None
 ) -> Path:
-    """Where a client reads its servers from.
+    """The file that lists a client's servers.
 
     Args:
         client: One of CLIENTS.
-        platform: As sys.platform; this one's when None.
-        environ: This process's when None.
-        project: Claude Code: a folder whose .mcp.json is meant.
+        platform: As sys.platform; the present one if None.
+        environ: Environment variables; this process's if None.
+        project: For Claude Code: use .mcp.json in this folder.
 
     Raises:
         InvalidValue: There is no such client.
@@ -109,22 +109,22 @@ def configuration_file(
     near = difflib.get_close_matches(client, CLIENTS, n=1, cutoff=0.4)
     raise InvalidValue(
         f"There is no client {client!r}.",
-        hint=f"Did you mean {near[0]}?" if near else f"There are: {', '.join(CLIENTS)}.",
+        hint=f"Did you mean {near[0]}?" if near else f"The clients are: {', '.join(CLIENTS)}.",
     )
 
 
 def plan(client: str, *, http: bool = False, project: Path | None = None, role: Role | None = None) -> Plan:
-    """What `install` would do.
+    """Plan an installation.
 
     Raises:
-        InvalidValue: There is no such client; the option does not go with it; the owner's settings cannot be read.
+        InvalidValue: Unknown client; an option that it does not have; invalid settings of the owner.
     """
     if project is not None and client != "claude-code":
         raise InvalidValue("--project is for claude-code: other clients have one file for their user.")
     path = configuration_file(client, project=project)
     after = {
-        "claude-desktop": "Quit Claude Desktop and start it again.",
-        "claude-code": "Start Claude Code again; /mcp shows the server.",
+        "claude-desktop": "Restart Claude Desktop.",
+        "claude-code": "Restart Claude Code; /mcp shows the server.",
         "inspector": f"Run: npx @modelcontextprotocol/inspector --catalog {shlex.quote(str(path))} --server {NAME}",
     }[client]
     wanted = role.arguments if role is not None else []
@@ -146,7 +146,7 @@ def _http_entry(client: str) -> dict[str, Any]:
 
     if client != "claude-code":
         raise InvalidValue(
-            f"{client} would keep the token itself in its configuration, so it is not written there.",
+            f"{client} would store the token itself in its configuration, so Toprope does not write it there.",
             hint="Install it without --http; or start 'toprope serve --http' and enter URL and token in the client.",
         )
     url = f"http://127.0.0.1:{Home.locate().settings().http.port}{PATH}"
@@ -154,13 +154,13 @@ def _http_entry(client: str) -> dict[str, Any]:
 
 
 def write(plan: Plan) -> tuple[bool, Path | None]:
-    """Merges our entry into the client's file.
+    """Merge our entry into the client's file.
 
     Returns:
-        Whether the file changed, and the backup of what was there.
+        True if the file changed, and the backup of the old file.
 
     Raises:
-        InvalidValue: The file is no JSON of that kind, or cannot be written; it was left as it is.
+        InvalidValue: The file is not a client's configuration, or cannot be written; it is unchanged.
     """
     target = plan.path.resolve()
     try:
@@ -169,7 +169,7 @@ def write(plan: Plan) -> tuple[bool, Path | None]:
     except (OSError, ValueError) as error:
         raise InvalidValue(
             f"{plan.path} cannot be read as JSON ({error}); it was left as it is.",
-            hint=f"Mend it, or paste what 'toprope install {plan.client} --print' shows.",
+            hint=f"Fix it, or paste what 'toprope install {plan.client} --print' shows.",
         ) from None
     if not isinstance(data, dict) or not isinstance(data.get("mcpServers", {}), dict):
         raise InvalidValue(f"{plan.path} is not a client's configuration; it was left as it is.")
@@ -189,7 +189,7 @@ def write(plan: Plan) -> tuple[bool, Path | None]:
 
 
 def _back_up(path: Path, text: str) -> Path:
-    """A copy that is never overwritten, readable by the user only: such files hold other servers' keys."""
+    """Save a copy that is never overwritten, readable by the user only: such files hold other servers' keys."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         backup = path.with_name(f"{path.name}.{stamp}{f'-{number}' if number else ''}.bak")
@@ -212,10 +212,10 @@ def main(
     variables: Sequence[str],
     role: Role | None = None,
 ) -> list[str]:
-    """`toprope install`: the lines to print.
+    """`toprope install`: install, and return the lines to print.
 
     Raises:
-        InvalidValue: See `plan`, `write`; or a variable is not set or cannot be kept.
+        InvalidValue: See `plan`, `write`; or a variable is not set or not valid.
     """
     planned = plan(client, http=http, project=project, role=role)
     kept = [_variable(one) for one in variables]
@@ -229,31 +229,33 @@ def main(
         for component, name in kept:
             changed = set_variable(file, component, name, os.environ[name])
             to = "every component" if component == "*" else component
-            lines.append(f"{name} {'is kept' if changed else 'was kept already'} in {file}, for {to}.")
+            lines.append(f"{name} {'is now' if changed else 'was already'} in {file}, for {to}.")
     changed, backup = write(planned)
     if changed:
-        lines.append(f"Toprope is entered in {planned.path}.")
+        lines.append(f"Added Toprope to {planned.path}.")
         if backup is not None:
-            lines.append(f"What was there before: {backup}")
+            lines.append(f"Backup of the old file: {backup}")
         lines.append(planned.after)
     else:
-        lines.append(f"{planned.path} has this installation already; nothing was written.")
+        lines.append(f"{planned.path} already has this installation; nothing was written.")
     return lines
 
 
 def _variable(given: str) -> tuple[str, str]:
-    """Component and name; the value stays where it is until it is written."""
+    """Component and name of a variable that is set."""
     from toprope.settings.owner import RECIPIENTS
 
     component, colon, name = given.rpartition(":")
     if not colon:
         component = _USERS.get(name, "*")
     if component not in RECIPIENTS:
-        raise InvalidValue(f"There is no component {component!r}.", hint=f"There are: {', '.join(RECIPIENTS)}.")
+        raise InvalidValue(
+            f"There is no component {component!r}.", hint=f"The components are: {', '.join(RECIPIENTS)}."
+        )
     if "=" in name or not name.isidentifier():
         raise InvalidValue(
             f"--variable takes the name of a variable, not {'a value' if '=' in name else repr(name)}.",
-            hint="A value in a command line can be read by others: export it first, then give its name.",
+            hint="Others can read values in a command line: export the variable, then give its name.",
         )
     if not os.environ.get(name):
         raise InvalidValue(f"{name} is not set in this shell; nothing was written.", hint=f"export {name}=... first.")

@@ -1,7 +1,7 @@
-"""The command line for people, and the door through which clients start the server.
+"""Entry point of the command line, for people and for clients that start the server.
 
-`serve` is looked for before anything else is imported: a client waits for it, and typer with rich behind it would cost
-as much again as the server itself.
+`serve` is handled before anything else is imported: a client waits for it, and typer with rich would take as long to
+import as the server itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command that the arguments name."""
+    """Run the command that the arguments name."""
     if sys.argv[1:2] == ["serve"] and (role := _role(sys.argv[2:])) is not None:
         from toprope_server.mcp.app import serve_stdio
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _role(arguments: list[str]) -> Role | None:
-    """What `serve` is to offer; None where the whole command line is needed to tell."""
+    """The role for `serve`; None if the arguments need the full command line."""
     from toprope.errors import InvalidValue
     from toprope_server.mcp.roles import role_of_arguments
 

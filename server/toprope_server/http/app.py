@@ -1,8 +1,8 @@
-"""The HTTP door: the same server for clients that do not start it themselves, on this machine unless its owner says so.
+"""MCP over HTTP, for clients that do not start the server themselves; on loopback unless the owner allows more.
 
-Whatever runs on a machine, and every page in a browser, can reach a loopback port. So a request needs the owner's token
-(`http_token`), and its Host and Origin must be names that this door goes by, which stops pages that rebind a name to
-127.0.0.1. Both eras of the protocol are served at one path by the SDK.
+Every program on a machine and every page in a browser can reach a loopback port. Therefore each request needs the
+owner's token (`http.token`), and its Host and Origin must be names of this server, which stops pages that rebind a name
+to 127.0.0.1. The SDK serves both eras of the protocol at one path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["PATH", "TOKEN_VARIABLE", "build_app", "serve_http", "uvicorn_config"
 
 PATH = "/mcp"
 TOKEN_VARIABLE = "TOPROPE_TOKEN"
-"""Where clients' configurations can take the token from, so that it stands in none of them. The server ignores it."""
+"""The variable from which clients' configurations take the token, so that none contains it. The server ignores it."""
 
 _KEEP_ALIVE_S = 120
 _GRACE_S = 1
@@ -46,7 +46,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class _TokenRequired:
-    """Lets requests with the owner's token through to `app` and answers the others with 401 (RFC 6750)."""
+    """Pass requests with the owner's token to `app`; answer others with 401 (RFC 6750)."""
 
     def __init__(self, app: ASGIApp, token: TokenFile) -> None:
         self._app = app
@@ -70,7 +70,7 @@ class _TokenRequired:
 
 
 class _TrimmedHeaders:
-    """Takes the white space around header values away, which the parser leaves at their end (RFC 9110, 5.5)."""
+    """Strip header values: the parser leaves white space at their end (RFC 9110, 5.5)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -87,25 +87,25 @@ def _bearer(header: str | None) -> str | None:
 
 
 def build_app(
-    token: TokenFile, door: HttpSettings, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
+    token: TokenFile, settings: HttpSettings, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
 ) -> ASGIApp:
-    """The ASGI application of the door.
+    """The ASGI application.
 
     Args:
-        token: What a request must carry.
-        door: The owner's settings of it.
-        host: Where it will listen; that is a name it goes by.
-        capture: Whose data sets take traces in; None: nobody's.
+        token: Each request must carry it.
+        settings: The owner's `http` settings.
+        host: The address to listen on, which is also an allowed Host.
+        capture: The home whose data sets accept traces; None to accept none.
         options: Of `TopropeServer`.
     """
     server = TopropeServer(log_level="WARNING", **options)
-    names = [*_LOOPBACK, *([] if _any(host) else [_in_url(host)]), *door.names]
+    names = [*_LOOPBACK, *([] if _any(host) else [_in_url(host)]), *settings.names]
     security = TransportSecuritySettings(
         enable_dns_rebinding_protection=True,
         allowed_hosts=[*names, *(f"{name}:*" for name in names)],
         allowed_origins=[
             *(f"{scheme}://{name}{port}" for name in names for scheme in ("http", "https") for port in ("", ":*")),
-            *door.origins,
+            *settings.origins,
         ],
     )
     app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
@@ -115,8 +115,10 @@ def build_app(
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    """How the door is served: quietly, without waiting for open streams at the end, and with connections that stay
-    open for longer than clients keep them: else a call now and then meets the moment at which one is closed."""
+    """Serve quietly, without waiting for open streams at the end.
+
+    Connections stay open longer than clients keep them: otherwise a call may arrive just as its connection is closed.
+    """
     return uvicorn.Config(
         app,
         log_level="warning",
@@ -135,33 +137,32 @@ def serve_http(
     role: Role | None = None,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves until a signal; does not return.
+    """Serve until a signal; never returns.
 
     Args:
         host: An address of this machine to listen on.
-        port: 0 for any that is free; the owner's (8765 by default) when None.
-        home: Whose settings and token; the owner's by default.
-        role: Which tools it offers, as far as the owner's settings allow.
-        say: Told once it serves: the URL, and how clients pass the token. Printed when None.
+        port: 0 for any free port; the owner's (8765 by default) if None.
+        home: The home with settings and token; the owner's by default.
+        role: The tools to offer, as far as the owner's settings allow.
+        say: Called once the server is ready with the URL and how to pass the token; prints by default.
 
     Raises:
-        LockedField: The address is not loopback and the owner's settings do not name it.
-        InvalidValue: The settings or the token's file cannot be used; the host is no address of this machine.
+        LockedField: The address is not loopback and not in the owner's settings.
+        InvalidValue: Invalid settings, token file, or host.
         NotPossibleNow: The port is taken.
     """
     home = home or Home.locate()
     settings = home.settings()
-    door, owners = settings.http, role_of_settings(settings)
-    _check_host(host, door, home)
+    _check_host(host, settings.http, home)
     token = TokenFile(home.configuration)
     token.ensure()
-    listening = _listen(host, door.port if port is None else port)
-    allowed = (role or Role()).within(owners)
-    takes_in = not allowed.read_only and (allowed.sets is None or "run" in allowed.sets)
-    app = build_app(token, door, host, role=allowed, capture=home if takes_in else None)
+    listening = _listen(host, settings.http.port if port is None else port)
+    allowed = (role or Role()).within(role_of_settings(settings))
+    accepts_traces = not allowed.read_only and (allowed.sets is None or "run" in allowed.sets)
+    app = build_app(token, settings.http, host, role=allowed, capture=home if accepts_traces else None)
     url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
-    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_told(url)), home)
-    # A worker thread that still waits must not hold what its owner ended.
+    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_instructions(url)), home)
+    # A worker thread that still waits must not keep the process alive.
     leave()
 
 
@@ -174,7 +175,7 @@ async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callab
                 if server.should_exit:
                     leave()
                 server.should_exit = True
-                # Streams that are open are cut off now: that is no error.
+                # Open streams are cut off now; uvicorn would log that as an error.
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
     async with anyio.create_task_group() as tasks:
@@ -185,7 +186,7 @@ async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callab
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, which tells when it serves and leaves signals to us: it would raise them again at its end."""
+    """Uvicorn that reports when it is ready, and leaves signals to us: it would raise them again at its end."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -204,7 +205,7 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-def _told(url: str) -> str:
+def _instructions(url: str) -> str:
     return (
         f"Toprope serves MCP at {url} until Ctrl-C.\n"
         "Every request needs the owner's token. In the shell that starts your client:\n"
@@ -215,18 +216,17 @@ def _told(url: str) -> str:
     )
 
 
-def _check_host(host: str, door: HttpSettings, home: Home) -> None:
-    if host == "localhost" or host in door.hosts:
+def _check_host(host: str, settings: HttpSettings, home: Home) -> None:
+    if host == "localhost" or host in settings.hosts:
         return
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     if not loopback:
-        allowed = ", ".join(["127.0.0.1", "::1", "localhost", *door.hosts])
+        allowed = ", ".join(["127.0.0.1", "::1", "localhost", *settings.hosts])
         raise LockedField(
-            f"{host} can be reached from other machines, and the owner's settings do not allow that. Allowed: "
-            f"{allowed}.",
+            f"Other machines can reach {host}, and the owner's settings do not allow that. Allowed: {allowed}.",
             hint=f"The owner may add it to http.hosts in {home.settings_file}; over a network, prefer an SSH tunnel to "
             "127.0.0.1: the token would travel unencrypted.",
         )
@@ -237,7 +237,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise InvalidValue(f"{host} is no address: {error.strerror or error}.", hint="Use 127.0.0.1.") from None
+        raise InvalidValue(f"Not an address: {host}: {error.strerror or error}.", hint="Use 127.0.0.1.") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -245,8 +245,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise NotPossibleNow(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}.",
-            hint="Another program may have it: give another --port, or --port 0 for any that is free.",
+            f"Cannot listen on {host}:{port}: {error.strerror or error}.",
+            hint="Another program may use it: give another --port, or --port 0 for any free port.",
         ) from None
     return listening
 

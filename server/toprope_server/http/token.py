@@ -1,8 +1,8 @@
-"""The bearer token of the HTTP door: whoever has it may do what an agent may.
+"""The bearer token of the HTTP server, which permits all that an agent may do.
 
-It lies in one file of the owner's configuration folder, which nobody else may read, and nowhere else: not in argv, not
-in a log, not in an environment that a crew inherits. The door reads it anew at each request, so that a new token holds
-at once, and a file that is gone or that others may read lets nobody in.
+It is in one private file of the owner's configuration folder and nowhere else: not in argv, not in a log, not in an
+environment that a crew inherits. The server reads the file at each request, so a new token holds at once, and a file
+that is missing or readable by others admits nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenFile:
     """The token in a file.
 
     Args:
-        configuration: The owner's configuration folder; made, readable by the owner alone, with the first token.
+        configuration: The owner's configuration folder; created with mode 0700 for the first token.
     """
 
     def __init__(self, configuration: Path) -> None:
@@ -35,8 +35,8 @@ class TokenFile:
         """The token.
 
         Raises:
-            NotFound: There is none yet.
-            InvalidValue: The file is empty, cannot be read, or may be read by others.
+            NotFound: There is no token yet.
+            InvalidValue: The file is empty, unreadable, or readable by others.
         """
         try:
             with self.path.open("rb") as file:
@@ -48,18 +48,18 @@ class TokenFile:
             raise InvalidValue(f"{self.path} cannot be read: {error.strerror or error}.") from None
         if os.name == "posix" and mode & _OTHERS:
             raise InvalidValue(
-                f"{self.path} may be read by others (mode {mode & 0o777:o}), so the token in it is not trusted.",
+                f"Others can read {self.path} (mode {mode & 0o777:o}), so its token is not trusted.",
                 hint=f"Run: chmod 600 {self.path}; toprope token --rotate",
             )
         if len(text) < 16 or not text.isascii() or not text.isprintable():
-            raise InvalidValue(f"{self.path} holds no token.", hint="'toprope token --rotate' makes a new one.")
+            raise InvalidValue(f"{self.path} contains no token.", hint="'toprope token --rotate' makes a new one.")
         return text
 
     def ensure(self) -> str:
-        """The token, made where there is none.
+        """The token; make one if there is none.
 
         Raises:
-            InvalidValue: See `read`; or the file cannot be made.
+            InvalidValue: See `read`; or the file cannot be written.
         """
         try:
             return self.read()
@@ -67,15 +67,15 @@ class TokenFile:
             return self._make(replace=False)
 
     def rotate(self) -> str:
-        """A new token in place of the old one, which is refused from the next request on.
+        """Replace the token; the old one is refused from the next request on.
 
         Raises:
-            InvalidValue: The file cannot be made.
+            InvalidValue: The file cannot be written.
         """
         return self._make(replace=True)
 
     def admits(self, given: str | None) -> bool:
-        """Whether `given` is the token, compared in constant time. Without a sound file: no."""
+        """True if `given` is the token, compared in constant time; False without a valid file."""
         try:
             token = self.read()
         except (NotFound, InvalidValue):
@@ -87,11 +87,11 @@ class TokenFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_text(self.path, token + "\n", replace=replace)
-        except FileExistsError:  # another server was quicker
+        except FileExistsError:  # another server made one first
             return self.read()
         except OSError as error:
             raise InvalidValue(
-                f"The token's file {self.path} cannot be made: {error.strerror or error}.",
+                f"Cannot write the token file {self.path}: {error.strerror or error}.",
                 hint="Set TOPROPE_CONFIG to a folder that you may write to.",
             ) from None
         return token

@@ -1,8 +1,8 @@
-"""Where agent frameworks post their own traces, beside MCP at the HTTP door: `POST /trajectories/NAME`.
+"""Traces posted by agent frameworks, beside MCP on the HTTP server: `POST /trajectories/NAME`.
 
 The body is an item, a list of items, {"items": [...]}, or JSON lines; an item is OpenAI-style ({"messages": [...],
-"reward": 1.0}) or has state and action. They wait in the data set's inbox until `build_dataset` reads `NAME@inbox`. The
-door asks for the owner's token before anything reaches this.
+"reward": 1.0}) or has state and action. Items wait in the data set's inbox until `build_dataset` reads `NAME@inbox`.
+Requests without the owner's token do not get here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
     """The route.
 
     Args:
-        home: Whose data sets; asked at each post.
+        home: Returns the home with the data sets; called at each post.
     """
 
     async def post(request: Request) -> JSONResponse:
@@ -40,7 +40,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BYTES:
-                return _refusal(413, f"A post may have {MOST_BYTES} bytes; nothing was taken.")
+                return _refusal(413, f"The body exceeds {MOST_BYTES} bytes; nothing was stored.")
 
         def take() -> int:
             return inbox_of(home(), request.path_params["name"]).keep(items_of_body(bytes(body)))

@@ -1,7 +1,7 @@
-"""Strict arguments: a misspelt name is an error with the right one, never silently dropped.
+"""Strict arguments: a misspelt name is an error that suggests the right one, and is never dropped silently.
 
-The SDK ignores arguments that a tool does not have, so that a misspelt optional is lost, and words a wrong type as
-pydantic does, with URLs and class names. Here every problem of a call is found at once and said as a person would.
+The SDK ignores unknown arguments, so a misspelt optional one is lost, and reports wrong types in pydantic's words, with
+URLs and class names. Here one answer names every problem of a call in plain words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPECTED = {
 
 
 def strict(tool: Tool) -> Tool:
-    """The tool with a schema that refuses other arguments and spends no tokens on titles and nulls."""
+    """Make the tool's schema refuse other arguments, without titles and nulls, which cost tokens."""
     schema = tool.parameters
     properties = {name: _plain(entry) for name, entry in schema.get("properties", {}).items()}
     tool.parameters = {
@@ -39,7 +39,7 @@ def strict(tool: Tool) -> Tool:
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """A property's schema without its title, and `X or null` written as X: leaving it out says the same."""
+    """A property's schema without its title, and with X for `X or null`: omitting the argument means null."""
     entry = {key: one for key, one in schema.items() if key != "title"}
     options = [option for option in entry.pop("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
@@ -54,17 +54,17 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
-    """Every problem of a call's arguments, in sentences; empty where they are fine."""
+    """Every problem of a call's arguments, in sentences."""
     properties = tool.parameters["properties"]
     problems = []
     for name in arguments:
         if name not in properties:
             near = difflib.get_close_matches(name, properties, n=1, cutoff=0.5)
             free = [known for known in properties if known not in arguments]
-            says = f"Did you mean {near[0]!r}?" if near else f"Others: {', '.join(free)}." if free else ""
+            hint = f"Did you mean {near[0]!r}?" if near else f"Others: {', '.join(free)}." if free else ""
             if not properties:
-                says = "It takes none."
-            problems.append(f"there is no argument {_short(name)}. {says}".strip())
+                hint = "The tool takes no arguments."
+            problems.append(f"there is no argument {_short(name)}. {hint}".strip())
     for name in tool.parameters.get("required", []):
         if name not in arguments:
             problems.append(f"{name} is missing: {properties[name].get('description', '')}".strip())
@@ -82,7 +82,7 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
 
 
 def expected(schema: dict[str, Any]) -> str:
-    """What a property takes, in words: `a whole number from 1 to 200`."""
+    """The values that a property accepts, in words: `a whole number from 1 to 200`."""
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     text = _EXPECTED.get(str(schema.get("type")), "a valid value")

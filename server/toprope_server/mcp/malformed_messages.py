@@ -1,8 +1,7 @@
-"""Answers to lines that cannot be read as messages, so that no client waits for an answer that never comes.
+"""Answer lines that are not valid messages, so that no client waits until its time-out.
 
-The SDK passes over a line that its parser refuses: nested deeper than it reads, half of a surrogate pair, a raw control
-character. Whoever sent it would wait until its own time-out. Here such a line gets a JSON-RPC error with the cause,
-under the id of the request where one can still be seen in it.
+The SDK skips a line that its parser refuses: nested too deeply, half of a surrogate pair, a raw control character. Here
+such a line gets a JSON-RPC error with the cause, under the id of the request if one can be found in the line.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class _Sender(Protocol):
 
 
 def refusal(error: Exception) -> JSONRPCError | None:
-    """The answer to a line that could not be read; None where it was no request, and nobody waits for an answer."""
+    """The answer to an unreadable line; None if it was not a request and nobody waits for an answer."""
     if not isinstance(error, ValidationError):
         return None
     found = error.errors(include_url=False, include_context=False)[0]
     if found["type"] != "json_invalid":
-        return None  # JSON, and no message: there is nothing in it that could be called
+        return None  # valid JSON, but not a message: nothing in it can be called
     line = found["input"].decode(errors="replace") if isinstance(found["input"], bytes) else str(found["input"])
     sent = _ID.search(line, 0, _LONGEST_SEARCH)
     if sent is None:
@@ -53,7 +52,7 @@ def refusal(error: Exception) -> JSONRPCError | None:
 
 @asynccontextmanager
 async def answering_unreadable(incoming: Any, outgoing: _Sender) -> AsyncIterator[Any]:
-    """The messages of `incoming`, those that could not be read being answered on `outgoing` and left out."""
+    """The messages of `incoming`, without unreadable ones, which are answered on `outgoing`."""
     write, read = anyio.create_memory_object_stream[Any](0)
 
     async def relay() -> None:

@@ -1,8 +1,8 @@
-"""Resources of the server: what there is, its content, and notices when it changes, in both eras of the protocol.
+"""MCP resources: the list, the contents, and notifications of changes, in both eras of the protocol.
 
-Clients up to 2025-11-25 subscribe and unsubscribe, and notices come on their connection; from 2026-07-28 on a client
-opens a stream that names what it wants, and closing it ends the subscription. Runs are looked at once a second while
-somebody is subscribed, and never otherwise.
+Clients up to 2025-11-25 subscribe and unsubscribe, and get notifications on their connection; from 2026-07-28 on a
+client opens a stream that names resources, and closing it ends the subscription. Runs are checked once a second while
+there is a subscriber, and never otherwise.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["TEMPLATES", "Resources"]
 
 logger = logging.getLogger("toprope.server")
 
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _MOST_URIS = 64
-"""Of one subscriber."""
+"""Per subscriber."""
 _MOST_STREAMS = 32
 
 _RUNS = Resource(
@@ -67,7 +67,7 @@ def _template(path: str, name: str, title: str, description: str, mime_type: str
 
 TEMPLATES = [
     _template("", "run", "A run", "How a run stands, with its newest events.", "application/json"),
-    _template("/config", "config", "A run's configuration", "What a run was frozen with.", "application/yaml"),
+    _template("/config", "config", "A run's configuration", "The frozen configuration of a run.", "application/yaml"),
     _template("/metrics", "metrics", "A run's metrics", "Up to 100 rows over the steps of a run.", "text/csv"),
     _template("/logs/{component}", "log", "A component's log", "Its last lines; untrusted text.", "text/plain"),
     _template("/plot.png", "plot", "A run's picture", "Reward and accuracy of a completed run.", "image/png"),
@@ -82,20 +82,20 @@ TEMPLATES = [
 
 
 class Resources:
-    """The resources over the server's workshop."""
+    """The resources of the server's workshop."""
 
     def __init__(self, workshop: Callable[[], Workshop]) -> None:
         self._workshop = workshop
         self._streams = 0
 
     def serve(self, server: Server[Any]) -> None:
-        """Has the server answer subscriptions, those of both eras."""
+        """Register the handlers of subscriptions in both eras."""
         server.add_request_handler("resources/subscribe", SubscribeRequestParams, self._subscribe)
         server.add_request_handler("resources/unsubscribe", UnsubscribeRequestParams, self._unsubscribe)
         server.add_request_handler("subscriptions/listen", SubscriptionsListenRequestParams, self._listen)
 
     async def listed(self) -> list[Resource]:
-        """All runs as one, and the newest each. Where the workshop cannot be opened the tools say why."""
+        """The list of runs, and the newest runs one by one; only the former if the workshop cannot be opened."""
         from toprope_tools.resources.resources import LISTED
 
         try:
@@ -116,10 +116,10 @@ class Resources:
         ]
 
     async def read(self, uri: str) -> list[ReadResourceContents]:
-        """The content of one.
+        """The content of a resource.
 
         Raises:
-            ResourceNotFoundError, ResourceError: With what our own error says.
+            ResourceNotFoundError, ResourceError: With the text of our own error.
         """
         from toprope_tools.resources.resources import read, resource_at
 
@@ -134,7 +134,7 @@ class Resources:
     # Up to 2025-11-25
 
     async def _subscribe(self, ctx: ServerRequestContext[Any, Any], params: SubscribeRequestParams) -> EmptyResult:
-        # What a connection has subscribed to ends with it; a session is made for each request.
+        # Subscriptions end with their connection; a session lives for one request only.
         connection = ctx.session._connection
         subscriber: _Subscriber | None = connection.state.get(_KEY)
         if subscriber is None:
@@ -156,16 +156,16 @@ class Resources:
         self, ctx: ServerRequestContext[Any, Any], params: SubscriptionsListenRequestParams
     ) -> SubscriptionsListenResult:
         if self._streams >= _MOST_STREAMS:
-            raise MCPError(INVALID_PARAMS, f"There are {_MOST_STREAMS} streams open, which is the most.")
+            raise MCPError(INVALID_PARAMS, f"{_MOST_STREAMS} streams are open, which is the limit.")
         changes = self._changes()
         await self._add(changes, list(params.notifications.resource_subscriptions or []))
-        # A bus for each stream: each hears of what it asked for, as often as it may, whatever others do.
+        # A bus for each stream: each gets what it asked for, independent of the others.
         bus = InMemorySubscriptionBus()
         self._streams += 1
         try:
             async with anyio.create_task_group() as tasks:
                 if changes:
-                    tasks.start_soon(_tell, changes, lambda uri: bus.publish(ResourceUpdated(uri=uri)))
+                    tasks.start_soon(_notify_changes, changes, lambda uri: bus.publish(ResourceUpdated(uri=uri)))
                 result = await ListenHandler(bus)(ctx, params)
                 tasks.cancel_scope.cancel()
         finally:
@@ -191,31 +191,31 @@ _KEY = "toprope.subscriber"
 
 
 class _Subscriber:
-    """One connection's subscriptions, and the task that looks for their changes while there are any."""
+    """One connection's subscriptions, and the task that checks them for changes."""
 
     def __init__(self, changes: Changes, notify: Callable[[str], Awaitable[None]]) -> None:
         self.changes, self._notify = changes, notify
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Looks from now on. The request that asked for it is over by then, and no task group outlives a request."""
+        """Start to check. This needs a task of its own: no task group outlives the request."""
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(_tell(self.changes, self._notify))
+            self._task = asyncio.get_running_loop().create_task(_notify_changes(self.changes, self._notify))
 
     def end(self) -> None:
-        """The connection is closed."""
+        """Stop checking: the connection is closed."""
         if self._task is not None:
             self._task.cancel()
 
 
-async def _tell(changes: Changes, notify: Callable[[str], Awaitable[None]]) -> None:
-    """Tells of changes until it is cancelled, or nothing is watched any more."""
+async def _notify_changes(changes: Changes, notify: Callable[[str], Awaitable[None]]) -> None:
+    """Notify of changes until cancelled, or until nothing is watched."""
     while changes:
-        await anyio.sleep(_LOOK_EVERY_S)
+        await anyio.sleep(_CHECK_EVERY_S)
         try:
             for uri in await to_thread.run_sync(changes.news):
                 await notify(uri)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             return
         except Exception:
-            logger.exception("looking for changes of resources failed; it goes on")
+            logger.exception("a check for changed resources failed; the next one follows")

@@ -169,7 +169,7 @@ def test_logs_are_followed_through_rotation_until_the_run_ends(live):
     assert "\x1b" not in seen
     assert "trainer     | one" in seen
     wrong = toprope(home, "logs", "a-run", "trainr", "-f")
-    assert (wrong.returncode, "There are: keeper" in wrong.stderr) == (1, True)
+    assert (wrong.returncode, "The components are: keeper" in wrong.stderr) == (1, True)
     assert "Name a component" in toprope(home, "logs", "a-run").stderr
 
 
@@ -200,7 +200,7 @@ def test_prune_shows_first_and_deletes_only_what_is_old_ended_and_not_spared(tmp
         shown = toprope(tmp_path, "prune")
         assert shown.returncode == 0
         assert "old: completed 40 d 0 h ago, train words" in shown.stdout
-        assert re.search(r"\n1 run, 2\d\d KB would go. Nothing was deleted: add --yes.", shown.stdout)
+        assert re.search(r"\n1 run, 2\d\d KB would be deleted. Nothing was deleted: add --yes.", shown.stdout)
         assert old.path.is_dir()
         assert "nothing to delete" in toprope(tmp_path, "prune", "--keep", "3", "--older-than", "5d").stdout
         fewer = toprope(tmp_path, "prune", "--keep", "2").stdout

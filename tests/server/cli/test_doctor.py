@@ -120,7 +120,7 @@ def test_files_that_others_can_read_are_told(home):
 def test_an_index_that_is_damaged_is_told_and_left(home):
     assert [finding.level for finding in found(home, checks.index)] == ["note"]
     Index(home.index).create_draft("p", {}, [], {})
-    assert "sound, 1 drafts" in found(home, checks.index)[0].text
+    assert "intact, 1 drafts" in found(home, checks.index)[0].text
     home.index.write_bytes(b"nothing of the kind" * 100)
     (finding,) = broken(found(home, checks.index))
     assert "doctor --repair" in finding.remedy

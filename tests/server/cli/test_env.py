@@ -75,7 +75,7 @@ def test_the_template_is_listed_plays_and_passes_its_own_test(shell: Shell) -> N
     assert re.search(r"user: Write this backwards: [a-j]{4}\n", played)
     assert "toprope: 5 ready" in shell("list")
     text = file.read_text()
-    assert "is there already" in shell("new", "back-words", code=1) and file.read_text() == text
+    assert "already exists" in shell("new", "back-words", code=1) and file.read_text() == text
     for wrong in ("Upper", "../up", "json", "yaml", "class", "2nd"):
         shell("new", wrong, code=1)
     assert len(list(file.parent.iterdir())) == 2

@@ -146,7 +146,7 @@ def test_markdown_comes_with_its_pictures(shop, tmp_path):
 def test_nothing_is_written_where_there_is_nothing_to_say(shop, tmp_path):
     with pytest.raises(NotFound):
         write_report(shop, "run-none", tmp_path / "a.html")
-    with pytest.raises(InvalidValue, match="neither .html nor .md"):
+    with pytest.raises(InvalidValue, match="neither with .html nor with .md"):
         write_report(shop, None, tmp_path / "a.pdf")
     assert not list(tmp_path.glob("a*"))
     write_report(shop, None, tmp_path / "a.html")

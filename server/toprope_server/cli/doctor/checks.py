@@ -1,6 +1,6 @@
-"""What `toprope doctor` looks at: one function a concern, each of which says what it found and how to mend it.
+"""The checks of `toprope doctor`: one function per concern, which yields findings with their remedies.
 
-A check never raises and never changes anything; what it cannot look at is a finding too. Values of keys are in none.
+A check never raises and changes nothing; if it cannot work, that is a finding. No finding contains a key's value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEYS = {
     "OPENROUTER_API_KEY": ("models", "test_inference with the models of the preset openrouter"),
     "TINKER_API_KEY": ("trainer", "training through Tinker, which this version does not offer yet"),
 }
-"""Who gets a key, and what it is needed for."""
+"""The component that gets a key, and what needs it."""
 
 _TORCH = """
 import json, torch
@@ -56,7 +56,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The outcome of one check."""
 
     subject: str
     level: Level
@@ -65,7 +65,7 @@ class Finding:
 
 
 def python(home: Home) -> Iterator[Finding]:
-    """This interpreter against what the package asks for."""
+    """The version of this interpreter against the one that the package requires."""
     have = ".".join(map(str, sys.version_info[:3]))
     try:
         wanted = metadata.metadata("toprope")["Requires-Python"] or ">=3.11"
@@ -76,12 +76,12 @@ def python(home: Home) -> Iterator[Finding]:
         "Python",
         "ok" if sound else "broken",
         f"{have} ({sys.executable}), wanted {wanted}",
-        "" if sound else "Make the virtual environment with a Python of that version: make PYTHON=... setup",
+        "" if sound else "Install Toprope with a Python of that version; in a checkout: make PYTHON=... setup",
     )
 
 
 def packages(home: Home) -> Iterator[Finding]:
-    """Installed packages against the ranges that we ask for and the versions that were tested."""
+    """Installed packages against the required ranges and the tested versions."""
     try:
         required = metadata.requires("toprope") or []
     except metadata.PackageNotFoundError:
@@ -107,25 +107,25 @@ def packages(home: Home) -> Iterator[Finding]:
     if wrong:
         yield Finding("packages", "broken", "; ".join(wrong), _REINSTALL)
     if other:
-        yield Finding("packages", "note", "other versions than were tested: " + ", ".join(other))
+        yield Finding("packages", "note", "versions that were not tested: " + ", ".join(other))
     if not wrong and not other:
         tested = "the versions that were tested" if pins else "versions within the ranges asked for"
         yield Finding("packages", "ok", f"all {count} are installed, in {tested}")
 
 
 def torch(home: Home) -> Iterator[Finding]:
-    """PyTorch and what it sees, asked in a process of its own: a broken build ends that process, not this one."""
+    """PyTorch and its GPUs, in a separate process: a broken build crashes that process, not this one."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=False
         )
         seen = json.loads(done.stdout) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError, OSError) as error:
-        yield Finding("torch", "broken", f"it does not load: {type(error).__name__}.", _REINSTALL)
+        yield Finding("torch", "broken", f"does not load: {type(error).__name__}.", _REINSTALL)
         return
     if seen is None:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        yield Finding("torch", "broken", f"it does not load: {last[0][:300]}", _REINSTALL)
+        yield Finding("torch", "broken", f"does not load: {last[0][:300]}", _REINSTALL)
         return
     build = f"CUDA {seen['cuda']}" if seen["cuda"] else "CPU only"
     yield Finding("torch", "ok", f"{seen['version']}, built for {build}")
@@ -137,14 +137,14 @@ def torch(home: Home) -> Iterator[Finding]:
             "GPU",
             "warning",
             "this machine has an NVIDIA driver, but PyTorch sees no GPU",
-            "Install a PyTorch built for CUDA; look at CUDA_VISIBLE_DEVICES and at nvidia-smi.",
+            "Install a PyTorch built for CUDA; check CUDA_VISIBLE_DEVICES and nvidia-smi.",
         )
     else:
-        yield Finding("GPU", "note", "none: training runs on the CPU, for which the preset cpu-embedded is made")
+        yield Finding("GPU", "note", "none: training runs on the CPU; the preset cpu-embedded is made for that")
 
 
 def folders(home: Home) -> Iterator[Finding]:
-    """The home folder: writable, private, with room on its disk; and the embedded policies in it."""
+    """The home folder: writable, private, with free space; and its embedded policies."""
     there = next(parent for parent in (home.path, *home.path.parents) if parent.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".toprope-doctor-"):
@@ -153,32 +153,32 @@ def folders(home: Home) -> Iterator[Finding]:
         yield Finding(
             "home",
             "broken",
-            f"{home.path} cannot be written to: {error.strerror or error}",
-            "Mend its permissions, or set TOPROPE_HOME to a folder that you may write to.",
+            f"cannot write to {home.path}: {error.strerror or error}",
+            "Fix its permissions, or set TOPROPE_HOME to a folder that you may write to.",
         )
     else:
         mode = home.path.stat().st_mode & 0o077 if home.path.exists() else 0
         yield Finding(
             "home",
             "warning" if mode else "ok",
-            f"{home.path}{'' if home.path.exists() else ' (made when it is needed)'}"
-            + (": others may look into it" if mode else ""),
+            f"{home.path}{'' if home.path.exists() else ' (created when needed)'}"
+            + (": others can read it" if mode else ""),
             f"Run: chmod 700 {home.path}" if mode else "",
         )
     free = shutil.disk_usage(there).free
     level: Level = "broken" if free < NO_SPACE else "warning" if free < LITTLE_SPACE else "ok"
-    remedy = "" if level == "ok" else "'toprope prune' shows what old runs take."
+    remedy = "" if level == "ok" else "'toprope prune' shows how much old runs take."
     yield Finding("disk", level, f"{free / 1e9:.1f} GB free", remedy)
     if home.path.exists():
         from toprope.training.policy.loading import embedded_folder
 
         made = (embedded_folder(home.policies) / "recipe.json").is_file()
-        text = "is made" if made else "is not made yet; the first run makes it in about a minute"
+        text = "ready" if made else "not made yet; the first run makes it in about a minute"
         yield Finding("embedded policy", "ok" if made else "note", text)
 
 
 def owners_files(home: Home) -> Iterator[Finding]:
-    """settings.yaml, locks.yaml, limits.yaml and presets: readable, right, and private where they hold keys."""
+    """settings.yaml, locks.yaml, limits.yaml and presets: valid, and private if they hold keys."""
     readers: list[tuple[str, Path, Callable[[], Any]]] = [
         ("settings.yaml", home.settings_file, home.settings),
         ("locks.yaml", home.locks_file, home.locks),
@@ -193,30 +193,32 @@ def owners_files(home: Home) -> Iterator[Finding]:
         except TopropeError as error:
             line = line_of_mistake(path, str(error))
             where = f"line {line}: " if line and f"line {line}" not in str(error) else ""
-            yield Finding(subject, "broken", f"{where}{error.message}", error.hint or "Mend the file.")
+            yield Finding(subject, "broken", f"{where}{error.message}", error.hint or "Fix the file.")
         else:
             sound.append(subject)
     yield from _named_things(home)
     if sound:
         own = home.settings_file if home.settings_file.exists() else None
-        yield Finding("owner's files", "ok", f"{', '.join(sound)}{'' if own else ' (no settings.yaml: defaults hold)'}")
+        yield Finding(
+            "owner's files", "ok", f"{', '.join(sound)}{'' if own else ' (no settings.yaml: defaults apply)'}"
+        )
     for path in (home.settings_file, home.configuration / "http-token"):
         if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
             holds = path.name == "http-token" or "variables" in path.read_text(errors="replace")
             if holds:
                 level: Level = "broken" if path.name == "http-token" else "warning"
-                yield Finding(path.name, level, "others may read it, and it can hold keys", f"Run: chmod 600 {path}")
+                yield Finding(path.name, level, "others can read it, and it can hold keys", f"Run: chmod 600 {path}")
 
 
 def _named_things(home: Home) -> Iterator[Finding]:
-    """What settings.yaml names must be there."""
+    """Presets and folders that settings.yaml names and that do not exist."""
     try:
         settings = home.settings()
     except TopropeError:
         return
     if settings.preset not in (known := list_presets(home.preset_folders)):
         text = f"preset: there is no preset {settings.preset!r}"
-        yield Finding("settings.yaml", "broken", text, f"There are: {', '.join(known)}.")
+        yield Finding("settings.yaml", "broken", text, f"The presets are: {', '.join(known)}.")
     for key in ("environments", "datasets"):
         for folder in getattr(settings, key, []):
             path = home.configuration / Path(folder).expanduser()
@@ -227,7 +229,7 @@ def _named_things(home: Home) -> Iterator[Finding]:
 
 
 def line_of_mistake(path: Path, message: str) -> int | None:
-    """The line of a YAML file that a message about it means, where it can be found."""
+    """The line of a YAML file that an error message refers to, if it can be found."""
     import yaml
 
     if match := re.search(r" at line (\d+)", message):
@@ -249,7 +251,7 @@ def line_of_mistake(path: Path, message: str) -> int | None:
 
 
 def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names of a YAML document with their lines; the entries of a list by number."""
+    """Dotted names in a YAML document with their lines; entries of lists by number."""
     from yaml import MappingNode, SequenceNode
 
     if isinstance(node, MappingNode):
@@ -265,7 +267,7 @@ def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def environments(home: Home) -> Iterator[Finding]:
-    """The catalog: which environments are broken, and why."""
+    """Broken environments in the catalog, and why."""
     from toprope.workbench.catalog.catalog import Catalog
     from toprope.workbench.interpreters.registry import Registry
 
@@ -273,13 +275,13 @@ def environments(home: Home) -> Iterator[Finding]:
         registry = Registry(home.environments_file)
         entries = Catalog(home.environment_folders(home.settings()), registry=registry).entries()
     except TopropeError:
-        yield Finding("environments", "broken", "they are not looked for while settings.yaml is wrong")
+        yield Finding("environments", "broken", "not checked while settings.yaml is invalid")
         return
     ready = sum(entry.status == "ready" for entry in entries)
     yield Finding("environments", "ok" if ready else "broken", f"{ready} of {len(entries)} are ready")
     for entry in entries:
         if entry.status == "broken":
-            yield Finding("environments", "broken", f"{entry.name}: {entry.problem}", "Mend its file.")
+            yield Finding("environments", "broken", f"{entry.name}: {entry.problem}", "Fix its file.")
     lacking = [entry for entry in entries if entry.status == "needs install"]
     for entry in lacking[:5]:
         yield Finding("environments", "note", f"{entry.name} needs something installed: {entry.problem}")
@@ -288,7 +290,7 @@ def environments(home: Home) -> Iterator[Finding]:
 
 
 def keys(home: Home) -> Iterator[Finding]:
-    """Which keys are there, by name only, and what needs them."""
+    """Keys by name only, and what needs them."""
     try:
         kept = home.settings().variables
     except TopropeError:
@@ -312,7 +314,7 @@ def keys(home: Home) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "note",
-                "set in this shell only; clients do not pass it on to the server",
+                "set in this shell only; clients do not pass it to the server",
                 f"toprope install CLIENT --variable {name} keeps it.",
             )
         else:
@@ -327,9 +329,9 @@ def _endpoints(home: Home) -> list[Any]:
 
 
 def index(home: Home) -> Iterator[Finding]:
-    """The index of drafts: sound, and of this version."""
+    """The index of drafts: intact, and of this version."""
     if not home.index.exists():
-        yield Finding("index", "note", "none yet; the first draft makes it")
+        yield Finding("index", "note", "none yet; the first draft creates it")
         return
     from toprope.records.index.database import Index
 
@@ -351,10 +353,10 @@ def index(home: Home) -> Iterator[Finding]:
             "index",
             "broken",
             f"{home.index} is damaged: {'; '.join(problems)}",
-            "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and makes a new one of them.",
+            "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and rebuilds it from them.",
         )
     else:
-        yield Finding("index", "ok", f"sound, {count} drafts")
+        yield Finding("index", "ok", f"intact, {count} drafts")
 
 
 def _pins() -> dict[str, str]:
@@ -377,16 +379,16 @@ def _within(version: str, wanted: str) -> bool:
 
 
 def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> Iterator[Finding]:
-    """The findings of all checks; one that fails itself is a finding."""
+    """The findings of all checks; a check that fails is a finding."""
     for check in checks:
         try:
             yield from check(home)
-        except Exception as error:  # a doctor that dies of an illness is no help
-            yield Finding(check.__name__.replace("_", " "), "broken", f"could not be looked at: {error!r}"[:400])
+        except Exception as error:  # one failing check must not hide the others
+            yield Finding(check.__name__.replace("_", " "), "broken", f"the check failed: {error!r}"[:400])
 
 
 def limits(home: Home) -> Iterator[Finding]:
-    """Whether environments can be held to environment.memory_mb and environment.network here; it is tried."""
+    """Try if environment.memory_mb and environment.network can be enforced here."""
     from toprope.sdk.worker.resource_limits import network_can_be_denied
 
     why = network_can_be_denied()
@@ -394,8 +396,8 @@ def limits(home: Home) -> Iterator[Finding]:
     yield Finding(
         "limits of environments",
         "note" if why else "ok",
-        f"environment.memory_mb holds ({memory}); environment.network: deny "
-        + (f"does not: {why}. Runs that ask for it are refused." if why else "holds, by a seccomp filter"),
+        f"environment.memory_mb is enforced ({memory}); environment.network: deny "
+        + (f"is not: {why}. Runs that ask for it are refused." if why else "is, by a seccomp filter"),
     )
 
 

@@ -1,5 +1,6 @@
-"""`toprope doctor`: all checks, in a table or as JSON. What it looks at for files and packages is in `checks`; here is
-what concerns this machine: what can escape a run's end, runs that are stuck, and the clients.
+"""`toprope doctor`: all checks, in a table or as JSON.
+
+`checks` has those of files and packages; this module those of containment, stuck runs, and clients.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MARKS = {
 
 
 def containment(home: Home) -> Iterator[Finding]:
-    """How far a run's processes are held on this machine, and what could escape."""
+    """How well this machine contains a run's processes, and what could escape."""
     from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment, probe_bubblewrap
 
     wanted, why = home.settings().containment, probe_bubblewrap()
@@ -43,21 +44,21 @@ def containment(home: Home) -> Iterator[Finding]:
     except TopropeError as error:
         yield Finding("containment", "broken", error.message, error.hint)
         return
-    outside = "What could escape: what a service outside starts at a component's request (cron, docker, systemd-run)"
+    outside = "Can escape: processes that an outside service starts for a component (cron, docker, systemd-run)"
     if found.level == BUBBLEWRAP:
         yield Finding(
             "containment",
             "ok",
-            f"bubblewrap: a component and all that comes of it ends with its guard, whoever is killed. {outside}",
+            f"bubblewrap: a component and all its descendants end with its guard, whoever is killed. {outside}",
         )
     elif sys.platform.startswith("linux") and _child_subreaper():
         yield Finding(
             "containment",
             "ok" if wanted == "guard" else "note",
-            f"guard with subreaper, because {found.why}. Daemons of a component are ended with it. {outside}, a "
-            "process with another user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, "
-            "one that cleared its environment",
-            "" if wanted == "guard" else "Where bwrap works (Debian: apt install bubblewrap) the last does not either.",
+            f"guard with subreaper, because {found.why}. Daemons of a component end with it. {outside}, a process "
+            "with another user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, one "
+            "that cleared its environment",
+            "" if wanted == "guard" else "With bwrap (Debian: apt install bubblewrap) the last cannot escape either.",
         )
     else:
         yield Finding(
@@ -65,7 +66,7 @@ def containment(home: Home) -> Iterator[Finding]:
             "warning",
             f"guard without subreaper, because {found.why}: a process that leaves its component's group (a daemon, "
             "setsid) outlives the run",
-            "Look for leftovers after runs of environments that you do not trust; on Linux they are caught.",
+            "Check for leftovers after runs of environments that you do not trust; Linux would catch them.",
         )
     text = f"bwrap: {why}" if why else "bwrap works here; it holds processes together and hides no files"
     yield Finding(
@@ -76,7 +77,7 @@ def containment(home: Home) -> Iterator[Finding]:
 
 
 def runs(home: Home) -> Iterator[Finding]:
-    """The runs: whether all can be read."""
+    """Unreadable and stuck runs."""
     from toprope.records.run.folder import RUN_ID, RunFolder
     from toprope.records.run.status import Status
     from toprope.supervisor.lock import is_held
@@ -98,14 +99,14 @@ def runs(home: Home) -> Iterator[Finding]:
             yield Finding(
                 "runs",
                 "warning",
-                f"{path.name} was {status.state} when its keeper went",
-                f"'toprope status {path.name}' finishes its clean-up and lets it go on if it may.",
+                f"{path.name} was {status.state} when its keeper was lost",
+                f"'toprope status {path.name}' finishes its clean-up and resumes it if allowed.",
             )
     yield Finding("runs", "ok", f"{count} runs, {live} live")
 
 
 def clients(home: Home) -> Iterator[Finding]:
-    """Which MCP clients are here, and whether they know this installation."""
+    """The MCP clients on this machine, and if they know this installation."""
     programs = {"claude-code": "claude", "inspector": "npx"}
     for client in CLIENTS:
         path = configuration_file(client)
@@ -118,7 +119,7 @@ def clients(home: Home) -> Iterator[Finding]:
             servers = json.loads(path.read_text(encoding="utf-8")).get("mcpServers", {}) if path.exists() else {}
             entry = servers.get(NAME)
         except (OSError, ValueError, AttributeError) as error:
-            yield Finding(client, "warning", f"{path} cannot be read: {error}", "Mend it; the client needs it too.")
+            yield Finding(client, "warning", f"{path} cannot be read: {error}", "Fix it; the client needs it too.")
             continue
         if entry is None:
             yield Finding(client, "note", "found; it does not know Toprope", f"toprope install {client}")
@@ -129,7 +130,7 @@ def clients(home: Home) -> Iterator[Finding]:
             yield Finding(
                 client,
                 "warning",
-                f"knows {'one that is gone' if gone else 'another installation'}: {entry.get('command')}",
+                f"knows {'an installation that is gone' if gone else 'another installation'}: {entry.get('command')}",
                 f"toprope install {client}",
             )
 
@@ -140,7 +141,7 @@ def examine(home: Home | None = None) -> list[Finding]:
 
 
 def main(as_json: bool) -> int:
-    """Prints the findings; 1 if something is broken."""
+    """Print the findings; return 1 if something is broken."""
     home = Home.locate()
     findings = examine(home)
     broken = sum(finding.level == "broken" for finding in findings)
@@ -165,7 +166,7 @@ def main(as_json: bool) -> int:
 
 
 def _child_subreaper() -> bool:
-    """Whether a process may become a subreaper here; tried in a child, which keeps nothing of it."""
+    """True if a process may become a subreaper here; tried in a child process."""
     from toprope.supervisor import guard
 
     program = f"import runpy; raise SystemExit(not runpy.run_path({guard.__file__!r})['become_subreaper']())"

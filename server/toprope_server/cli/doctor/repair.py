@@ -1,6 +1,6 @@
-"""`toprope doctor --repair`: what can be mended without the owner, is. Nothing damaged is overwritten or deleted.
+"""`toprope doctor --repair`: rebuild a damaged index of drafts. The damaged file is kept.
 
-It mends the index alone: runs mend themselves when somebody looks at them, and the owner's own files are the owner's.
+Nothing else needs a repair: the next command that reads a run repairs it, and the owner's files are the owner's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NAMED = 20
 
 
 def problem_of(home: Home) -> str | None:
-    """What is wrong with the index, in SQLite's or our words; None where it is sound, or there is none.
+    """The damage to the index, in SQLite's or our words; None if it is intact or missing.
 
     Raises:
-        NotPossibleNow: It belongs to a newer version, or stays locked: it is not damaged.
+        NotPossibleNow: It belongs to a newer version, or stays locked; it is not damaged.
     """
     if not home.index.exists():
         return None
@@ -40,40 +40,40 @@ def problem_of(home: Home) -> str | None:
 
 
 def main(home: Home | None = None) -> int:
-    """Mends the index where it is damaged, says what became of it, and returns the exit status."""
+    """Rebuild the index if it is damaged, print the outcome, and return the exit status."""
     home = home or Home.locate()
     try:
         problem = problem_of(home)
     except NotPossibleNow as error:
-        typer.echo(f"The index is not damaged, and was left as it is: {error}")
+        typer.echo(f"The index is not damaged, and is unchanged: {error}")
         return 1
     if problem is None and home.index.exists():
-        typer.echo("The index is sound: nothing was changed.")
+        typer.echo("The index is intact: nothing was changed.")
         return 0
     if problem is None and not home.runs.is_dir():
-        typer.echo("There is no index and there are no runs: nothing is to be repaired.")
+        typer.echo("There is no index and there are no runs: there is nothing to repair.")
         return 0
     aside = None
     try:
         if problem is not None:
             aside = move_aside(home.index)
             typer.echo(f"The index was damaged: {problem}\nIt is kept as {aside}.")
-        told = rebuild_index(Index(home.index), home.runs, aside)
+        rebuilt = rebuild_index(Index(home.index), home.runs, aside)
     except OSError as error:
-        typer.echo(f"The index could not be mended: {error.strerror or error}.")
+        typer.echo(f"Cannot rebuild the index: {error.strerror or error}.")
         return 1
-    _say(home, told)
+    _report(home, rebuilt)
     return 0
 
 
-def _say(home: Home, told: RebuiltIndex) -> None:
-    typer.echo(f"A new index was made at {home.index}: {told.starts} starts of runs.")
-    if told.kept:
-        typer.echo(f"Drafts kept with their history: {len(told.kept)}.")
-    if told.remade:
-        typer.echo(f"Drafts made again of their newest run, without their history: {len(told.remade)}.")
-        for draft_id, run_id in list(told.remade.items())[:_NAMED]:
+def _report(home: Home, rebuilt: RebuiltIndex) -> None:
+    typer.echo(f"A new index was made at {home.index}: {rebuilt.starts} starts of runs.")
+    if rebuilt.kept:
+        typer.echo(f"Drafts kept with their history: {len(rebuilt.kept)}.")
+    if rebuilt.remade:
+        typer.echo(f"Drafts restored from their newest run, without their history: {len(rebuilt.remade)}.")
+        for draft_id, run_id in list(rebuilt.remade.items())[:_NAMED]:
             typer.echo(f"  {draft_id}, as {run_id} was started")
-    if told.unreadable:
-        typer.echo(f"Runs whose specification cannot be read were passed over: {', '.join(told.unreadable[:_NAMED])}")
-    typer.echo("Drafts that no run was started from and that could not be read are lost.")
+    if rebuilt.unreadable:
+        typer.echo(f"Skipped runs with an unreadable specification: {', '.join(rebuilt.unreadable[:_NAMED])}")
+    typer.echo("Unreadable drafts that no run was started from are lost.")

@@ -1,4 +1,4 @@
-"""`toprope env add`, `list`, `remove`: which environments there are beside files, and the interpreters they run in."""
+"""`toprope env add`, `list`, `remove`: environments other than files, and their interpreters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toprope_server.cli.context import open_workshop
 __all__ = ["add", "list_environments", "remove"]
 
 _EVERY_S = 2.0
-"""Between two lines of progress where nobody watches them change."""
+"""Between two lines of progress in a log."""
 
 
 def add(
@@ -26,10 +26,10 @@ def add(
             "URL (a server with --as), or hf:ID of a data set."
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="What it is called here. Default: its own name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name here. Default: its own name.")] = None,
     requirement: Annotated[
         list[str] | None,
-        typer.Option("--requirement", "-r", help="More that it needs: a requirement, or an ecosystem. Repeatable."),
+        typer.Option("--requirement", "-r", help="A further requirement or ecosystem that it needs. Repeatable."),
     ] = None,
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Run in this interpreter as it is; nothing is installed.")
@@ -37,9 +37,7 @@ def add(
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")
     ] = None,
-    speaks: Annotated[
-        str | None, typer.Option("--as", metavar="ECOSYSTEM", help="For a server: what it speaks.")
-    ] = None,
+    speaks: Annotated[str | None, typer.Option("--as", metavar="ECOSYSTEM", help="For a server: its protocol.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use what is installed, and --find-links.")] = False,
     find_links: Annotated[
         list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
@@ -49,15 +47,17 @@ def add(
     ] = None,
     torch: Annotated[
         str,
-        typer.Option(help="own: the torch version of Toprope; any: whatever is drawn, gigabytes too; or a version."),
+        typer.Option(
+            help="own: the torch version of Toprope; any: whatever is required, even gigabytes; or a version."
+        ),
     ] = "own",
     isolated: Annotated[
-        bool, typer.Option("--isolated", help="Its own interpreter, also where Toprope's has everything.")
+        bool, typer.Option("--isolated", help="Use an interpreter of its own even if Toprope's has everything.")
     ] = False,
 ) -> None:
-    """Add environments: an interpreter is made for what they need, or shared where the same is there already.
+    """Add environments, with a new interpreter for their requirements or an existing one that has the same.
 
-    A failed installation leaves nothing behind and says which requirement it was.
+    A failed installation leaves nothing behind and names the requirement.
     """
     from toprope_tools.planning.installation import count_environments, describe_outcome
 
@@ -82,12 +82,12 @@ def add(
         wanted=wanted,
     )
     with open_workshop() as workshop:
-        outcome = Interpreters(workshop.home).add(order, _Progress().told)
+        outcome = Interpreters(workshop.home).add(order, _Progress().show)
         typer.echo(describe_outcome(outcome, count_environments(workshop, outcome)))
 
 
 def list_environments() -> None:
-    """Show the environments by ecosystem, and what was added with the interpreters it runs in."""
+    """List the environments by ecosystem, and those that were added, with their interpreters."""
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
@@ -109,24 +109,24 @@ def list_environments() -> None:
 
 
 def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows it.")]) -> None:
-    """Take something off the list; its interpreter goes when nothing else and no live run uses it. Your files stay."""
+    """Remove an addition, and its interpreter once nothing else and no live run uses it. Your files stay."""
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
         here = Interpreters(workshop.home)
         gone = here.remove(name)
         kept = gone.lock is not None and here.store.made(gone.lock) is not None
-        typer.echo(f"Removed {gone.name}.{' Its interpreter is still in use and stays until then.' if kept else ''}")
+        typer.echo(f"Removed {gone.name}.{' Its interpreter stays while it is in use.' if kept else ''}")
 
 
 class _Progress:
-    """News on standard error: one line that changes for a person, now and then a line for a log."""
+    """Progress on standard error: one changing line in a terminal, a line every few seconds in a log."""
 
     def __init__(self) -> None:
         self._began, self._last = time.monotonic(), float("-inf")
         self._live = sys.stderr.isatty()
 
-    def told(self, text: str) -> None:
+    def show(self, text: str) -> None:
         now = time.monotonic()
         line = f"{now - self._began:5.0f} s  {text}"[:118]
         if self._live:

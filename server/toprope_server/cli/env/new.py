@@ -1,4 +1,4 @@
-"""`toprope env new`: an environment that works, and its test, to change until it is one's own."""
+"""`toprope env new`: write a working environment and its test, as a starting point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toprope_server.cli.context import reporting_errors
 
 __all__ = ["new", "write_template"]
 
-_ENVIRONMENT = '''"""{title}: an environment for Toprope. docs/environments.md says what else can be written here."""
+_ENVIRONMENT = '''"""{title}: an environment for Toprope. docs/environments.md describes what else it can have."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class {type}(Environment):
     name = "{name}"
     tags = ("strings",)
 
-    # The reward is the sum of weight times value. Partial credit gives a beginner something to climb.
+    # The reward is the sum of weight times value. Partial credit lets a weak policy start to learn.
     parts = {{
-        "letters": Part(weight=0.5, description="share of the letters that stand where they belong"),
+        "letters": Part(weight=0.5, description="share of letters in the right place"),
         "exact": Part(weight=0.5, description="1 when the whole word is right"),
     }}
 
@@ -36,21 +36,21 @@ class {type}(Environment):
     class Knobs:
         length: int = knob(3, ge=2, le=12, help="letters of a word")
 
-    # All tasks, finite or endless, in the same order in every run: self.random sees to that. Splits are made by the
-    # tasks' text, so there is no need to think of seeds.
+    # All tasks, finite or endless, in the same order in every run because self.random is seeded. Splits depend on the
+    # text of a task, not on its position.
     def tasks(self) -> Iterator[Task]:
         while True:
             word = "".join(self.random.choice("abcdefghij") for _ in range(self.knobs.length))
             yield Task(f"Write this backwards: {{word}}", reference=word[::-1])
 
-    # Called once the rollout is done. For more than one turn write reset(), step() and max_turns as well.
+    # Called when the rollout is done. For several turns, write reset(), step() and max_turns, too.
     def score(self) -> dict[str, float]:
         right, answer = self.task.reference, self.answer.strip()
         hits = sum(a == b for a, b in zip(answer, right, strict=False))
         return {{"letters": hits / max(len(right), len(answer)), "exact": float(answer == right)}}
 '''
 
-_TEST = '''"""Tests of {name}: what a scorer should do with right, wrong and odd answers. Run them with pytest."""
+_TEST = '''"""Tests of {name}: scores of right, wrong and odd answers. Run them with pytest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from toprope.sdk.rollouts import configure
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from {module} import {type}  # noqa: E402 - it lies beside this file
+from {module} import {type}  # noqa: E402 - the file beside this one
 
 
 def task(index: int):
@@ -73,18 +73,18 @@ def task(index: int):
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_the_reference_gets_everything(index: int) -> None:
+def test_reference_gets_full_reward(index: int) -> None:
     outcome = play({type}, [task(index).reference], index=index)
     assert outcome.error is None and outcome.success and outcome.reward == 1.0
 
 
 @pytest.mark.parametrize("answer", ["", "qx zv 17 ?!", "a" * 10_000])
-def test_junk_gets_next_to_nothing_and_does_not_raise(answer: str) -> None:
+def test_junk_gets_little_reward_without_errors(answer: str) -> None:
     outcome = play({type}, [answer])
     assert outcome.error is None and not outcome.success and outcome.reward < 0.5
 
 
-def test_the_tasks_are_the_same_in_every_run() -> None:
+def test_tasks_are_the_same_in_every_run() -> None:
     assert [task(index).id for index in range(20)] == [task(index).id for index in range(20)]
     assert len({{task(index).id for index in range(20)}}) > 10
 '''
@@ -93,10 +93,11 @@ def test_the_tasks_are_the_same_in_every_run() -> None:
 def new(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits, '_' and '-'.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Where to. Default: environments in the owner's configuration folder.")
+        Path | None,
+        typer.Option(help="The folder to write to. Default: environments in the owner's configuration folder."),
     ] = None,
 ) -> None:
-    """Write an environment that works, with its test, to change until it is yours."""
+    """Write a working environment and its test, as a starting point for your own."""
     from toprope.settings.owner import Home
 
     with reporting_errors():
@@ -107,23 +108,23 @@ def new(
     typer.echo(f"Wrote {file}\n      {test}")
     called = name if listed else str(file)
     if not listed:
-        typer.echo(f"To have it listed: toprope env add {place}")
+        typer.echo(f"Add it to the list: toprope env add {place}")
     typer.echo(f"Play it: toprope env try {called} --model solver\nTest it: python -m pytest {test}")
 
 
 def write_template(name: str, folder: Path) -> tuple[Path, Path]:
-    """Writes the environment and its test.
+    """Write the environment and its test.
 
     Args:
-        name: How it is called; the file too, with underscores.
-        folder: Where to; made if need be.
+        name: The environment's name, and with underscores that of the file.
+        folder: The folder to write to; created if missing.
 
     Returns:
         Both files.
 
     Raises:
-        InvalidValue: It is no name, or Python knows something else by it.
-        NotPossibleNow: A file is in the way, or the folder cannot be written to.
+        InvalidValue: Not a valid name, or the name of a Python module.
+        NotPossibleNow: A file exists already, or the folder is not writable.
     """
     import importlib.util
     import keyword
@@ -137,8 +138,8 @@ def write_template(name: str, folder: Path) -> tuple[Path, Path]:
     if module[0].isdigit() or keyword.iskeyword(module) or known:
         raise InvalidValue(
             f"{name!r} cannot be the name of a Python file"
-            + (": there is a module of that name, which the file would hide." if known else "."),
-            hint="Begin with a letter; not a module.",
+            + (": the file would hide a module of that name." if known else "."),
+            hint="Use a name that begins with a letter and is not a module's.",
         )
     words = {
         "name": name,
@@ -149,13 +150,13 @@ def write_template(name: str, folder: Path) -> tuple[Path, Path]:
     texts = {folder / f"{module}.py": _ENVIRONMENT, folder / f"test_{module}.py": _TEST}
     for path in texts:
         if path.exists():
-            raise NotPossibleNow(f"{path} is there already; nothing was written.", hint="Choose another name.")
+            raise NotPossibleNow(f"{path} already exists; nothing was written.", hint="Choose another name.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             with path.open("x", encoding="utf-8") as out:
                 out.write(text.format(**words))
     except OSError as error:
-        raise NotPossibleNow(f"{folder} cannot be written to: {error.strerror or error}.") from None
+        raise NotPossibleNow(f"Cannot write to {folder}: {error.strerror or error}.") from None
     file, test = texts
     return file, test

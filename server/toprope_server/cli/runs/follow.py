@@ -1,7 +1,7 @@
-"""Following logs as they are written, until the run ends.
+"""`toprope logs --follow`: print logs as they are written, until the run ends.
 
-What components print is untrusted text, so it is cleaned as everywhere. A log is followed through its rotation: the
-file that is open is read to its end before the new one of the same name is.
+Components print untrusted text, so it is cleaned as everywhere. A log is followed through its rotation: the open file
+is read to its end before the new one of the same name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LogTail", "follow_logs"]
 
-_LOOK_EVERY_S = 0.2
+_CHECK_EVERY_S = 0.2
 _CHUNK = 1 << 18
 
 
@@ -29,8 +29,8 @@ class LogTail:
     """New lines of one log.
 
     Args:
-        path: The log; it need not be there yet.
-        start: Byte to begin at.
+        path: The log; it need not exist yet.
+        start: The first byte to read.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
@@ -40,10 +40,10 @@ class LogTail:
         self._rest = b""
 
     def lines(self, *, last: bool = False) -> list[str]:
-        """Whole lines that were added since the last call, cleaned.
+        """Complete lines that were added since the last call, cleaned.
 
         Args:
-            last: Also what stands behind the last line's end: nothing follows.
+            last: Include an incomplete last line, because nothing follows.
         """
         data = self._rest + self._read()
         *whole, self._rest = data.split(b"\n")
@@ -70,7 +70,7 @@ class LogTail:
                 found += chunk
             if not self._rotated():
                 return found
-            # What was written between the last read and the rotation.
+            # Read the rest that was written between the last read and the rotation.
             while chunk := self._file.read(_CHUNK):
                 found += chunk
             self._file.close()
@@ -81,24 +81,26 @@ class LogTail:
         try:
             return not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except FileNotFoundError:
-            return False  # between two names; the next look sees the new file
+            return False  # being renamed; the next check finds the new file
 
 
 def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: int) -> None:
-    """Prints the end of a run's logs and all that is added, until the run has ended.
+    """Print the end of a run's logs and all new lines, until the run has ended.
 
     Args:
-        workshop: The owner's.
-        run_id: Which run.
-        component: Whose log; all of them, each line with its component, when None.
-        lines: Lines of what is there already, per log.
+        workshop: The owner's workshop.
+        run_id: The run.
+        component: The component; None for all, with the component's name in each line.
+        lines: Existing lines to print, per log.
 
     Raises:
         NotFound: There is no such run.
         InvalidValue: There is no such component.
     """
     if component is not None and component not in COMPONENTS:
-        raise InvalidValue(f"There is no component {component!r}.", hint=f"There are: {', '.join(COMPONENTS)}.")
+        raise InvalidValue(
+            f"There is no component {component!r}.", hint=f"The components are: {', '.join(COMPONENTS)}."
+        )
     folder = workshop.runs.folder(run_id)
     tails = {}
     for name in COMPONENTS if component is None else (component,):
@@ -108,14 +110,14 @@ def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: i
         tails[name] = LogTail(folder.log(name), there.size)
     try:
         while True:
-            status = workshop.runs.status(run_id)  # before the logs: what was written until the end is still read
+            status = workshop.runs.status(run_id)  # read before the logs, so that their last lines are not missed
             over = status.ended and status.ended_at is not None
             for name, tail in tails.items():
                 for line in tail.lines(last=over):
                     _print(name if component is None else None, line)
             if over:
                 return
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
     finally:
         for tail in tails.values():
             tail.close()

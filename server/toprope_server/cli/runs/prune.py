@@ -1,8 +1,8 @@
-"""Deleting old runs, and what crashes left over: checkpoints are most of a disk.
+"""`toprope prune`: delete old runs and leftovers of crashes.
 
-Nothing goes unless it is asked for twice: without --yes this only shows. A live run is never touched: its lock is
-asked, not its status, and is held while the run is deleted. A folder is renamed before it is emptied, so that an
-interruption leaves no half of a run in the list, and the next call finishes the rest.
+Nothing is deleted without --yes. A live run is never touched: its lock decides, not its status, and is held during the
+deletion. A folder is renamed before it is emptied, so that an interruption leaves no partial run in the list; the next
+call deletes the rest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ DEFAULT_AGE = "30d"
 _GONE = ".pruned-"
 _UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _SETTLED_S = 3600.0
-"""A temporary file younger than this may be somebody's who is just writing it."""
+"""A temporary file younger than this may still be written to."""
 _TEMPORARY = (".index.", ".making-")
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that may be deleted, why, and its bytes on disk."""
+    """Something to delete, why, and its bytes on disk."""
 
     path: Path
     why: str
@@ -50,19 +50,19 @@ class Leftover:
 
 
 def age_seconds(text: str) -> float:
-    """30d as seconds; m, h, d and w are known.
+    """Parse an age such as 30d; the units are m, h, d and w.
 
     Raises:
-        InvalidValue: It is none.
+        InvalidValue: Not an age.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mhdw])\s*", text)
     if not match:
-        raise InvalidValue(f"{text!r} is no age.", hint="Give a number and m, h, d or w: 12h, 30d, 8w.")
+        raise InvalidValue(f"Not an age: {text!r}.", hint="Give a number and m, h, d or w: 12h, 30d, 8w.")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def size(path: Path) -> int:
-    """Bytes that a file or folder takes on the disk; links are not followed."""
+    """Bytes that a file or folder takes on disk, without following links."""
     total = 0
     for entry in [path, *_below(path)]:
         try:
@@ -81,12 +81,12 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> list[Leftover]:
-    """Runs that ended long enough ago, but for the newest `keep` of all; oldest first.
+    """Runs that ended long enough ago, oldest first.
 
     Args:
-        workshop: The owner's.
-        older_than_s: Seconds since their end.
-        keep: How many of the newest runs are spared, live ones counted.
+        workshop: The owner's workshop.
+        older_than_s: Least seconds since their end.
+        keep: Number of newest runs to keep, including live ones.
     """
     now, found, statuses = time.time(), [], workshop.statuses()
     needed = _policies_in_use(workshop, [status.run_id for status in statuses if not status.ended])
@@ -102,7 +102,7 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
 
 
 def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
-    """Folders of policies that live runs started from: one may be an older run's checkpoint."""
+    """Folders of policies that live runs started from; one may be an older run's checkpoint."""
     found = []
     for run_id in run_ids:
         try:
@@ -115,7 +115,7 @@ def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
 
 
 def leftovers(workshop: Workshop) -> list[Leftover]:
-    """What crashes left in the home folder, and embedded policies that this version does not use."""
+    """Leftovers of crashes in the home folder, and embedded policies that this version does not use."""
     home, now, found = workshop.home, time.time(), []
     for path in _entries(home.runs):
         if path.name.startswith(_GONE):
@@ -123,8 +123,8 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
     for folder in (home.path, home.policies):
         for path in _entries(folder):
             if path.name.startswith(_TEMPORARY) and now - _changed(path) > _SETTLED_S:
-                found.append(Leftover(path, "temporary, left by a process that is gone", size(path)))
-    with suppress(TopropeError):  # a list of environments that cannot be read refers to nobody knows what
+                found.append(Leftover(path, "temporary, left by a process that has ended", size(path)))
+    with suppress(TopropeError):  # without a readable list of environments, all interpreters may be in use
         for path in Interpreters(home).unused():
             found.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
     live = any(not status.ended for status in workshop.statuses())
@@ -139,10 +139,10 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
 
 
 def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete: bool) -> int:
-    """`toprope prune`: shows or deletes, and returns the exit status.
+    """`toprope prune`: show or delete, and return the exit status.
 
     Raises:
-        InvalidValue: `older_than` is no age.
+        InvalidValue: `older_than` is not an age.
     """
     age = older_than or (DEFAULT_AGE if keep is None else "0m")
     runs = old_runs(workshop, older_than_s=age_seconds(age), keep=keep)
@@ -159,25 +159,25 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
         if delete and not problem and one in runs:
             gone.append(one.path.name)
         freed += 0 if problem else one.bytes
-    with suppress(TopropeError):  # an index that cannot be used keeps nobody from making room
+    with suppress(TopropeError):  # a broken index must not prevent freeing space
         forget_stamps(workshop.index, gone)
     count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (f" and {len(rest)} leftovers" if rest else "")
     if delete:
-        typer.echo(f"Deleted: {count}, {bytes_text(freed)}{f'; {failed} could not be' if failed else ''}.")
+        typer.echo(f"Deleted: {count}, {bytes_text(freed)}{f'; {failed} could not be deleted' if failed else ''}.")
     else:
-        typer.echo(f"{count}, {bytes_text(freed)} would go. Nothing was deleted: add --yes.")
+        typer.echo(f"{count}, {bytes_text(freed)} would be deleted. Nothing was deleted: add --yes.")
     return 1 if failed else 0
 
 
 def _delete(workshop: Workshop, one: Leftover) -> str:
-    """Deletes it; why not, where it could not be."""
+    """Delete something; return why it could not be deleted, or an empty text."""
     lock = None
     path = one.path
     try:
         if path.parent == workshop.home.runs and not path.name.startswith(_GONE):
             lock = RunLock.acquire(path / "keeper.lock", wait_s=0.5)
             if lock is None:
-                return "it is being used again and was left alone"
+                return "in use again, not deleted"
             aside = path.with_name(f"{_GONE}{path.name}")
             os.replace(path, aside)
             path = aside
@@ -186,7 +186,7 @@ def _delete(workshop: Workshop, one: Leftover) -> str:
         else:
             path.unlink()
     except OSError as error:
-        return f"it could not be deleted: {error.strerror or error}"
+        return f"cannot be deleted: {error.strerror or error}"
     finally:
         if lock is not None:
             lock.release()
@@ -194,7 +194,7 @@ def _delete(workshop: Workshop, one: Leftover) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """1.2 GB, 340 MB, 12 KB."""
+    """A size such as 1.2 GB, 340 MB, 12 KB."""
     size = float(count)
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:

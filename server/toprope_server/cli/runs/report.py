@@ -1,4 +1,4 @@
-"""Writes the owner's report: one run or everything, as a page to read, keep or send on."""
+"""`toprope report`: a report of one run or of everything, as HTML or Markdown."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ _MOST_RUNS = 200
 
 
 def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Path]:
-    """Writes the report of a run, or of everything where none is named.
+    """Write a report.
 
     Args:
-        workshop: The owner's.
-        run_id: Which run.
-        path: `.html` for one file with everything in it, `.md` for Markdown with its pictures in a folder beside it.
+        workshop: The owner's workshop.
+        run_id: The run; None for all runs and experiments.
+        path: `.html` for one self-contained file, `.md` for Markdown with its pictures in a folder beside it.
 
     Returns:
-        What was written.
+        The files and folders written.
 
     Raises:
         NotFound: There is no such run.
-        InvalidValue: The path is of neither kind.
-        NotPossibleNow: It cannot be written.
+        InvalidValue: The path has another ending.
+        NotPossibleNow: The path cannot be written.
     """
     if path.suffix.lower() not in (".html", ".htm", ".md", ".markdown"):
-        raise InvalidValue(f"{path} is neither .html nor .md.", hint="The ending of the file says which is written.")
+        raise InvalidValue(
+            f"{path} ends neither with .html nor with .md.", hint="The ending of the file selects the format."
+        )
     ledger = ledger_of(workshop)
     experiments = [refreshed(workshop, entry) for entry in ledger.entries()]
     if run_id is not None:
@@ -71,11 +73,11 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
         write_text(path, text)
         return [path, *([folder] if files else [])]
     except OSError as error:
-        raise NotPossibleNow(f"{path} cannot be written: {error.strerror or error}.") from None
+        raise NotPossibleNow(f"Cannot write {path}: {error.strerror or error}.") from None
 
 
 def _readable(workshop: Workshop, run_id: str) -> RunRecords | None:
-    """A run; None where its records cannot be read, which the report of that run alone would say."""
+    """A run; None if its records are unreadable, which a report of that run alone says."""
     try:
         return _told(workshop, run_id)
     except (NotFound, Corrupt):

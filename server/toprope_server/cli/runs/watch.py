@@ -1,7 +1,7 @@
-"""Following runs live: a picture in a terminal, a line for each change in a pipe.
+"""`toprope watch`: follow runs live, as a picture in a terminal or as a line per change in a pipe.
 
-It looks at what is on disk, as `toprope status` does, so any number of people can watch, and nobody's watching disturbs
-a run or an agent's interval. It ends when the runs have.
+It reads files, as `toprope status` does, so any number of people can watch without an effect on a run or on an agent's
+status interval. It ends when the runs have ended.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
-LOOK_EVERY_S = 0.25
+CHECK_EVERY_S = 0.25
 LINE_EVERY_S = 2.0
-"""In a pipe: at most one line of numbers per run in so many seconds; events and states come at once."""
+"""In a pipe: the least time between two lines of numbers of a run; events and states are printed at once."""
 _EVENTS_SHOWN = 6
 _COLOURS = {"completed": "green", "stopped": "yellow", "failed": "red", "lost": "red", "paused": "yellow"}
 
 
 @dataclass
 class _Watched:
-    """One run as it was seen last."""
+    """The last known state of one run."""
 
     run_id: str
     status: Status
@@ -47,9 +47,9 @@ class _Watched:
     line: str = ""
     state: str = ""
 
-    def look(self, workshop: Workshop) -> list[Event]:
-        """Reads the run anew and returns the events that are new."""
-        # The status first: an ended run's last events are on disk before its end is.
+    def update(self, workshop: Workshop) -> list[Event]:
+        """Read the run again and return its new events."""
+        # The status first: the last events are on disk before the end is.
         self.status = workshop.runs.status(self.run_id)
         new = list(workshop.runs.events(self.run_id, self.seq))
         if new:
@@ -63,15 +63,15 @@ class _Watched:
 
 
 def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = None) -> int:
-    """Follows runs until all have ended.
+    """Follow runs until all have ended.
 
     Args:
-        workshop: The owner's.
-        run_ids: Which; those that are live now when there are none.
-        out: Where to; standard output when None.
+        workshop: The owner's workshop.
+        run_ids: The runs; all live ones if empty.
+        out: Standard output by default.
 
     Returns:
-        The exit status: 1 if one failed or was lost.
+        The exit status: 1 if a run failed or was lost.
 
     Raises:
         NotFound, Corrupt: There is no such run, or it cannot be read.
@@ -96,8 +96,8 @@ def _lines(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
         for run in watched:
             if run.over and run.state:
                 continue
-            for event in run.look(workshop):
-                print(f"{_clock(event.at)} {run.run_id}: {_said(event)}", file=out, flush=True)
+            for event in run.update(workshop):
+                print(f"{_clock(event.at)} {run.run_id}: {_event_text(event)}", file=out, flush=True)
             now, text = time.monotonic(), numbers_line(_numbers(run.status))
             due = run.over or run.status.state != run.state or now - run.line_at >= LINE_EVERY_S
             if due and text != run.line:
@@ -108,7 +108,7 @@ def _lines(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
                 print(f"{_clock(time.time())} {run.run_id}: {_end(run.status)}", file=out, flush=True)
         if all(run.over for run in watched):
             return
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(CHECK_EVERY_S)
 
 
 def _picture(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
@@ -117,11 +117,11 @@ def _picture(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
         while True:
             for run in watched:
                 if not run.over or not run.seq:
-                    run.look(workshop)
+                    run.update(workshop)
             live.update(Group(*(_panel(run) for run in watched)), refresh=True)
             if all(run.over for run in watched):
                 return
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(CHECK_EVERY_S)
 
 
 def _panel(run: _Watched) -> RenderableType:
@@ -147,7 +147,7 @@ def _panel(run: _Watched) -> RenderableType:
     if status.crew:
         rows.append(crew)
     for event in run.events:
-        rows.append(Text(f"{_clock(event.at)}  {_said(event)}", "dim", overflow="ellipsis", no_wrap=True))
+        rows.append(Text(f"{_clock(event.at)}  {_event_text(event)}", "dim", overflow="ellipsis", no_wrap=True))
     if run.over:
         rows.append(Text(_end(status), "bold"))
     return Panel(Group(*rows), title=run.run_id, title_align="left")
@@ -176,7 +176,7 @@ def _cells(status: Status) -> list[str]:
 
 
 def _numbers(status: Status) -> dict[str, Any]:
-    """The newest numbers; the time that is left is training's."""
+    """The newest numbers; the remaining time only during training."""
     numbers = {key: value for key, value in status.progress.items() if value is not None}
     if status.state != "training":
         numbers.pop("eta_s", None)
@@ -189,7 +189,7 @@ def _share(progress: dict[str, Any]) -> tuple[float, float]:
     return float(progress.get("done") or 0), float(progress.get("total") or 0)
 
 
-def _said(event: Event) -> str:
+def _event_text(event: Event) -> str:
     data = event.data
     if event.kind == "state":
         reason = f": {clip(data['reason'], 200)}" if data.get("reason") else ""
