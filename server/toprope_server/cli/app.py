@@ -61,7 +61,7 @@ def build() -> typer.Typer:
     environments.command()(trial.check)
     environments.command()(manage.add)
     environments.command()(manage.remove)
-    environments.command("try")(trial.play)
+    environments.command("try")(trial.try_environment)
     environments.command("list")(manage.list_environments)
     app.add_typer(environments)
     app.add_typer(data.build())

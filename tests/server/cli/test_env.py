@@ -96,7 +96,7 @@ def test_turns_errors_and_prints_are_shown_with_a_model_at_an_endpoint(shell: Sh
     assert "user: Say " in said and "assistant: fine\nuser: again" in said and "\x1b" not in said
     assert "error: ValueError: odd answer\ufffd[2J" in said and "talk.py:" in said and "heard fine" in said
     unsolved = shell("try", str(file), "--model", "solver", "--tasks", "9", code=1)
-    assert "nobody knows the answer" in unsolved and re.search(r"There (is|are) no more than [1-3] in", unsolved)
+    assert "no reference" in unsolved and re.search(r"This split has only [1-3] task", unsolved)
     assert "There is no file" in shell("try", str(tmp_path / "none.py"), code=1)
     file.write_text("import nothing_of_that_name\n" + TALK)
     assert "nothing_of_that_name" in shell("try", str(file), "--model", "solver", code=1)

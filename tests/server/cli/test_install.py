@@ -113,7 +113,7 @@ def test_over_http_the_token_is_in_no_clients_file(tmp_path):
         (["vim"], ["The clients are: claude-desktop, claude-code, inspector"]),
         (["inspector", "--project", "."], ["--project is for claude-code"]),
         (["inspector", "--variable", "HF_TOKEN"], ["HF_TOKEN is not set", "export HF_TOKEN"]),
-        (["inspector", "--variable", "HF_TOKEN=hf_secret"], ["export it first"]),
+        (["inspector", "--variable", "HF_TOKEN=hf_secret"], ["export the variable"]),
         (["inspector", "--variable", "nobody:HOME"], ["no component 'nobody'", "trainer"]),
     ],
 )

@@ -1,7 +1,7 @@
-"""`toprope env try`: plays a few tasks in the terminal, so that an author sees what a policy would see, and is told.
+"""`toprope env try` and `toprope env check`: sample a few tasks in the terminal; check an environment.
 
-The environment plays in a worker, as in a run; the policy is served by this process, or answers at an endpoint of the
-owner's. `solver` needs no policy: the environment's own reference answers, or its `solve`.
+The environment runs in a worker, as in a run; this process serves the policy, or an endpoint of the owner's answers.
+`solver` needs no policy: the environment's references or its `solve` answer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from toprope.training.rollouts.group_sampler import SampledGroup
     from toprope.workbench.entries import Entry
 
-__all__ = ["check", "play"]
+__all__ = ["check", "try_environment"]
 
 SOLVER = "solver"
 _LONGEST = 2000
 _CALL_S = 60.0
 
 
-def play(
+def try_environment(
     name: Annotated[str, typer.Argument(help="An environment's name, or the path of its Python file.")],
-    tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, max=100, help="How many tasks.")] = 3,
+    tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, max=100, help="Number of tasks.")] = 3,
     model: Annotated[
         str,
         typer.Option(
@@ -49,60 +49,60 @@ def play(
     split: Annotated[str, typer.Option(help="train or validation.")] = "train",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of one turn, in tokens.")] = 256,
 ) -> None:
-    """Play a few tasks and show prompts, answers, the parts of the reward, and errors. Keeps nothing.
+    """Sample a few tasks and show prompts, answers, the parts of the reward, and errors. Keeps nothing.
 
     Exit status 1 if a rollout ended with an error.
     """
     if split not in ("train", "validation"):
         raise typer.BadParameter("--split is train or validation; held-out tasks are for the reports of runs.")
     with open_workshop() as workshop:
-        bad = anyio.run(lambda: _play(workshop, name, tasks, model, _knobs(knob or []), split, max_tokens))
+        bad = anyio.run(lambda: _sample(workshop, name, tasks, model, _knobs(knob or []), split, max_tokens))
     raise typer.Exit(1 if bad else 0)
 
 
-async def _play(
+async def _sample(
     workshop: Workshop, name: str, count: int, model: str, knobs: dict[str, Any], split: str, max_tokens: int
 ) -> int:
-    """How many rollouts ended with an error."""
+    """The number of rollouts that ended with an error."""
     from toprope.sdk.errors import WorkerFailure
     from toprope.workbench.catalog.describe import failed, require_usable
 
-    entry = _found(workshop, name)
+    entry = _find(workshop, name)
     require_usable(entry)
-    printed = _Printed()
+    output = _Output()
     bad = 0
     try:
-        async with _opened(workshop, entry, knobs, printed) as (link, card):
+        async with _worker(workshop, entry, knobs, output) as (link, card):
             typer.echo(_cut(f"{card.name}: {card.description}"))
-            async with _player(workshop, link, card, model, max_tokens) as make:
+            async with _sampler(workshop, link, card, model, max_tokens) as make:
                 for index in range(count):
                     made = await make(split, index)
                     if made is None:
-                        typer.echo(f"There {'is' if index == 1 else 'are'} no more than {index} in this split.")
+                        typer.echo(f"This split has only {index} task{'' if index == 1 else 's'}.")
                         break
                     bad += _show(made, index, card)
-                    printed.show()
+                    output.show()
     except WorkerFailure as failure:
-        printed.show()
+        output.show()
         raise failed(entry, failure) from failure
     return bad
 
 
 @asynccontextmanager
-async def _opened(
-    workshop: Workshop, entry: Entry, knobs: dict[str, Any], printed: _Printed
+async def _worker(
+    workshop: Workshop, entry: Entry, knobs: dict[str, Any], output: _Output
 ) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
-    """A worker with the environment open in it, and its card."""
+    """A worker that has opened the environment, and its card."""
     from toprope.sdk.worker.client import worker_environment
     from toprope.supervisor.environment_variables import worker_variables
     from toprope.training.rollouts.environment_worker import EnvironmentWorker
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
-    mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write where they are
+    mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write into the current folder
     variables = worker_environment({**worker_variables(workshop.settings().variables), MARK: mark})
     try:
         async with await EnvironmentWorker.start(
-            entry.environment.interpreter, env=variables, cwd=folder, stderr=printed
+            entry.environment.interpreter, env=variables, cwd=folder, stderr=output
         ) as link:
             source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
             yield link, await link.open(source, timeout=180.0, knobs=knobs)
@@ -112,10 +112,10 @@ async def _opened(
 
 
 @asynccontextmanager
-async def _player(
+async def _sampler(
     workshop: Workshop, link: EnvironmentWorker, card: Card, model: str, max_tokens: int
 ) -> AsyncIterator[Any]:
-    """Plays task number `index` of a split: a `SampledGroup`, or None if there is no such task."""
+    """A function that samples task number `index` of a split; None if there is no such task."""
     from toprope.sdk.errors import WorkerError
     from toprope.settings.schema import Config
     from toprope.training.inference.client import Sampling
@@ -132,13 +132,13 @@ async def _player(
         return bool((await link.tasks(split, index, 1, timeout=_CALL_S)).tasks)
 
     @asynccontextmanager
-    async def played_by(player: Any) -> AsyncIterator[Any]:
+    async def sampled_by(policy: Any) -> AsyncIterator[Any]:
         async def again() -> EnvironmentWorker:
             return link
 
         maker = (EnvManagedSampler if card.own_loop else GroupSampler)(
             await RestartingWorker.start(again, config.launcher.model_copy(update={"restarts": 0})),
-            player,
+            policy,
             multi_turn=card.max_turns > 1,
             call_timeout_s=60.0,
         )
@@ -154,7 +154,7 @@ async def _player(
             return await _solved(link, split, index) if await has(split, index) else None
 
         if card.own_loop:
-            raise WorkerError("invalid", "", "it plays by itself, so nobody can answer for its policy: name a model")
+            raise WorkerError("invalid", "", "it runs its own loop, in which the solver cannot answer: name a model")
         yield solve
         return
     settings, presets = workshop.settings(), workshop.home.preset_folders
@@ -162,10 +162,10 @@ async def _player(
         chosen = resolve_models([model], settings, presets)
         require_keys(chosen, settings, workshop.home.settings_file)
         endpoint = chosen[0].endpoint
-        assert endpoint is not None  # a known model is at one
+        assert endpoint is not None  # a known model has one
         client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""))
         try:
-            async with played_by(client) as make:
+            async with sampled_by(client) as make:
                 yield make
         finally:
             await client.close()
@@ -173,13 +173,16 @@ async def _player(
     from toprope.training.rollouts.preview_policy import serve_policy
 
     config.policy = config.policy.model_copy(update={"model": model})
-    news = _News()
-    async with serve_policy(config, workshop.home.policies, news.told) as policy, played_by(policy) as make:
+    progress = _ProgressLines()
+    async with (
+        serve_policy(config, workshop.home.policies, progress.show) as served,
+        sampled_by(served) as make,
+    ):
         yield make
 
 
 async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGroup:
-    """A rollout that the environment's own solver plays."""
+    """Sample a rollout with the environment's own answers."""
     from toprope.records.journal.groups import Outcome
     from toprope.training.rollouts.group_sampler import SampledGroup, excerpt
 
@@ -191,7 +194,7 @@ async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGro
         answer = await link.solve(handle, timeout=_CALL_S)
         if answer is None:
             await link.discard([handle], timeout=_CALL_S)
-            outcome = Outcome(0.0, error="it has no reference here and no solve(): nobody knows the answer")
+            outcome = Outcome(0.0, error="the task has no reference and the environment no solve()")
             break
         said = answer
         [moved] = await link.advance([[handle, said, False]], timeout=_CALL_S)
@@ -202,8 +205,8 @@ async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGro
     return SampledGroup(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
 
 
-def _found(workshop: Workshop, name: str) -> Entry:
-    """The environment of that name, or the one of a file that lies in none of the owner's folders.
+def _find(workshop: Workshop, name: str) -> Entry:
+    """The environment of that name or in that file.
 
     Raises:
         NotFound, InvalidValue: There is none, or the file has several.
@@ -221,7 +224,7 @@ def _found(workshop: Workshop, name: str) -> Entry:
         names = ", ".join(entry.name for entry in entries)
         raise InvalidValue(
             f"{path} declares {len(entries)} environments{f': {names}' if names else ''}.",
-            hint="Put it into one of your environment folders and name one; docs/environments.md shows what counts.",
+            hint="Put it into one of your environment folders and name one; see docs/environments.md.",
         )
     return entries[0]
 
@@ -238,7 +241,7 @@ def _show(made: SampledGroup, index: int, card: Card) -> int:
     typer.echo(f"\n{_cut(said)}" if "\n" in said else _cut(said))
     parts = ", ".join(f"{name} {number(value)}" for name, value in outcome.parts.items())
     facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
-    facts.append("cut off at its longest" if outcome.truncated else "")
+    facts.append("cut at the maximum length" if outcome.truncated else "")
     typer.echo(
         f"reward {number(outcome.reward)} of {number(card.max_reward)}"
         f"{f' ({parts})' if parts else ''}; {', '.join(fact for fact in facts if fact)}"
@@ -263,12 +266,12 @@ def _knobs(given: list[str]) -> dict[str, Any]:
 def _cut(text: str) -> str:
     from toprope.errors import visible
 
-    # What comes out of environments and models must not steer the terminal.
-    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters in all]")
+    # Text of environments and models must not control the terminal.
+    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [... {len(text)} characters]")
 
 
-class _Printed:
-    """What the environment prints, shown after the rollout in which it did."""
+class _Output:
+    """Output of the environment, shown after each rollout."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -280,18 +283,18 @@ class _Printed:
         text = b"".join(self._pieces).decode(errors="replace").rstrip()
         self._pieces.clear()
         if text:
-            typer.echo(f"it printed:\n{_cut(text)}", err=True)
+            typer.echo(f"the environment printed:\n{_cut(text)}", err=True)
 
 
-class _News:
-    """What takes long, each kind once."""
+class _ProgressLines:
+    """Messages about slow work, each printed once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
-    def told(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def show(self, text: str) -> None:
+        if text not in self._shown:
+            self._shown.add(text)
             typer.echo(f"{text} ...", err=True)
 
 
