@@ -101,7 +101,7 @@ def test_an_agent_goes_from_a_name_to_a_run(talk, house):
         ("stop_training", {"run_id": "../.."}, ["no run '../..'", "list_runs", "Nothing was changed"]),
         ("check_status", {"wait_s": 6000}, ["a number from 0 to 3600"]),
         ("check_status", {"until": ["stepp 5"]}, ["'stepp 5' is not a condition", "'step N'"]),
-        ("check_status", {"cursor": "x"}, ["'x' is no place", "cursor of your last answer"]),
+        ("check_status", {"cursor": "x"}, ["'x' is not a place", "cursor of your last answer"]),
         ("check_status", {"run_ids": [1]}, ["a list of texts"]),
         ("check_status", {"run_ids": "no-such-run"}, ["no run 'no-such-run'"]),
         ("list_runs", {"state": "running"}, ["one of any, live, ended"]),
