@@ -23,6 +23,7 @@ from toprope.errors import TopropeError
 from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.check import CheckReport, check
+from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.entries import Entry
 
 __all__ = ["checks", "planted", "swept"]
@@ -111,7 +112,7 @@ def _entry(name: str, file: Path) -> Entry:
 
 
 def _checked(entry: Entry, *, full: bool = False) -> CheckReport:
-    return asyncio.run(check(entry, full=full, seconds=_SECONDS, load_timeout_s=60, call_timeout_s=30))
+    return asyncio.run(check(entry, WorkerOptions(load_timeout_s=60, call_timeout_s=30), full=full, seconds=_SECONDS))
 
 
 def _flags(report: CheckReport) -> dict[str, str]:

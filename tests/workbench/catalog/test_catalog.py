@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry, shipped_folder
+from toprope.workbench.catalog.describe import WorkerOptions
 
 HEAD = "import os, sys, time\nfrom toprope.sdk import Environment, Part, Task, knob\n"
 TASKS = "    def tasks(self):\n        for n in range(60): yield Task(f'Say {n}', reference=str(n))\n"
@@ -39,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def described(folder: Path, text: str, **settings: object) -> Description:
+def described(folder: Path, text: str, examples: int = 3, **options: Any) -> Description:
     (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n" + text)
     catalog = Catalog([folder])
-    return asyncio.run(catalog.describe(catalog.find("mine"), **settings))  # type: ignore[arg-type]
+    return asyncio.run(catalog.describe(catalog.find("mine"), WorkerOptions(**options), examples=examples))
 
 
 def children() -> set[int]:
@@ -121,7 +123,7 @@ def test_search_wants_every_word_and_prefers_names(folder: Path) -> None:
 
 def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
     catalog, before = Catalog([folder]), children()
-    description = asyncio.run(catalog.describe(catalog.find("good"), {"size": 5}, examples=2))
+    description = asyncio.run(catalog.describe(catalog.find("good"), WorkerOptions({"size": 5}), examples=2))
     card = description.card
     assert (card.name, card.description, card.max_reward) == ("good", "Say the number.", 1.0)
     assert msgspec.structs.asdict(card.knobs[0]) == {
@@ -213,7 +215,7 @@ def test_wrong_settings_are_the_callers_fault(folder: Path) -> None:
         ({}, {"r": 1}, "right"),
     ]:
         with pytest.raises(InvalidValue) as refusal:
-            asyncio.run(catalog.describe(catalog.find("good"), knobs, reward_weights=weights))
+            asyncio.run(catalog.describe(catalog.find("good"), WorkerOptions(knobs or {}, weights or {})))
         assert said in str(refusal.value)
 
 

@@ -31,9 +31,9 @@ class Mine(Environment):
 """
 
 
-def tried(folder: Path, code: str = "", **settings: object) -> CheckReport:
+def tried(folder: Path, code: str = "", seconds: float | None = None) -> CheckReport:
     (folder / "mine.py").write_text(HEAD + code)
-    return asyncio.run(check(Catalog([folder]).find("mine"), **settings))  # type: ignore[arg-type]
+    return asyncio.run(check(Catalog([folder]).find("mine"), seconds=seconds))
 
 
 def flags(report: CheckReport) -> set[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.describe import WorkerOptions
 
 REWARDS = '''"""Sums of mine."""
 
@@ -52,7 +53,9 @@ def test_files_are_entries_of_their_own_names_and_wrong_ones_say_what_is_right(f
 
 def test_one_is_described_by_its_worker(folder: Path) -> None:
     catalog = Catalog([folder])
-    described = asyncio.run(catalog.describe(catalog.find("sums"), load_timeout_s=120, call_timeout_s=60))
+    described = asyncio.run(
+        catalog.describe(catalog.find("sums"), WorkerOptions(load_timeout_s=120, call_timeout_s=60))
+    )
     assert set(described.card.parts) == {"accuracy", "brief"} and described.card.name == "sums"
     scores = described.examples[0].scores
     assert scores["reference"].success and not scores["junk"].success

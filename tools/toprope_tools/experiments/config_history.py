@@ -22,6 +22,7 @@ from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, cut, value
+from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
 from toprope.workbench.launch.start import ConfirmationNeeded
@@ -60,14 +61,12 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
     if knobs is None:
         try:
             with anyio.fail_after(_LOAD_S):
-                described = await workshop.catalog.describe(
-                    entry,
-                    {},
-                    examples=0,
+                options = WorkerOptions(
                     load_timeout_s=_LOAD_S,
                     variables=worker_variables(workshop.settings().variables),
                     network=not locks.refusal("environment.network", "allow"),
                 )
+                described = await workshop.catalog.describe(entry, options, examples=0)
         except TimeoutError:
             raise EnvironmentFailed(f"{entry.name} did not answer within {_LOAD_S:.0f} s; no draft was made.") from None
         knobs = [knob.declaration() for knob in described.card.knobs]

@@ -16,6 +16,7 @@ from toprope.settings.environment import members_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, number, plural
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
+from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.entries import Entry
 from toprope.workbench.launch.mixture_sources import own_source
 from toprope_tools.answers.answer import Answer
@@ -81,19 +82,16 @@ async def _checked(
 ) -> CheckReport:
     try:
         with anyio.fail_after(seconds + _BEYOND_S):
-            return await check(
-                entry,
-                settings.get("knobs"),
-                reward_weights=settings.get("reward_weights"),
-                max_turns=settings.get("max_turns"),
-                full=full,
-                seconds=seconds,
+            options = WorkerOptions(
+                settings.get("knobs") or {},
+                settings.get("reward_weights") or {},
                 load_timeout_s=min(30.0, seconds),
                 call_timeout_s=min(10.0, seconds / 2),
                 variables=worker_variables(workshop.settings().variables),
                 network=settings.get("network") != "deny"
                 and not workshop.home.locks().refusal("environment.network", "allow"),
             )
+            return await check(entry, options, max_turns=settings.get("max_turns"), full=full, seconds=seconds)
     except TimeoutError:
         raise EnvironmentFailed(
             f"The check of {entry.name} did not end within {seconds + _BEYOND_S:.0f} s.",

@@ -20,6 +20,7 @@ from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, cut, duration, number, percent, plural, value
 from toprope.workbench.catalog.catalog import Description, Entry, Example
+from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.launch.baseline import baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
@@ -198,14 +199,13 @@ async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, 
         )
     try:
         with anyio.fail_after(_LONGEST_S):
-            return await workshop.catalog.describe(
-                entry,
+            options = WorkerOptions(
                 knobs,
-                examples=examples,
                 load_timeout_s=_LOAD_S,
                 variables=worker_variables(workshop.settings().variables),
                 network=not workshop.home.locks().refusal("environment.network", "allow"),
             )
+            return await workshop.catalog.describe(entry, options, examples=examples)
     except TimeoutError:
         raise EnvironmentFailed(
             f"{entry.name} did not answer within {_LONGEST_S:.0f} s.",

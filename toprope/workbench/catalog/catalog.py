@@ -16,7 +16,7 @@ from typing import Any
 from toprope.errors import NotFound, TopropeError, shown, visible
 from toprope.shipped import ENVIRONMENTS
 from toprope.workbench.adapters import Adapter, adapters
-from toprope.workbench.catalog.describe import Describer, Description, Example
+from toprope.workbench.catalog.describe import Describer, Description, Example, WorkerOptions
 from toprope.workbench.entries import Entry, Names, Source, broken
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
@@ -119,9 +119,9 @@ class Catalog:
         hint = f"The nearest: {', '.join(close)}." if close else ""
         raise NotFound(f"There is no environment {shown(name)}.", hint=f"{hint} list_environments shows all.".strip())
 
-    async def describe(self, entry: Entry, knobs: Mapping[str, Any] | None = None, **asked: Any) -> Description:
+    async def describe(self, entry: Entry, options: WorkerOptions | None = None, *, examples: int = 3) -> Description:
         """Describe an environment in a worker: see `Describer.describe`."""
-        return await self._describer.describe(entry, knobs, **asked)
+        return await self._describer.describe(entry, options or WorkerOptions(), examples=examples)
 
     def interpreters(self) -> list[Known]:
         """Return every interpreter that may have environments, Toprope's own first."""

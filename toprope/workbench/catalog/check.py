@@ -12,7 +12,6 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +24,8 @@ from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.observed import Again, Finding, Observed
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.errors import WorkerFailure
-from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.workbench.catalog.describe import failed, require_usable
+from toprope.workbench.catalog.describe import WorkerOptions, failed, require_usable
 from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
 from toprope.workbench.entries import Entry
 
@@ -36,6 +34,7 @@ __all__ = ["FULL_S", "QUICK_S", "CheckReport", "check"]
 QUICK_S, FULL_S = 25.0, 45.0
 """Default time limit in seconds, below the minute after which clients drop a call."""
 
+_DEFAULTS = WorkerOptions(load_timeout_s=30.0, call_timeout_s=10.0)
 _GRACE_S = 1.0
 _HASH_SEED, _OTHER_HASH_SEED = "0", "1"
 _AGAIN_KINDS = ("reference", "junk", "near_miss", "letters")
@@ -92,54 +91,29 @@ class _Count:
 
 async def check(
     entry: Entry,
-    knobs: Mapping[str, Any] | None = None,
+    options: WorkerOptions = _DEFAULTS,
     *,
-    reward_weights: Mapping[str, float] | None = None,
     max_turns: int | None = None,
     full: bool = False,
     seconds: float | None = None,
-    load_timeout_s: float = 30.0,
-    call_timeout_s: float = 10.0,
-    variables: Mapping[str, str] | None = None,
-    network: bool = True,
 ) -> CheckReport:
     """Check an environment.
 
     Args:
         entry: The environment.
-        knobs: Knobs that differ from the defaults.
-        reward_weights: Weights of reward parts.
+        options: Knobs, limits and permissions of the workers.
         max_turns: A limit below its own.
         full: Check more tasks, and memory.
         seconds: Time limit; QUICK_S or FULL_S by default. The report names skipped checks.
-        load_timeout_s: Seconds for a worker's start, and again for loading.
-        call_timeout_s: Seconds for each later call.
-        variables: Additional environment variables of the workers.
-        network: Allow the workers to use the network.
 
     Raises:
         InvalidValue: A knob or weight is invalid.
         EnvironmentFailed: The environment is not ready or does not load.
     """
     require_usable(entry)
-    form = _FULL if full else _QUICK
     began = time.monotonic()
     until = began + (seconds or (FULL_S if full else QUICK_S))
-    checked = _Check(
-        entry,
-        dict(
-            source=entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
-            knobs=dict(knobs or {}),
-            reward_weights=dict(reward_weights or {}),
-            max_turns=max_turns,
-            rewards=[one.model_dump() for one in entry.environment.rewards],
-        ),
-        form,
-        until,
-        (load_timeout_s, call_timeout_s),
-        dict(variables or {}),
-        network,
-    )
+    checked = _Check(entry, options, max_turns, _FULL if full else _QUICK, until)
     try:
         # A folder of its own, as in a run: leftovers are seen there and removed afterwards.
         with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
@@ -158,19 +132,8 @@ async def check(
 
 
 class _Check:
-    def __init__(
-        self,
-        entry: Entry,
-        opening: dict[str, Any],
-        form: _Form,
-        until: float,
-        limits: tuple[float, float],
-        variables: dict[str, str],
-        network: bool,
-    ) -> None:
-        self._entry, self._opening, self._form, self._until = entry, opening, form, until
-        self._load_s, self._call_s = limits
-        self._variables, self._network = variables, network
+    def __init__(self, entry: Entry, options: WorkerOptions, max_turns: int | None, form: _Form, until: float) -> None:
+        self._entry, self._options, self._max_turns, self._form, self._until = entry, options, max_turns, form, until
         self._mark = new_mark()
         self.marks = [self._mark]
         """Environment variables of the tried worker, and of the second one."""
@@ -178,7 +141,10 @@ class _Check:
         self._folder: str | None = None
         self._card: Card | None = None
         self._trial = Trial(
-            lambda: self._opened(_HASH_SEED, tried=True), call_timeout_s=self._call_s, until=until, busy=_busy
+            lambda: self._opened(_HASH_SEED, tried=True),
+            call_timeout_s=self._options.call_timeout_s,
+            until=until,
+            busy=_busy,
         )
         self.seen = self._trial.seen
 
@@ -213,19 +179,12 @@ class _Check:
         mark = self._mark
         if not tried:
             self.marks.append(mark := new_mark())
-        given = worker_environment({**self._variables, MARK: mark, "PYTHONHASHSEED": hash_seed})
-        link = await EnvironmentWorker.start(
-            self._entry.environment.interpreter,
-            env=given,
-            cwd=self._folder,
-            stderr=self._printed,
-            timeout=self._load_s,
-        )
+        variables = {MARK: mark, "PYTHONHASHSEED": hash_seed}
+        link = await self._options.start(self._entry, variables, self._folder, self._printed)
         try:
             started = time.monotonic()
-            if not self._network:
-                await link.limit(timeout=self._load_s, network=False)
-            card = await link.open(**self._opening, timeout=self._load_s)
+            rewards = [one.model_dump() for one in self._entry.environment.rewards]
+            card = await self._options.open(link, self._entry, max_turns=self._max_turns, rewards=rewards)
         except BaseException:
             await asyncio.shield(link.close(0))
             raise
@@ -301,7 +260,9 @@ class _Check:
             if not known or (split != "train" and time.monotonic() > self._until):
                 continue
             try:
-                page = await link.tasks(split, 0, len(known), timeout=self._call_s + self._load_s)
+                page = await link.tasks(
+                    split, 0, len(known), timeout=self._options.call_timeout_s + self._options.load_timeout_s
+                )
             except WorkerFailure as failure:
                 return Again(hash_seed, total + 1, differ + 1, first=f"Making tasks fails there: {failure}"[:200])
             found = tasks_of([asdict(task) for task in page.tasks])
@@ -319,7 +280,7 @@ class _Check:
             for score in seen.scores
             if score.again is None or abs(score.again - score.reward) < 1e-9
         }
-        other = Trial(_never, call_timeout_s=self._call_s, until=self._until)
+        other = Trial(_never, call_timeout_s=self._options.call_timeout_s, until=self._until)
         other.link, other.seen = link, replace(seen, scores=[], ended=[], skipped=[])
         there = await other.again(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
         both = [key for key in there if key in here]

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,55 @@ from toprope.workbench.catalog.describe_cache import Described, question
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 from toprope.workbench.entries import Entry
 
-__all__ = ["JUNK", "Describer", "Description", "Example", "failed", "require_usable"]
+__all__ = ["JUNK", "Describer", "Description", "Example", "WorkerOptions", "failed", "require_usable"]
 
 _SURVEY_TASKS = 500
 _SURVEY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options with which a worker opens an environment, to describe or to check it."""
+
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs that differ from the defaults."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    load_timeout_s: float = 60.0
+    """Seconds for the worker's start, and again for loading."""
+    call_timeout_s: float = 20.0
+    """Seconds for each later call."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
+    network: bool = True
+
+    async def start(
+        self, entry: Entry, variables: Mapping[str, str], folder: str | None, stderr: Any = None
+    ) -> EnvironmentWorker:
+        """Start a worker in a folder, without opening the environment."""
+        worker = await EnvironmentWorker.start(
+            entry.environment.interpreter,
+            env=worker_environment({**self.variables, **variables}),
+            cwd=folder,
+            stderr=stderr,
+            timeout=self.load_timeout_s,
+        )
+        return worker
+
+    async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
+        """Open the environment in a started worker."""
+        if not self.network:
+            await worker.limit(timeout=self.load_timeout_s, network=False)
+        return await worker.open(
+            entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
+            timeout=self.load_timeout_s,
+            knobs=dict(self.knobs),
+            reward_weights=dict(self.reward_weights),
+            **more,
+        )
+
+
+_DEFAULTS = WorkerOptions()
 
 
 @dataclass(frozen=True)
@@ -77,93 +121,44 @@ class Describer:
         self._shipped = shipped
         self._described: Described[Description] = Described()
 
-    async def describe(
-        self,
-        entry: Entry,
-        knobs: Mapping[str, Any] | None = None,
-        *,
-        reward_weights: Mapping[str, float] | None = None,
-        examples: int = 3,
-        load_timeout_s: float = 60.0,
-        call_timeout_s: float = 20.0,
-        variables: Mapping[str, str] | None = None,
-        network: bool = True,
-    ) -> Description:
+    async def describe(self, entry: Entry, options: WorkerOptions = _DEFAULTS, *, examples: int = 3) -> Description:
         """Describe an environment.
 
         Args:
             entry: The environment.
-            knobs: Knobs that differ from the defaults.
-            reward_weights: Weights of reward parts.
+            options: Knobs, limits and permissions of the worker.
             examples: Most training tasks to show and score. 0 asks for the card alone and generates no tasks.
-            load_timeout_s: Seconds for the worker's start, and again for loading.
-            call_timeout_s: Seconds for each later call.
-            variables: Additional environment variables of the worker.
-            network: Allow the worker to use the network.
 
         Raises:
             InvalidValue: A knob or weight is invalid.
             EnvironmentFailed: The environment is not ready, does not load, raises, hangs, or ends its process.
         """
         require_usable(entry)
-        source = entry.environment.model_dump()
-        asked = question(
-            source,
-            self._shipped,
-            knobs=knobs,
-            weights=reward_weights,
-            examples=examples,
-            variables=variables,
-            network=network,
-        )
-        limits = load_timeout_s, call_timeout_s
-        return await self._described.get(
-            asked, lambda: self._ask(entry, knobs, reward_weights, examples, *limits, variables, network)
-        )
+        asked = question(entry.environment.model_dump(), self._shipped, examples=examples, **asdict(options))
+        return await self._described.get(asked, lambda: self._ask(entry, options, examples))
 
-    async def _ask(
-        self,
-        entry: Entry,
-        knobs: Mapping[str, Any] | None,
-        reward_weights: Mapping[str, float] | None,
-        examples: int,
-        load_timeout_s: float,
-        call_timeout_s: float,
-        variables: Mapping[str, str] | None,
-        network: bool,
-    ) -> Description:
+    async def _ask(self, entry: Entry, options: WorkerOptions, examples: int) -> Description:
         began = time.monotonic()
         link: EnvironmentWorker | None = None
         mark, folder = new_mark(), _folder()
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
-            surroundings = worker_environment({**(variables or {}), MARK: mark})
-            link = await EnvironmentWorker.start(
-                entry.environment.interpreter, env=surroundings, cwd=folder, timeout=load_timeout_s
-            )
+            link = await options.start(entry, {MARK: mark}, folder)
             started = time.monotonic()
-            if not network:
-                await link.limit(timeout=load_timeout_s, network=False)
-            card = await link.open(
-                entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
-                timeout=load_timeout_s,
-                knobs=knobs,
-                reward_weights=reward_weights,
-            )
+            card = await options.open(link, entry)
             loaded = time.monotonic()
             shown: tuple[Example, ...] = ()
             sizes: dict[str, SplitSize] = {}
             refused, score_s = "", None
             if examples:
                 try:
-                    shown, score_s = await _examples(link, examples, call_timeout_s)
-                    sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=call_timeout_s + _SURVEY_SECONDS)
+                    shown, score_s = await _examples(link, examples, options.call_timeout_s)
+                    limit = options.call_timeout_s + _SURVEY_SECONDS
+                    sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=limit)
                 except WorkerError as failure:
                     if failure.kind != "invalid":
                         raise
-                    refused = (
-                        failure.message
-                    )  # No tasks with these knobs, for a stated reason: the card is still valid.
+                    refused = failure.message  # No tasks with these knobs; the card is still valid.
             memory_mb = await asyncio.to_thread(_memory_mb, link.pid) if examples else None
             grace = _GRACE_SECONDS
         except WorkerFailure as failure:
