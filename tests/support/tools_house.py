@@ -6,6 +6,8 @@ import os
 import time
 import uuid
 
+import anyio
+from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.workshop import Workshop
 
 from toprope.records.index.database import Index
@@ -21,6 +23,21 @@ from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.open_runs import machine_of
+
+CALL_LIMIT_S = 100.0
+
+
+def do(tool, *arguments, **named):
+    """Call a tool and return its answer, which must fit the budget."""
+
+    async def work():
+        with anyio.fail_after(CALL_LIMIT_S):
+            return await tool(*arguments, **named)
+
+    answer = anyio.run(work)
+    if isinstance(answer, Answer):
+        assert tokens(answer) <= TOKEN_BUDGET
+    return answer
 
 
 class StandInLauncher:

@@ -1,6 +1,6 @@
-"""What the tools of one server work on, opened once: the owner's home, the catalog, drafts, runs and the index.
+"""The services that the tools of one server share: the owner's home, the catalog, drafts, runs and the index.
 
-It is handed to each tool; there is no other state. Opening it makes nothing on disk and reads nothing but the owner's
+Every tool receives the workshop; there is no other state. Opening it writes nothing and reads only the owner's
 settings, which name folders with environments.
 """
 
@@ -25,12 +25,12 @@ __all__ = ["Workshop"]
 
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0
-"""Seconds beyond the grace until a crew that ignores every request is gone."""
+"""Seconds beyond the grace until a crew that ignores every request is killed."""
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """The container. See the module."""
+    """Services of one server, opened once."""
 
     home: Home
     catalog: Catalog
@@ -38,13 +38,13 @@ class Workshop:
     runs: RunManager
     index: Index
     installations: Installations = field(default_factory=Installations, repr=False)
-    """What is being installed for environments."""
+    """Running installations for environments."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
-    """Longest training by run: frozen with the run, so it is read once."""
+    """Longest training by run, cached because it is frozen with the run."""
 
     @classmethod
     def open(cls, home: Home | None = None) -> Workshop:
-        """The workshop of a home; the owner's own by default.
+        """Open the workshop of a home; the owner's own by default.
 
         Raises:
             InvalidValue: The owner's settings cannot be read.
@@ -65,7 +65,7 @@ class Workshop:
         )
 
     def settings(self) -> OwnerSettings:
-        """The owner's settings as they are now."""
+        """Read the owner's present settings."""
         return self.home.settings()
 
     @property
@@ -74,16 +74,16 @@ class Workshop:
         return RunStarter(self.home, self.runs, self.index)
 
     def resume(self, run_id: str) -> tuple[Status, Specification]:
-        """Gives a run that has ended its next attempt, with the owner's variables as they are now.
+        """Start the next attempt of an ended run, with the owner's present variables.
 
         Returns:
-            The status it begins with, and what it is. Raises: see `Runs.resume`.
+            Its first status and its specification. Raises: see `RunManager.resume`.
         """
         specification = Specification.read(self.runs.folder(run_id))
         return self.runs.resume(run_id, variables_of(specification, self.home)), specification
 
     async def stop(self, run_id: str) -> Status:
-        """Orders a run to stop and waits until it has ended, or 40 s.
+        """Order a run to stop, and wait at most 40 s until it has ended.
 
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
@@ -98,11 +98,11 @@ class Workshop:
         return status
 
     def statuses(self) -> list[Status]:
-        """Every run, newest first."""
+        """Return the statuses of all runs, newest first."""
         return self.runs.list()
 
     def longest_s(self, run_id: str) -> float | None:
-        """Seconds that training may take at most by the run's own budget, None where it has no such limit."""
+        """Return the longest training that the run's budget allows, in seconds; None if it is unlimited."""
         if run_id not in self._lengths:
             try:
                 self._lengths[run_id] = Specification.read(self.runs.folder(run_id)).config.budget.max_train_seconds

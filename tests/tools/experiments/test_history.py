@@ -3,9 +3,7 @@
 import json
 import time
 
-import anyio
 import pytest
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.experiments.config_history import diff_config, fork_config, reproduce_run, undo_edit
 from toprope_tools.planning.config import edit_config, get_config
 from toprope_tools.planning.environments import select_environment
@@ -13,30 +11,13 @@ from toprope_tools.results.results import get_results
 from toprope_tools.runs.inference import test_inference
 from toprope_tools.runs.training import start_training
 
-from tests.support.tools_house import become, make_workshop
+from tests.support.tools_house import become, do
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts
 from toprope.supervisor.watchers.provenance import collect_manifest
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(60):
-            return await tool(*arguments, **named)
-
-    answer = anyio.run(work)
-    assert tokens(answer) <= TOKEN_BUDGET
-    return answer
 
 
 def fields(answer):
@@ -82,7 +63,6 @@ def test_a_fork_starts_where_a_run_was(house):
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 15_000, "environment.knobs.longest": 6})
     run = do(start_training, shop, draft_id=draft).data.run_id
-    shop.home.configuration.mkdir(parents=True, exist_ok=True)
     own = "locks:\n  - field: budget.steps\n    max: 100\n    reason: short nights\n"
     (shop.home.configuration / "locks.yaml").write_text(own)
     forked = do(fork_config, shop, run_id=run)

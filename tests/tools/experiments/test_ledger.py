@@ -2,35 +2,17 @@
 
 import time
 
-import anyio
 import pytest
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import tokens
 from toprope_tools.experiments.ledger import get_handoff, ledger_of, note_experiment
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training
 from toprope_tools.status.status import check_status
 
-from tests.support.tools_house import age_stamp, become, make_workshop, step
+from tests.support.tools_house import age_stamp, become, do, step
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.experiments import Experiment, Figures
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(60):
-            return await tool(*arguments, **named)
-
-    answer = anyio.run(work)
-    assert tokens(answer) <= TOKEN_BUDGET
-    return answer
 
 
 def trained(shop, launcher, draft, rate, accuracy):

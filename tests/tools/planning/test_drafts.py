@@ -4,33 +4,15 @@ import json
 
 import anyio
 import pytest
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.planning.config import edit_config, get_config, open_drafts
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.runs.inference import test_inference as try_inference
 from toprope_tools.runs.training import resume_training, start_training, stop_training
 
-from tests.support.tools_house import make_workshop, start_run
+from tests.support.tools_house import do, start_run
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.specification import Specification, TestPlan
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(30):
-            return await tool(*arguments, **named)
-
-    answer = anyio.run(work)
-    assert tokens(answer) <= TOKEN_BUDGET
-    return answer
 
 
 def draft_of(shop, **named):
@@ -140,7 +122,6 @@ def test_locked_fields_are_refused_with_the_reason_and_nothing_changes(house):
 
 def test_starting_freezes_the_draft_and_names_the_next_call(house):
     shop, launcher = house
-    shop.home.configuration.mkdir(parents=True)
     shop.home.settings_file.write_text("variables: {policy: {HF_TOKEN: secret-token}}")
     draft_id = draft_of(shop)
     answer = do(start_training, shop, draft_id=draft_id, name="My try")
@@ -175,7 +156,6 @@ def test_the_same_revision_is_not_started_twice_by_mistake(house):
 def test_a_draft_that_the_owner_does_not_allow_any_more_does_not_start(house):
     shop, launcher = house
     draft_id = draft_of(shop)
-    shop.home.configuration.mkdir(parents=True)
     own = shop.home.configuration / "locks.yaml"
     own.write_text("locks: [{field: budget.steps, max: 10, reason: The machine is needed tonight.}]")
     with pytest.raises(LockedField, match="needed tonight") as refused:
@@ -243,7 +223,7 @@ def test_a_run_that_was_stopped_is_resumed_and_a_live_one_is_not(house):
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text('{"step": 120, "cursor": 960}')
     answer = do(resume_training, shop, run_id=run_id)
-    assert "attempt 3 goes on after step 120" in answer.text and answer.data.from_step == 120
+    assert "attempt 3 continues after step 120" in answer.text and answer.data.from_step == 120
     # The draft's revision has a live run again.
     with pytest.raises(NotPossibleNow, match=run_id):
         do(start_training, shop, draft_id=shop.index.drafts()[0].id)
@@ -254,7 +234,6 @@ def test_a_run_that_was_stopped_is_resumed_and_a_live_one_is_not(house):
 
 def test_runs_get_what_the_owner_gives_them_of_the_machine(house):
     shop, _ = house
-    shop.home.configuration.mkdir(parents=True, exist_ok=True)
     shop.home.settings_file.write_text('machine: {threads: 3, gpus: ["1"]}\n')
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
     machine = json.loads((shop.home.runs / ".reservations" / ".machine.json").read_text())

@@ -12,16 +12,15 @@ from toprope_tools.resources.resources import MOST_PLOT_BYTES
 from toprope_tools.results.results import get_results
 from toprope_tools.status.status import check_status
 
-from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from tests.support.tools_house import age_stamp, become, start_run, step
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, start_run(shop)
-    launcher.close()
+def house(house):
+    shop, _ = house
+    return shop, start_run(shop)
 
 
 def results(shop, folder, **named):

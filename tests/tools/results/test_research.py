@@ -7,7 +7,6 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.experiments.config_history import fork_config, reproduce_run
 from toprope_tools.planning.config import edit_config
 from toprope_tools.results.compare import compare_runs
@@ -16,7 +15,7 @@ from toprope_tools.results.rollouts import browse_rollouts
 from toprope_tools.runs.training import resume_training, start_training, stop_training
 from toprope_tools.status.status import check_status, list_runs
 
-from tests.support.tools_house import become, make_workshop
+from tests.support.tools_house import become, do
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource, Specification
@@ -25,23 +24,6 @@ from toprope.settings.presets import load_preset
 from toprope.workbench.launch.seeds import expand, group_of
 
 CONDITIONS = {"loaded": {"environment": "e1", "toprope": "t1"}, "versions": {}}
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(60):
-            return await tool(*arguments, **named)
-
-    answer = anyio.run(work)
-    assert tokens(answer) <= TOKEN_BUDGET
-    return answer
 
 
 @pytest.fixture
@@ -55,7 +37,6 @@ def draft(house):
 
 
 def owner(shop, text):
-    shop.home.configuration.mkdir(parents=True, exist_ok=True)
     (shop.home.configuration / "limits.yaml").write_text(text)
 
 
@@ -113,7 +94,6 @@ def test_a_key_repeats_a_group(house, draft):
 
 def test_an_owner_who_fixed_the_seed_gets_no_group(house, draft):
     shop, _ = house
-    shop.home.configuration.mkdir(parents=True, exist_ok=True)
     lock = "{field: algorithm.seed, value: 0, reason: One seed.}"
     (shop.home.configuration / "locks.yaml").write_text(f"locks: [{lock}]\n")
     with pytest.raises(InvalidValue, match="One seed"):
@@ -297,7 +277,7 @@ def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
     do(start_training, shop, draft_id=draft)
     owner(shop, "confirm: {above: {cost_usd: 1}}")
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 400})
-    with pytest.raises(NotPossibleNow, match="what is not known"):
+    with pytest.raises(NotPossibleNow, match="an unknown amount"):
         do(start_training, shop, draft_id=draft)
 
 

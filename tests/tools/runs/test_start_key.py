@@ -11,26 +11,11 @@ from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training, stop_training
 from toprope_tools.status.status import check_status
 
-from tests.support.tools_house import StandInLauncher, age_stamp, make_workshop, step
+from tests.support.tools_house import StandInLauncher, age_stamp, do, make_workshop, step
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.index import idempotency_keys as start_keys
 from toprope.records.index.database import StartRow
 from toprope.supervisor.lock import is_held
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(30):
-            return await tool(*arguments, **named)
-
-    return anyio.run(work)
 
 
 def draft_of(shop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import anyio
 import pytest
 from toprope_tools.experiments.config_history import fork_config
 from toprope_tools.results.results import get_results
@@ -13,7 +12,7 @@ from toprope_tools.runs.training import resume_training, stop_training
 from toprope_tools.status.run_list import list_runs, run_row
 from toprope_tools.status.status import check_status
 
-from tests.support.tools_house import become, make_workshop
+from tests.support.tools_house import become, do
 from toprope.analysis.plots.run_plots import main as plot
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.records.run.folder import RunFolder
@@ -36,19 +35,10 @@ SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
 
 
 @pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    shop.home.ensure().configuration.mkdir()
-    yield shop, launcher
-    launcher.close()
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(30):
-            return await tool(*arguments, **named)
-
-    return anyio.run(work)
+def house(house):
+    """A workshop whose home exists."""
+    house[0].home.ensure()
+    return house
 
 
 def draft_of(shop):

@@ -4,33 +4,15 @@ import time
 
 import anyio
 import pytest
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.logs import read_logs
 from toprope_tools.status.status import check_status, list_runs, numbers_line
 
-from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.status import CrewMember, EventLog, Failure
 from toprope.settings.schema import Config
-
-
-def do(tool, *arguments, **named):
-    async def work():
-        with anyio.fail_after(30):
-            return await tool(*arguments, **named)
-
-    answer = anyio.run(work)
-    assert tokens(answer) <= TOKEN_BUDGET
-    return answer
-
-
-@pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, launcher
-    launcher.close()
 
 
 @pytest.fixture
@@ -91,7 +73,6 @@ def test_the_interval_grows_with_the_runs_length(run):
     shop, folder = run
     step(folder, 10, eta_s=100_000.0)
     assert check(shop, folder)[1].next_numbers_in_s == 1800
-    shop.home.configuration.mkdir(parents=True)
     shop.home.settings_file.write_text("status: {max_s: 60}")
     assert check(shop, folder)[1].next_numbers_in_s <= 60
 
@@ -376,7 +357,6 @@ def test_logs_are_bounded_cleaned_and_marked(run):
 
 def test_logs_do_not_show_the_owners_keys(run, monkeypatch):
     shop, folder = run
-    shop.home.configuration.mkdir(parents=True)
     shop.home.settings_file.write_text("variables: {environment: {JUDGE_KEY: judge-4711-key, MAX_TOKENS: '512'}}")
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     folder.log("environment").write_text("keys judge-4711-key and hf_0123456789; 512 tokens\n")

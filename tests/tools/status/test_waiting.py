@@ -23,10 +23,9 @@ PATIENT = Client("claude-code")
 
 
 @pytest.fixture
-def house(tmp_path):
-    shop, launcher = make_workshop(tmp_path)
-    yield shop, lambda: start_run(shop)
-    launcher.close()
+def house(house):
+    shop, _ = house
+    return shop, lambda: start_run(shop)
 
 
 def check(shop, *folders, acts=(), **named):
@@ -322,7 +321,6 @@ def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, 
     shop, start = house
     folder = start()
     step(folder, 1)
-    shop.home.configuration.mkdir(parents=True)
     shop.home.settings_file.write_text("status: {waits: {my-agent: 600}}")
 
     async def main():
@@ -339,7 +337,6 @@ def test_a_longer_wish_is_cut_and_that_is_said(house):
     folder = start()
     step(folder, 1)
     check(shop, folder)
-    shop.home.configuration.mkdir(parents=True)
     shop.home.settings_file.write_text("status: {waits: {hasty: 0.4}}")
     began = time.monotonic()
     answer = check(shop, folder, wait_s=3000, client=Client("hasty"))

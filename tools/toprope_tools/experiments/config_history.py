@@ -1,4 +1,4 @@
-"""Configurations over time: forked from a run, side by side, back to a revision; and a run once more."""
+"""Tools for earlier configurations: fork, compare and undo them, and reproduce a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toprope.records.run.status import LIVE, Status
 from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
 from toprope.supervisor.environment_variables import worker_variables
-from toprope.text_format import call, clip, cut, value
+from toprope.text_format import call, clip, cut, plural, value
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
@@ -43,16 +43,16 @@ _SHOWN, _LONGEST = 40, 200
 
 
 async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
-    """Makes a draft with a run's configuration and environment.
+    """Make a draft with a run's configuration and environment.
 
     Raises:
         NotFound: There is no such run, or its environment is gone.
         EnvironmentFailed: The environment does not load.
-        InvalidValue: It asks something else than the run knew, or the locks do not fit; no draft was made.
+        InvalidValue: The environment has changed its knobs, or the locks forbid the configuration; no draft was made.
     """
     run = await to_thread.run_sync(_specification, workshop, run_id)
     if run.ask is not None:
-        raise InvalidValue(f"{run_id} only asked questions.", hint="Fork the run that was asked about.")
+        raise InvalidValue(f"{run_id} only asked questions.", hint="Fork the run whose policy it asked.")
     if run.sweep is not None:
         run = await to_thread.run_sync(best_of_sweep, workshop.runs.folder(run_id), run)
     entry = await to_thread.run_sync(workshop.catalog.find, run.environment.name)
@@ -73,9 +73,9 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
     draft, moved, gone = await to_thread.run_sync(workshop.drafts.fork, run, entry.environment, knobs, locks)
     text = f"Made {draft.id} with the configuration of {run_id}: {entry.name}, preset {run.preset or 'unknown'}."
     if moved:
-        text += f"\nThe owner's locks changed of it: {said_changes(moved)}."
+        text += f"\nThe owner's locks changed: {said_changes(moved)}."
     if gone:
-        text += f"\nLeft out, because the environment has them no more: {', '.join(gone)}."
+        text += f"\nLeft out, because the environment does not have them any more: {', '.join(gone)}."
     edit, start = call("edit_config", draft_id=draft.id), call("start_training", draft_id=draft.id)
     text += f"\nNext: {edit} with changes, or {start}."
     data = planning_answers.Forked(
@@ -90,20 +90,19 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
 
 
 async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> Answer:
-    """What differs between two configurations.
+    """Compare two configurations.
 
     Args:
         workshop: The server's.
         a: A draft (`draft-7f3k`), one of its revisions (`draft-7f3k@2`), a run, or `preset NAME`.
-        b: The other; the preset of `a` where it is None.
+        b: The other; the preset of `a` if None.
 
     Raises:
-        NotFound: One of them is not there.
+        NotFound: One of them does not exist.
     """
     first, second = await to_thread.run_sync(_sides, workshop, a, b)
     changes = difference(first.config, second.config)
-    many = "fields differ" if len(changes) > 1 else "field differs"
-    lines = [f"{first.name} and {second.name}: {len(changes)} {many}."]
+    lines = [f"{first.name} and {second.name}: {plural(len(changes), 'field differs', 'fields differ')}."]
     if not changes:
         lines = [f"{first.name} and {second.name} are equal in every field."]
     if first.environment and second.environment and first.environment != second.environment:
@@ -119,28 +118,28 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
 
 
 async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answer:
-    """Goes back to an earlier revision of a draft by a new edit.
+    """Go back to an earlier revision of a draft by a new edit.
 
     Args:
         workshop: The server's.
-        draft_id: Which draft.
-        revision: To which; 1 is the draft as it was made.
+        draft_id: Id of the draft.
+        revision: The revision to restore; 1 is the draft as it was made.
 
     Raises:
         NotFound: There is no such draft or revision.
-        InvalidValue: The result does not fit; nothing was changed.
+        InvalidValue: The result has conflicts; nothing was changed.
     """
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
         after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks())
         if changed:
-            text = f"{draft_id} is as at revision {revision} again, which makes it revision {after.revision}: "
+            text = f"{draft_id} has the values of revision {revision} again, as revision {after.revision}: "
             text += f"{said_changes(changed)}."
         else:
-            text = f"{draft_id} stays at revision {draft.revision}: it is as at revision {revision} already."
+            text = f"{draft_id} stays at revision {draft.revision}: it already has the values of revision {revision}."
         if moved:
-            text += f"\nKept as the owner's locks have it: {said_changes(moved)}."
+            text += f"\nKept by the owner's locks: {said_changes(moved)}."
         text += f"\nNext: {call('start_training', draft_id=draft_id)}"
         data = planning_answers.Undone(
             draft_id=draft_id,
@@ -155,13 +154,13 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
 
 
 async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
-    """Starts a run of the same specification, to be compared with it by get_results.
+    """Start a run with the same specification; get_results compares the two.
 
     Raises:
         NotFound: There is no such run.
-        LockedField, InvalidValue: The owner does not allow that configuration any more, or it is of no such kind.
-        NotPossibleNow: The run has not ended, is being repeated already, or a limit stands against it; nothing was
-            started.
+        LockedField, InvalidValue: The owner does not allow that configuration any more, or runs of its kind cannot be
+            repeated.
+        NotPossibleNow: The run has not ended, is being repeated already, or a limit forbids it; nothing was started.
     """
 
     def work() -> Answer:
@@ -169,7 +168,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
         status = workshop.runs.status(run_id)
         if not status.ended:
             raise NotPossibleNow(
-                f"{run_id} is {status.state}: there is nothing to compare with yet; nothing was started.",
+                f"{run_id} is {status.state}, so there are no results to compare with; nothing was started.",
                 hint=call("check_status", run_ids=[run_id], wait_s=45),
             )
         if twin := _repeats(workshop, run_id):
@@ -186,9 +185,9 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
             "algorithm.deterministic=true gives runs that can be equal."
         )
         text = (
-            f"Started {again.run_id}, the same as {run_id}. {promise}\n"
+            f"Started {again.run_id}, which repeats {run_id}. {promise}\n"
             f"Next: {call('check_status', run_ids=[again.run_id], wait_s=45)}; when it has ended "
-            f"{call('get_results', run_id=again.run_id)} says whether they are the same, or which input differs."
+            f"{call('get_results', run_id=again.run_id)} says whether the results are equal, or which input differs."
         )
         return Answer(
             text,
@@ -212,7 +211,7 @@ def _start_again(workshop: Workshop, run: Specification) -> Specification:
 
 
 def compared_with_original(workshop: Workshop, specification: Specification) -> Reproduction | None:
-    """How a run that repeats another compares with it so far; None for other runs, or where the other is gone."""
+    """Compare a run with the one it repeats; None for other runs, or if the other is gone."""
     if specification.reproduces is None:
         return None
     try:
@@ -223,7 +222,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         if manifests[0] is not None and manifests[1] is not None:
             inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
         after = [_measured(folder) for folder in folders]
-    except (NotFound, Corrupt):  # the other run is gone or damaged: this one has results all the same
+    except (NotFound, Corrupt):  # the other run is gone or damaged; this one still has results
         return None
     return compare_runs_of_one(
         original.run_id,
@@ -244,7 +243,7 @@ def _measured(folder: RunFolder) -> Proportion | None:
 
 
 def _repeats(workshop: Workshop, run_id: str) -> str | None:
-    """A live run that repeats this one."""
+    """Return a live run that repeats this one."""
     for status in workshop.statuses():
         try:
             if status.state in LIVE and _specification(workshop, status.run_id).reproduces == run_id:
@@ -259,7 +258,7 @@ def _specification(workshop: Workshop, run_id: str) -> Specification:
 
 
 def _known_knobs(workshop: Workshop, run: Specification) -> list[dict[str, Any]] | None:
-    """The environment's knobs as the run's own draft knew them, if it is still there and they fit."""
+    """Return the knobs of the environment from the run's draft, if it still exists and they fit."""
     if run.draft_id is None:
         return None
     try:
@@ -284,7 +283,7 @@ def _sides(workshop: Workshop, a: str, b: str | None) -> tuple[Side, Side]:
 
 
 def _defaults(workshop: Workshop, name: str) -> dict[str, Any]:
-    """What the environment's own settings are by default, as the draft knew them that this is, or that started it."""
+    """Return the defaults of the environment's knobs, from the named draft or from the draft of the named run."""
     try:
         found = _DRAFT.match(name.strip())
         draft_id = found[1] if found else _specification(workshop, name.strip()).draft_id
@@ -295,7 +294,7 @@ def _defaults(workshop: Workshop, name: str) -> dict[str, Any]:
 
 
 def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str, Any]) -> Side:
-    """One side; of a preset, which names no environment, with the defaults of the other side's knobs."""
+    """Return one side; a preset names no environment, so it takes the defaults of the other side's knobs."""
     name = name.strip()
     if found := _DRAFT.match(name):
         draft = workshop.drafts.get(found[1])

@@ -1,4 +1,4 @@
-"""Telling whether an environment is fit to train on. What it says of itself is told as untrusted text."""
+"""Tool that checks whether an environment is fit for training. Texts from the environment are untrusted."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def _example_lines(examples: tuple[Example, ...]) -> list[str]:
 
 
 def _cost_lines(described: Description) -> list[str]:
-    """What a rollout takes, and how long prompts and answers are."""
+    """Return the cost of a rollout, and the lengths of prompts and answers."""
     prompts = [len(_prompt(example)) for example in described.examples]
     told = [f"loads in {duration(described.load_seconds)}"]
     if described.score_seconds is not None:

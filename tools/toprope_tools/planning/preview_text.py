@@ -1,4 +1,4 @@
-"""How a preview is said, what a run took, and how a start that waits for a person's word is refused."""
+"""Texts about cost: the preview of a start, the usage of a run, and the request to confirm a start."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _SAID = (
 
 
 def said(shown: Preview) -> str:
-    """The preview in a few lines."""
+    """Format a preview in a few lines."""
     runs = f"{shown.count} runs" if shown.count > 1 else "one run"
     parts = [f"{label} {_quantity(name, shown.estimates.get(name))}" for name, label in _SAID if _shows(shown, name)]
     lines = [f"What {runs} of {shown.steps} steps at most would take: {'; '.join(parts)}."]
     if shown.count > 1:
-        lines[0] += " Time is that of one run, and runs queue for the machine; the rest is of all together."
+        lines[0] += (
+            " The time is that of one run, and runs queue for the machine; the other figures are for all runs together."
+        )
     lines.append(shown.basis)
     if shown.caps:
         caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
@@ -38,7 +40,7 @@ def said(shown: Preview) -> str:
 
 
 def structured(shown: Preview) -> dict[str, Any]:
-    """The preview for an answer's structure; what is unknown is null."""
+    """Return the preview for an answer's structure; unknown quantities are null."""
     estimates = {
         name: None if one is None else {"value": _short(one.value), "low": _short(one.low), "high": _short(one.high)}
         for name, one in shown.estimates.items()
@@ -54,7 +56,7 @@ def structured(shown: Preview) -> dict[str, Any]:
 
 
 def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
-    """What a run has taken so far, as a line and for an answer's structure; nothing where it was not measured."""
+    """Return a run's usage so far as lines and as a structure; empty and None if it was not measured."""
     try:
         usage = Usage.read(folder)
     except Corrupt:

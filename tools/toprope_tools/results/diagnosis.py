@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toprope.records.run.status import Event, Finding, Status
-from toprope.text_format import clip, percent
+from toprope.text_format import clip, percent, plural
 
 __all__ = ["findings_lines", "findings_told", "time_line"]
 
@@ -23,7 +23,7 @@ def findings_lines(status: Status, events: Sequence[Event]) -> list[str]:
         line = f"Finding {finding.rule} ({finding.level}{where}): {clip(finding.what, 240)}"
         lines.append(line + (f" Next: {clip(finding.next, 240)}" if finding.next else ""))
     if len(status.findings) > _MOST:
-        lines.append(f"{len(status.findings) - _MOST} more findings are in the structure.")
+        lines.append(f"The structure has {plural(len(status.findings) - _MOST, 'more finding')}.")
     held = {finding.rule for finding in status.findings}
     over: dict[str, Finding] = {}
     for finding in _told(events):
@@ -36,8 +36,8 @@ def findings_lines(status: Status, events: Sequence[Event]) -> list[str]:
 
 
 def findings_told(status: Status, events: Sequence[Event], *, detailed: bool) -> list[dict[str, Any]]:
-    """The same for the structure: what holds; with `detailed` everything that was told, oldest first, with threshold
-    and source."""
+    """Return findings for the structure: the current ones, or with `detailed` all that were told, oldest first, with
+    threshold and source."""
     if detailed:
         notes = [finding for finding in status.findings if finding.level == "note"]
         return [finding.model_dump(mode="json") for finding in [*_told(events), *notes]]
@@ -46,7 +46,7 @@ def findings_told(status: Status, events: Sequence[Event], *, detailed: bool) ->
 
 
 def time_line(shares: dict[str, float]) -> list[str]:
-    """Where the trainer's time went, if that is known."""
+    """Return a line on the use of the trainer's time, if it is known."""
     if not shares:
         return []
     names = {

@@ -1,7 +1,7 @@
-"""What a run's policy was asked and answered: the best, the worst, the newest, and what changed most.
+"""Tool that browses a training run's rollouts: the best, the worst, the newest, and the most changed.
 
-Everything shown here comes out of environments and models: it is cut, cleaned of what is invisible, and marked. Only
-training tasks are in a journal; held-out ones are in no file.
+Texts come from environments and models, so they are cut, cleaned of invisible characters and marked as untrusted. The
+journal contains training tasks only; held-out tasks are in no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, RolloutPage, find_rollouts
 from toprope.records.run.specification import Specification
-from toprope.text_format import call, clip, number
+from toprope.text_format import call, clip, number, plural
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import Answer, fitting
 
@@ -40,20 +40,20 @@ async def browse_rollouts(
     failed: bool = False,
     cursor: str | None = None,
 ) -> Answer:
-    """A page of a training run's rollouts.
+    """Answer a page of a training run's rollouts.
 
     Args:
         workshop: The server's.
-        run_id: Which run; it may be live.
-        order: What comes first. most_changed: tasks by how far their reward moved since they were first played.
+        run_id: Id of the run, which may be live.
+        order: Sort order. most_changed sorts tasks by the change of their reward since the first rollout.
         task: Only tasks whose id contains this.
         part: Order by this reward part instead of the reward.
-        failed: Only groups with an answer that raised an error or could not be read.
-        cursor: Where the page before ended.
+        failed: Only groups with an answer that raised an error or could not be parsed.
+        cursor: `next_cursor` of the previous page.
 
     Raises:
         NotFound: There is no such run.
-        InvalidValue: It keeps no rollouts, or cursor or part are none.
+        InvalidValue: The run stores no rollouts, or not a valid cursor or part.
     """
 
     def work() -> Answer:
@@ -61,7 +61,7 @@ async def browse_rollouts(
         kind = Specification.read(folder).run_kind
         if not kind.samples:
             raise InvalidValue(
-                f"{run_id} is a run of kind {kind.name}, which keeps no rollouts.",
+                f"{run_id} is a run of kind {kind.name}, which stores no rollouts.",
                 hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
             )
         query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
@@ -84,19 +84,19 @@ def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
     try:
         return float(value), int(seq)
     except ValueError:
-        raise InvalidValue(f"{clip(cursor, 60)!r} is no cursor.", hint="Omit it for the first page.") from None
+        raise InvalidValue(f"{clip(cursor, 60)!r} is not a cursor.", hint="Omit it for the first page.") from None
 
 
 def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> Answer:
-    """The page, with texts of at most `limit` characters."""
+    """Return the page, with texts of at most `limit` characters."""
     run_id = folder.run_id
     asked: dict[str, Any] = {"order": query.order}
     asked |= {key: one for key, one in (("task", query.task), ("part", query.part)) if one is not None}
     asked |= {"failed": True} if query.failed else {}
     groups = [_group(one, query, limit) for one in found.groups]
-    scanned = f"{found.scanned} groups looked at"
+    scanned = f"{plural(found.scanned, 'group')} read"
     if not found.complete:
-        scanned += ", not all there are: call again to look on"
+        scanned += ", not all of them: call again to read on"
     if not groups:
         why = "No rollouts match" if found.scanned else "No rollouts are journaled yet"
         if query.order == "most_changed" and found.matching:
@@ -154,7 +154,7 @@ def _group(found: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
 
 
 def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[answers.ShownRollout]:
-    """The rollout of a group that an order is about."""
+    """Return the rollouts of a group that the order is about."""
     if group is None:
         return []
     outcomes = group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
@@ -197,7 +197,7 @@ def _prompt(group: Group) -> str | None:
 
 
 def _text(group: Group, place: int) -> str | None:
-    """What was answered; groups of outside environments have it in their messages, if at all."""
+    """Return the answer; groups from outside environments have it in their messages, if at all."""
     if group.answers is not None and place < len(group.answers):
         return group.answers[place]
     rows = [row for row in range(len(group.tokens)) if group.outcome_of(row) == place]
@@ -216,7 +216,7 @@ def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
     head = f"group {one.group}{version}, task {one.task or 'unnamed'}: reward {number(one.reward_mean)}, "
     head += f"{one.successes}/{one.size} right"
     if one.change is not None:
-        head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since it was first played"
+        head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since its first rollout"
     lines = [head]
     if one.prompt is not None:
         lines.append(f"  asked {json.dumps(one.prompt, ensure_ascii=False)}")

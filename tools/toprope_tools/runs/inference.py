@@ -1,4 +1,4 @@
-"""Measuring a policy, or other models in its place, without training."""
+"""Tool that measures a policy, or other models in its place, without training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from anyio import to_thread
 from toprope.errors import InvalidValue
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import BASE
-from toprope.text_format import call
+from toprope.text_format import call, plural
 from toprope.workbench.endpoints import require_keys, resolve_models
 from toprope.workbench.launch.start import StartRequest
 from toprope_tools.answers import runs as answers
@@ -33,16 +33,16 @@ async def test_inference(
     group_size: int | None = None,
     max_new_tokens: int | None = None,
 ) -> Answer:
-    """Starts a run of kind `test` on validation tasks.
+    """Start a run of kind `test` on validation tasks.
 
     Args:
         workshop: The server's.
-        draft_id: Which draft's environment and policy.
-        models: Names of models, each of which is tested by itself: `base` for the draft's policy, the owner's, or those
-            of a preset. The draft's policy alone when None.
-        tasks: How many tasks; evaluation.validation_tasks when None.
-        group_size: Answers to each; rollout.group_size when None.
-        max_new_tokens: Longest answer of models given by name; rollout.max_new_tokens when None.
+        draft_id: Id of the draft with the environment and the policy.
+        models: Models to test one by one: `base` for the draft's policy, or names from the owner or a preset. Only the
+            draft's policy if None.
+        tasks: Number of tasks; evaluation.validation_tasks if None.
+        group_size: Answers per task; rollout.group_size if None.
+        max_new_tokens: Longest answer of models given by name; rollout.max_new_tokens if None.
 
     Raises:
         NotFound, LockedField, InvalidValue: The draft cannot run, there is no such model, or its key is missing;
@@ -52,7 +52,7 @@ async def test_inference(
     config = draft.config
     if max_new_tokens is not None and not models:
         raise InvalidValue(
-            "max_new_tokens is for models given by name.",
+            "max_new_tokens applies only to models given by name.",
             hint=f'edit_config sets rollout.max_new_tokens for the draft\'s policy; models=["{BASE}"] names it.',
         )
     plan = TestPlan(
@@ -64,14 +64,14 @@ async def test_inference(
     rollouts = plan.tasks * plan.group_size * max(len(plan.models), 1)
     if plan.tasks < 1 or plan.group_size < 1 or rollouts > _MOST_ROLLOUTS:
         raise InvalidValue(
-            f"{plan.tasks} tasks with {plan.group_size} answers each are not from 1 to {_MOST_ROLLOUTS} rollouts.",
-            hint="64 tasks with 8 answers tell enough.",
+            f"tasks times group_size must give 1 to {_MOST_ROLLOUTS} rollouts, not {rollouts}.",
+            hint="64 tasks with 8 answers each are enough.",
         )
     if max_new_tokens is not None and not 1 <= max_new_tokens < config.policy.max_context and _has_base(plan):
         raise InvalidValue(
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt within policy.max_context "
             f"({config.policy.max_context}) of the draft's policy.",
-            hint=f"Leave {BASE!r} out, or ask for less.",
+            hint=f"Leave {BASE!r} out, or lower max_new_tokens.",
         )
     started = await to_thread.run_sync(workshop.starter.start, StartRequest(draft, plan))
     specification = started.specifications[0]
@@ -79,14 +79,14 @@ async def test_inference(
     if plan.models:
         whom = "models " + ", ".join(model.name for model in plan.models)
     text = (
-        f"Started {specification.run_id}: {plan.tasks} validation tasks of {draft.environment.name}, {plan.group_size} "
-        f"answers each, {whom}. Nothing is trained.\n"
+        f"Started {specification.run_id}: {plural(plan.tasks, 'validation task')} of {draft.environment.name}, "
+        f"{plural(plan.group_size, 'answer')} each, {whom}. Nothing is trained.\n"
     )
     limit = config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
     if any(model.endpoint for model in plan.models) and limit < _FEW_TOKENS:
         text += (
-            f"Answers are cut off at {limit} tokens; models that think before they answer need thousands: "
-            "max_new_tokens sets it.\n"
+            f"Answers are cut off at {limit} tokens; models that think before they answer need thousands (set "
+            "max_new_tokens).\n"
         )
     text += (
         f"Next: {call('check_status', run_ids=[specification.run_id], wait_s=45)}, then "
@@ -109,4 +109,4 @@ def _has_base(plan: TestPlan) -> bool:
     return any(model.endpoint is None for model in plan.models)
 
 
-test_inference.__test__ = False  # type: ignore[attr-defined]  # a tool, whatever a test runner thinks of its name
+test_inference.__test__ = False  # type: ignore[attr-defined]  # a tool, not a test

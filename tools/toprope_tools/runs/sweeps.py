@@ -1,4 +1,4 @@
-"""Sweeps: a population of settings over a draft, each measured by a run of its own; what it takes is known before."""
+"""Tools for sweeps: a population of settings over a draft, each measured by a run of its own."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ _MOST = 64
 
 
 class Options(BaseModel):
-    """What else a sweep may be told."""
+    """Further options of start_sweep."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps of a candidate's run in the first epoch; the draft's budget when None."""
+    """Optimizer steps of a candidate's run in the first epoch; the draft's budget if None."""
     evaluate: Literal["train", "test"] = "train"
-    """`test`: measure the policy as it is, for knobs and prompts."""
+    """`test` measures the policy without training, for knobs and prompts."""
     selection_ratio: float = Field(0.5, gt=0, le=1)
     """Share that survives an epoch."""
     mutation_rate: float = Field(0.3, ge=0, le=1)
-    """How much new candidates differ."""
+    """Size of the changes in new candidates."""
     name: str | None = Field(None, max_length=64)
     """Begins the run's id."""
     again: bool = False
     """Start although a sweep of this draft's revision is live."""
     key: str | None = Field(None, min_length=1, max_length=80)
-    """Names this start, as that of start_training."""
+    """Names this start, as in start_training."""
     preview: bool = False
-    """Start nothing; tell what it would take."""
+    """Start nothing; say what a start would take."""
     confirm: str | None = Field(None, max_length=64)
-    """The hash of a preview that the owner's person agreed to."""
+    """The hash of a preview that a person agreed to."""
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -74,7 +74,7 @@ def _options(given: Mapping[str, Any]) -> Options:
     except ValidationError as error:
         raise InvalidValue(
             f"options: {describe_misfits(error)}. Nothing was started.",
-            hint=f"There are {', '.join(Options.model_fields)}.",
+            hint=f"Options: {', '.join(Options.model_fields)}.",
         ) from None
 
 
@@ -88,20 +88,20 @@ async def start_sweep(
     epochs: int = 3,
     options: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Freezes a draft and starts a sweep over some of its fields; answers as soon as it has its keeper.
+    """Freeze a draft and start a sweep over some of its fields; answer as soon as it has its keeper.
 
     Args:
         workshop: The server's.
-        draft_id: Which draft; what is not in `space` is the same for all.
-        space: By field `{"min": .., "max": .., "log": true}` or `{"choices": [..]}`.
+        draft_id: Id of the draft; fields outside `space` are equal for all candidates.
+        space: Per field `{"min": .., "max": .., "log": true}` or `{"choices": [..]}`.
         strategy: evolution, pbt, halving, random, optuna, or `file:Class` of the owner's.
-        population: Candidates of an epoch.
-        epochs: How many.
+        population: Candidates per epoch.
+        epochs: Number of epochs.
         options: See `Options`.
 
     Raises:
-        NotFound, LockedField, InvalidValue: Draft, space or strategy do not fit; nothing was started.
-        NotPossibleNow: A limit does not allow it, or it is to be confirmed.
+        NotFound, LockedField, InvalidValue: Not a valid draft, space or strategy; nothing was started.
+        NotPossibleNow: A limit forbids it, or a person must confirm it.
     """
 
     chosen = _options(options or {})
@@ -194,7 +194,7 @@ def _next(run_id: str) -> str:
 
 
 def member_of(run_id: str) -> str | None:
-    """What a run is to its sweep, in words; None for a run of none, as its id tells."""
+    """Describe a run's part in its sweep, by its id; None for a run outside sweeps."""
     found = sweep_of(run_id)
     if found is None:
         return None
@@ -205,7 +205,7 @@ def member_of(run_id: str) -> str | None:
 
 
 def best_line(sweep: Status) -> str:
-    """What a sweep has come to, in a few words of its status."""
+    """Summarize the outcome of a sweep in a few words, from its status."""
     heldout = sweep.evaluations.get("heldout", {})
     if heldout.get("accuracy") is not None:
         return f"best {percent(heldout['accuracy'])} held out"
@@ -214,7 +214,7 @@ def best_line(sweep: Status) -> str:
 
 
 def best_of_sweep(folder: RunFolder, sweep: Specification) -> Specification:
-    """A sweep's specification with the values of its best candidate, for a draft that goes on from there.
+    """Return a sweep's specification with the values of its best candidate, for a new draft.
 
     Raises:
         InvalidValue: No candidate has a score yet.
@@ -230,15 +230,15 @@ def best_of_sweep(folder: RunFolder, sweep: Specification) -> Specification:
 
 
 def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
-    """What a sweep has come to, for the text of its results."""
+    """Return the outcome of a sweep as lines of text."""
     try:
         standing = read_standing(folder)
     except Corrupt as error:
         return [str(error)]
     best, final = standing.best, standing.final
     lines = [
-        f"{plan.strategy} over {', '.join(plan.space)}: {standing.epochs_completed} of {plan.epochs} epochs, "
-        f"{len(standing.scores)} candidates measured, {standing.steps} optimizer steps."
+        f"{plan.strategy} over {', '.join(plan.space)}: {standing.epochs_completed} of {plural(plan.epochs, 'epoch')}, "
+        f"{plural(len(standing.scores), 'candidate')} measured, {plural(standing.steps, 'optimizer step')}."
     ]
     if best is None:
         return [*lines, "No candidate has a score yet."]
@@ -250,12 +250,12 @@ def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
     if final is not None and final.measured is not None:
         lines.append(
             f"Held out, measured once, {final.run_id}: "
-            f"{_accuracy(final.measured.accuracy, final.measured.tasks)} tasks that no candidate was chosen by. The "
-            "validation figure of a best of many is flattered; this one is not."
+            f"{_accuracy(final.measured.accuracy, final.measured.tasks)} tasks that played no part in the choice. The "
+            "validation figure of the best of many is biased upwards; this one is not."
         )
     elif final is not None and final.why:
         lines.append(f"Not measured on held-out tasks: {final.why}.")
-    lines.append("Candidates, the best first (what each was made from; ^: went on with its weights):")
+    lines.append("Candidates, the best first (with ancestors; ^: continued from the parent's weights):")
     lines += [f"  {_row(standing, one)}" for one in _ranked(standing)[:_SHOWN]]
     if len(standing.scores) > _SHOWN:
         lines.append(f"  and {len(standing.scores) - _SHOWN} more, in the structure.")
@@ -264,7 +264,7 @@ def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
 
 
 def sweep_structure(folder: RunFolder, plan: SweepPlan) -> dict[str, Any]:
-    """The same as a structure."""
+    """Return the outcome of a sweep as a structure."""
     try:
         standing = read_standing(folder)
     except Corrupt:
@@ -289,7 +289,7 @@ def sweep_structure(folder: RunFolder, plan: SweepPlan) -> dict[str, Any]:
 
 
 def lineage(standing: Standing, candidate: str) -> list[str]:
-    """A candidate and those that it came from, itself first."""
+    """Return a candidate and its ancestors, itself first."""
     found, at = [], standing.candidates.get(candidate)
     while at is not None and at.id not in found:
         found.append(at.id)
@@ -298,7 +298,7 @@ def lineage(standing: Standing, candidate: str) -> list[str]:
 
 
 def _ranked(standing: Standing) -> list[str]:
-    """Candidates by score, those without one last."""
+    """Sort candidates by score, those without a score last."""
     order = {one: place for place, one in enumerate(standing.candidates)}
 
     def place(one: str) -> tuple[float, int, int]:

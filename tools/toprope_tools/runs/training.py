@@ -74,7 +74,7 @@ async def start_training(
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
-    """Stops a live run and waits until it has ended; by a group's id all its runs. One that has ended is only told of.
+    """Stop a live run, or all runs of a group, and wait for the end. An ended run is only reported.
 
     Raises:
         NotFound: There is no such run.
@@ -87,7 +87,7 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
         return await _stop_sweep(workshop, before)
     if before.ended and before.resume_at is not None:
         after = await to_thread.run_sync(workshop.runs.stop, run_id)
-        text = f"{run_id} was lost and would have gone on by itself; now it is {after.state}. resume_training goes on."
+        text = f"{run_id} was lost, about to go on by itself; now it is {after.state}. resume_training continues it."
         data = answers.Stopped(run_id=run_id, state=after.state, was_live=False)
     elif before.ended:
         text = f"{run_id} is not running: it {_ended(before.state)} already. Nothing was stopped."
@@ -98,33 +98,33 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
         if after.checkpoint:
             text += f" Last checkpoint: step {after.checkpoint.get('step')}, {after.checkpoint.get('path')}."
         if not after.ended:
-            text += f" It still ends; {call('check_status', run_ids=[run_id], wait_s=45)} tells when it has."
+            text += f" It is still ending; {call('check_status', run_ids=[run_id], wait_s=45)} waits for the end."
         data = answers.Stopped(run_id=run_id, state=after.state, was_live=True)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
 async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
-    """Goes on with a run that was stopped, failed or lost; answers as soon as it has its keeper.
+    """Resume a run that was stopped, failed or lost; answer as soon as it has its keeper.
 
     Raises:
         NotFound: There is no such run.
-        NotPossibleNow: It lives, is still ending or has completed, or a limit leaves it nothing.
+        NotPossibleNow: The run is live, still ending or completed, or its limits are used up.
         Corrupt: Its checkpoint cannot be read.
-        ComponentFailed: Its keeper did not come up; it is failed again.
+        ComponentFailed: Its keeper did not come up; the run has failed again.
     """
     status, specification = await to_thread.run_sync(_resume, workshop, run_id)
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"
     if status.checkpoint is not None:
-        text += f" goes on after step {step} of {budget.steps}, from {status.checkpoint['path']}"
-        text += "; its metrics, rollouts and evaluation before training stay."
+        text += f" continues after step {step} of {budget.steps}, from {status.checkpoint['path']}"
+        text += "; its metrics, rollouts and first evaluation are kept."
     elif kind.trains:
         text += " starts again at step 0, because the run has no checkpoint."
     elif kind.starts_runs:
-        text += " goes on after what was measured so far; members that live are waited for."
+        text += " continues after what was measured so far and waits for live members."
     else:
-        text += " starts again: a run of this kind has no steps."
+        text += " starts again, because runs of this kind have no steps."
     from_step = (step or 0) if kind.trains else None
     data = answers.Resumed(
         run_id=run_id, kind=kind.name, attempt=status.attempt, state=status.state, from_step=from_step
@@ -133,7 +133,7 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
 
 
 def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
-    """Goes on with a run if the owner's limits leave it anything."""
+    """Resume a run if its limits are not used up."""
     runs = workshop.home.runs
     with ledger_lock(runs) if runs.is_dir() else nullcontext():
         status = workshop.runs.status(run_id, revive=False)
@@ -163,7 +163,7 @@ async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Ans
 
 
 async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
-    """Stops a sweep and then its members, of which its keeper may leave some where it was lost."""
+    """Stop a sweep, then the members that a lost keeper may have left."""
     run_id, folder = before.run_id, workshop.runs.folder(before.run_id)
     after = await workshop.stop(run_id)
     await to_thread.run_sync(stop_members, folder)
@@ -180,7 +180,7 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
         text = f"{run_id} is not running: it {_ended(before.state)} already"
     text += f"; still ending: {', '.join(live)}." if live else "; none of its runs is live."
     if after.state != "completed":
-        text += " What was measured stays, and resume_training goes on from there."
+        text += " What was measured so far is kept; resume_training continues from there."
     data = answers.Stopped(run_id=run_id, state=after.state, was_live=not before.ended)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
@@ -255,7 +255,7 @@ def _started(specifications: Sequence[Specification]) -> answers.Started:
 
 
 def _next(run_id: str, *, grouped: bool = False) -> str:
-    """The wait that follows a start: one that ends at what matters, and that each client cuts to what it holds out."""
+    """Propose the wait after a start; it ends at important news, or at the client's call limit."""
     until = ["all ended", "failed"] if grouped else ["finding", "stall", "end"]
     return f"Next: {call('check_status', run_ids=[run_id], wait_s=_WAIT_S, until=until)}"
 

@@ -1,10 +1,10 @@
-"""A run's life in the words of a checked training: which checks have passed, and how far it is.
+"""The lifecycle of a run as checks and states, derived from its status.
 
     created -> validating -> validated -> training -> trained -> evaluating -> complete        error
 
-Everything is read off the status, for runs of every kind: what has to be so before a component serves has been checked
-when it does. The policy loads, the environment has tasks in every split and scores an answer, a trainer of the owner's
-own has no objection: each is a check that has passed, failed, or is still open.
+A component serves only after its own checks, so the status of the crew tells which checks have passed, failed or are
+open: the policy loads, the environment has tasks in every split and scores an answer, an owner's trainer accepts the
+run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CHECKS = ("config", "agent", "dataset", "reward")
 
 _READY = frozenset({"ready", "finished"})
 _NEEDS = {"config": (), "agent": ("policy", "inference"), "dataset": ("environment",), "reward": ("environment",)}
-"""Which members have to serve for a check to have passed. The configuration was checked when the run was frozen."""
+"""Members that must serve for a check to have passed. Freezing has checked the configuration."""
 _NAMED = re.compile(r"\bcheck_(config|agent|dataset|reward):")
 _REWARD = re.compile(r"reward|scor", re.IGNORECASE)
 
 
 def checks_of(status: Status) -> dict[str, Lifecycle]:
-    """How each check stands."""
+    """Return the state of each check."""
     crew, failed = status.crew, _failed(status)
     begun = status.training_at is not None or bool(status.evaluations)
     found: dict[str, Lifecycle] = {}
@@ -36,13 +36,13 @@ def checks_of(status: Status) -> dict[str, Lifecycle]:
         members = [crew[member] for member in _NEEDS[name] if member in crew]
         ready = begun or (len(members) == len(_NEEDS[name]) and all(member.state in _READY for member in members))
         if status.run_kind.samples and "trainer" in crew and not begun and name != "config":
-            ready = ready and crew["trainer"].state in _READY  # one of the owner's own checks them, too
+            ready = ready and crew["trainer"].state in _READY  # an owner's trainer checks them, too
         found[name] = "failed" if name in failed else "passed" if ready else "open"
     return found
 
 
 def state_of(status: Status) -> State:
-    """How far it is."""
+    """Return the lifecycle state of a run."""
     match status.state:
         case "completed":
             return "complete"
@@ -51,7 +51,7 @@ def state_of(status: Status) -> State:
         case "queued":
             return "created"
         case "evaluating":
-            # Until the first task is played what there is, is a trained policy.
+            # Before the first task of the evaluation, the run is a trained policy.
             return "evaluating" if "what" in status.progress or status.training_at is None else "trained"
         case "stopping" | "stopped" if status.checkpoint is not None:
             return "trained"
@@ -63,8 +63,7 @@ def state_of(status: Status) -> State:
 
 
 def _failed(status: Status) -> set[str]:
-    """The checks that ended the run: those that its failure names, or the one of the member that failed before training
-    began."""
+    """Return the checks that ended the run: those that its failure names, or that of the member that failed first."""
     failure = status.failure
     if failure is None:
         return set()

@@ -1,6 +1,6 @@
-"""A run's frozen specification: everything its crew needs to know, and nothing that changes.
+"""A run's frozen specification: everything that its crew needs to know.
 
-It is written before the keeper starts and never again. Secrets are not in it.
+It is written once, before the keeper starts, and contains no secrets.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 SPECIFICATION_VERSION = 1
-"""Of spec.json: the newest that is known here."""
+"""Newest version of spec.json that this code reads."""
 
 
 class RewardSource(BaseModel):
-    """A reward function of the owner's that a worker adds to an environment: `attribute` of the file `file`."""
+    """A reward function of the owner: `attribute` of `file`, which a worker adds to an environment."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,7 +55,7 @@ class RewardSource(BaseModel):
 
 
 class EnvironmentSource(BaseModel):
-    """Where a worker finds an environment.
+    """The place where a worker finds an environment.
 
     Either `file` and `attribute` (a class or factory in a user's file), or `adapter` (a module of
     toprope/sdk/adapters) and `target` (what the adapter calls it).
@@ -69,13 +69,13 @@ class EnvironmentSource(BaseModel):
     adapter: str | None = None
     target: str | None = None
     interpreter: str | None = None
-    """Path of the Python that runs the worker; ours when None."""
+    """Path of the Python that runs the worker; Toprope's own if None."""
     rewards: list[RewardSource] = []
-    """More parts of its reward, by configuration."""
+    """Reward functions that the configuration adds."""
 
 
 class ModelUnderTest(BaseModel):
-    """A model that a test measures: at an endpoint, or the run's own policy where `endpoint` is None."""
+    """A model that a test measures: at an endpoint, or the run's own policy if `endpoint` is None."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,7 +84,7 @@ class ModelUnderTest(BaseModel):
 
 
 class TrainerSource(BaseModel):
-    """A class of the owner's own that trains, as it was when the run was frozen."""
+    """A trainer class of the owner, at the time of freezing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -95,7 +95,7 @@ class TrainerSource(BaseModel):
 
 
 class DatasetSource(BaseModel):
-    """A version of a data set that a run learns from."""
+    """The version of a data set that a run learns from."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -131,12 +131,12 @@ class TestPlan(BaseModel):
     tasks: int
     group_size: int
     models: list[ModelUnderTest] = []
-    """Which models, each by itself; empty: the run's own policy alone."""
+    """The models, measured one by one; empty for the run's own policy alone."""
     seconds_per_model: float = 600.0
     max_new_tokens: int | None = None
-    """Longest answer of models that are tested by name; rollout.max_new_tokens where None."""
+    """Longest answer of models tested by name, in tokens; rollout.max_new_tokens if None."""
     heldout: bool = False
-    """Held-out tasks instead, one answer to each: the final measurement of a sweep's winner, once."""
+    """Use held-out tasks, one answer each: the final measurement of a sweep's winner."""
 
 
 class AskPlan(BaseModel):
@@ -148,16 +148,16 @@ class AskPlan(BaseModel):
     conversations: list[list[dict[str, str]]]
     """Chat messages, role and content."""
     temperature: float = 0.0
-    """0: the most likely token at each position."""
+    """0 takes the most likely token at each position."""
     max_new_tokens: int
     answers: int = Field(1, ge=1)
-    """To each conversation."""
+    """Answers to each conversation."""
     asked: str
-    """Whose answers these are, in words: "step 120 of run x", "the base policy embedded"."""
+    """The policy in words: "step 120 of run x", "the base policy embedded"."""
 
 
 class SeedGroup(BaseModel):
-    """Which of several runs this is that differ in their seed alone: number `index`, from 0, of `size`."""
+    """A run's place in its seed group: number `index`, from 0, of `size`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -174,7 +174,7 @@ class Dimension(BaseModel):
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """Steps are factors rather than differences."""
+    """Vary by factors instead of differences."""
     integer: bool = False
     choices: list[Any] | None = None
 
@@ -188,13 +188,13 @@ class SweepPlan(BaseModel):
     space: dict[str, Dimension]
     """By dotted field."""
     strategy: str
-    """A name of `toprope.sdk.evolution.STRATEGIES`, or `optuna`; of a user's own the name of its class."""
+    """A name of `toprope.sdk.evolution.STRATEGIES`, `optuna`, or the name of a user's own class."""
     file: str | None = None
     """The file with a user's own class."""
     options: dict[str, Any] = {}
     """More arguments of the strategy."""
     evaluate: Literal["train", "test"] = "train"
-    """How a candidate is measured, on the validation split: after training, or as it is."""
+    """Measure a candidate on validation tasks after training it, or as it is."""
     population: int = Field(ge=1)
     epochs: int = Field(ge=1)
     selection_ratio: float = Field(gt=0, le=1)
@@ -203,15 +203,15 @@ class SweepPlan(BaseModel):
     """Optimizer steps of a candidate's run in the first epoch."""
     seed: int = 0
     runs: int = Field(ge=1)
-    """The most runs that it may start, the winner's last measurement among them."""
+    """Most runs that it may start, including the winner's final measurement."""
     total_steps: int = Field(ge=0)
-    """The most optimizer steps of all of them together."""
+    """Most optimizer steps of all runs together."""
     knobs: list[dict[str, Any]] = []
-    """The knobs on the environment's card when this was planned."""
+    """The knobs of the environment when the sweep was planned."""
 
 
 RunPlan = TrainPlan | FineTunePlan | TestPlan | AskPlan | SweepPlan
-"""What a run is to do, tagged by the kind of the run."""
+"""The task of a run, tagged with the kind of the run."""
 
 
 def training_plan(config: Config) -> TrainPlan | FineTunePlan:
@@ -220,22 +220,22 @@ def training_plan(config: Config) -> TrainPlan | FineTunePlan:
 
 
 class SweepMember(BaseModel):
-    """Which candidate of a sweep a run measures."""
+    """The candidate of a sweep that a run measures."""
 
     model_config = ConfigDict(extra="forbid")
 
     sweep: str
-    """The sweep's run."""
+    """Run id of the sweep."""
     candidate: str
     epoch: int
     parent: str | None = None
-    """The candidate that it was made from."""
+    """The candidate that this one was derived from."""
     continues: str | None = None
-    """The run whose weights and optimizer it begins with."""
+    """The run whose weights and optimizer state it starts with."""
     first_task: int = 0
-    """How many training tasks those that it goes on from were given: it begins after them."""
+    """Number of training tasks that its predecessors used; it starts after them."""
     final: bool = False
-    """Whether this is the winner's measurement on held-out tasks."""
+    """This is the winner's measurement on held-out tasks."""
 
 
 class Specification(BaseModel):
@@ -253,31 +253,31 @@ class Specification(BaseModel):
     preset: str | None = None
     environment: EnvironmentSource
     mixture: list[EnvironmentSource] = []
-    """The others beside it, in the order of config.environment.mixture."""
+    """The other environments, in the order of config.environment.mixture."""
     config: Config
     locks: dict[str, Any] = {}
-    """The owner's locks that held when this was frozen, as read."""
+    """The owner's locks at the time of freezing."""
     beside_preset: dict[str, list[Any]] = {}
-    """Fields whose value is not the preset's, each with the preset's value and this one."""
+    """Fields that differ from the preset, each with the preset's value and the run's."""
     teacher: ModelUnderTest | None = None
-    """Who demonstrates in a run of kind `sft`, where it is a model at an endpoint."""
+    """The model at an endpoint that demonstrates in a run of kind `sft`, if any."""
     trainer: TrainerSource | None = None
-    """Who trains, where it is a class of the owner's own."""
+    """The owner's own trainer class, if one trains."""
     dataset: DatasetSource | None = None
-    """What a run of kind `sft` learns from instead of a teacher's demonstrations."""
+    """The data set that replaces a teacher's demonstrations in a run of kind `sft`."""
     base_run: str | None = None
-    """The run whose checkpoint the policy begins as, where the configuration named one."""
+    """The run whose checkpoint the policy starts from, if the configuration named one."""
     reproduces: str | None = None
-    """The run that this one repeats, to see whether it comes out the same."""
+    """The run that this one repeats."""
     seed_group: SeedGroup | None = None
     limits: FrozenLimits | None = None
-    """The owner's limits that held when this was started, to which its keeper holds it."""
+    """The owner's limits at the start, which the keeper enforces."""
     test: TestPlan | None = None
     ask: AskPlan | None = None
     sweep: SweepPlan | None = None
     member: SweepMember | None = None
     policy_cache: str
-    """Folder under which embedded policies are made and kept."""
+    """Folder of embedded policies."""
 
     @property
     def run_kind(self) -> RunKind:
@@ -286,7 +286,7 @@ class Specification(BaseModel):
 
     @classmethod
     def read(cls, folder: RunFolder) -> Specification:
-        """The specification on disk.
+        """Read the specification on disk.
 
         Raises:
             NotFound, Corrupt: See `read_json`.
@@ -295,7 +295,7 @@ class Specification(BaseModel):
             return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
         except ValidationError as error:
             raise Corrupt(
-                f"{folder.spec} is not a specification: {describe_misfits(error)}.", hint=REPAIR_HINT
+                f"{folder.spec} is not a valid specification: {describe_misfits(error)}.", hint=REPAIR_HINT
             ) from None
 
     def write(self, folder: RunFolder) -> None:

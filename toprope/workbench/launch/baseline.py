@@ -1,4 +1,4 @@
-"""What the newest test of an environment found: how often an untrained policy is right, and how many groups teach."""
+"""The newest test of an environment: the accuracy of an untrained policy, and the share of groups that teach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 
 __all__ = ["Baseline", "baseline_of"]
 
-_MOST_LOOKED_AT = 300
+_MOST_READ = 300
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Baseline:
     group_size: int
     pass_rate: float
     all_wrong_share: float
-    """Of the groups, those without a right answer: they teach nothing."""
+    """Share of groups without a right answer; they teach nothing."""
     all_right_share: float
-    """Of the groups, those with right answers only: nor do they."""
+    """Share of groups with right answers only; they teach nothing either."""
 
 
 def baseline_of(environment: str, runs: Path) -> Baseline | None:
-    """The newest test of an environment by its own policy that has ended; None where there is none.
+    """Return the newest ended test of a draft's own policy in an environment; None if there is none.
 
     Args:
-        environment: Its name.
+        environment: Name of the environment.
         runs: The folder of runs.
     """
     try:
@@ -41,7 +41,7 @@ def baseline_of(environment: str, runs: Path) -> Baseline | None:
         entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
     except OSError:
         return None
-    for entry in entries[:_MOST_LOOKED_AT]:
+    for entry in entries[:_MOST_READ]:
         folder = RunFolder(Path(entry.path))
         try:
             if not folder.evaluation("test").is_file():

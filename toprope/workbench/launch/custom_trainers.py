@@ -1,6 +1,6 @@
-"""Where a trainer of the owner's own lies: `file.py:Class` in a folder that settings.yaml names under `trainers`.
+"""Lookup of the owner's own trainers: `file.py:Class` in a folder that settings.yaml lists under `trainers`.
 
-Files are read and nothing is run; whether the class is what it should be, its run finds out in the trainer's process.
+Files are parsed and never run; the run itself checks the class in the trainer's process.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FORM = re.compile(r"(?P<file>[^:\\]+\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 
 def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> TrainerSource | None:
-    """The class that `algorithm.trainer` names; None where the algorithm is not `custom`.
+    """Return the class that `algorithm.trainer` names; None if the algorithm is not `custom`.
 
     Args:
         config: The run's configuration.
-        folders: The owner's, in their order.
-        settings_file: Named where there are none.
+        folders: The owner's folders with trainers, in order.
+        settings_file: Named in the message if there are no folders.
 
     Raises:
-        InvalidValue: The name has another form, leads out of its folder, or the file cannot be read as Python.
-        NotFound: There is no such file or class; the message names those that there are.
+        InvalidValue: Not a valid name, a file outside the folder, or not valid Python.
+        NotFound: There is no such file or class; the message lists the existing ones.
     """
     if config.algorithm.name != "custom":
         return None
@@ -40,7 +40,7 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
     form = _FORM.fullmatch(named)
     if form is None or Path(form["file"]).is_absolute() or ".." in Path(form["file"]).parts:
         raise InvalidValue(
-            f"algorithm.trainer is {shown(named)}, which is no 'file.py:Class' within a folder of the owner's.",
+            f"algorithm.trainer is {shown(named)}, which is not a 'file.py:Class' in one of the owner's folders.",
             hint=_known(folders, settings_file),
         )
     for folder in folders:
@@ -48,7 +48,7 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
         if not file.is_file():
             continue
         if not file.resolve().is_relative_to(folder.resolve()):
-            raise InvalidValue(f"{file} leads out of {folder}, where trainers are taken from.")
+            raise InvalidValue(f"{file} leads out of {folder}, the folder of trainers.")
         classes = _classes(file)
         if form["attribute"] not in classes:
             raise NotFound(f"{file} defines no class {form['attribute']}.", hint=nearest(form["attribute"], classes))
@@ -61,7 +61,7 @@ def _classes(file: Path) -> list[str]:
     try:
         tree = parse(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Mend the file.") from None
+        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Correct the file.") from None
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 

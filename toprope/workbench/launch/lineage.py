@@ -1,5 +1,5 @@
-"""Where a policy comes from that is another run's (`run:<run_id>` in `policy.model`), and what a run learns from where
-that is a data set (`sft.dataset`)."""
+"""Inputs of a run that earlier work produced: another run's policy (`run:<run_id>` in `policy.model`) and a data set
+(`sft.dataset`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from toprope.trajectories.datasets.store import DatasetStore
 __all__ = ["RUN", "base_of", "with_dataset"]
 
 RUN = "run:"
-"""Begins the name of a run, in place of a model's."""
+"""Prefix of a run's name in place of a model's."""
 
 _HASH_BYTES = 256 << 20
-"""Of a checkpoint or a data set so much is compared here, while others wait to start; whoever loads it compares it
-whole."""
+"""Bytes of a checkpoint or data set that are compared here; its loader compares all of it."""
 
 
 def base_of(model: str, runs: Path) -> tuple[str, str] | None:
-    """The run that a model's name names, and the folder of the newest weights that it left; None where it names none.
+    """Return the run that `policy.model` names and the folder of its newest weights; None if it names no run.
 
     Args:
-        model: What `policy.model` says.
+        model: Value of `policy.model`.
         runs: The folder of runs.
 
     Raises:
         NotFound, Corrupt: There is no such run, or its status cannot be read.
-        NotPossibleNow: It still trains, or has no sound checkpoint.
+        NotPossibleNow: The run still trains, or has no sound checkpoint.
     """
     if not model.startswith(RUN):
         return None
@@ -39,26 +38,25 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
     status = Status.read(folder)
     if not status.ended:
         raise NotPossibleNow(
-            f"policy.model is {model}, which is still {status.state}: its weights are not there yet.",
+            f"policy.model is {model}, which is still {status.state}: its final weights do not exist yet.",
             hint=f'check_status(run_ids=["{folder.run_id}"], wait_s=45, until="end") waits for it.',
         )
     found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
     if found is None:
-        why = str(damaged[0]) if damaged else "it left none"
+        why = str(damaged[0]) if damaged else "it wrote none"
         raise NotPossibleNow(
             f"policy.model is {model}, which has no checkpoint to begin with: {why}.",
-            hint="list_runs names other runs.",
+            hint="list_runs lists other runs.",
         )
     return folder.run_id, str(found.path / "model")
 
 
 def with_dataset(specification: Specification, datasets: Path) -> Specification:
-    """The specification with the version that `sft.dataset` means now, by its file and digest; the same where it names
-    none.
+    """Add file and digest of the version that `sft.dataset` names; return the specification unchanged if it names none.
 
     Raises:
         NotFound: There is no such data set or version.
-        Corrupt: Its files are not what was written.
+        Corrupt: Its files were changed since they were written.
     """
     asked = specification.config.sft.dataset
     if not asked:

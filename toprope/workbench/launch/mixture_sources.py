@@ -1,7 +1,7 @@
-"""What a draft's environments are made of: the others beside the selected one, and the owner's reward functions.
+"""Sources of a draft's environments: its mixture, and the owner's reward functions.
 
-A name becomes a source as the catalog has it, so that each environment reads only the folders that it may; a function's
-file lies in one of the owner's folders with environments, and nowhere else. The owner's locks hold for every one.
+The catalog resolves the names of environments, so that each reads only the folders it may read. Files of reward
+functions must be in one of the owner's folders with environments. The owner's locks apply to every environment.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["Ingredients", "blend", "hold_locks", "own_source", "reward_source"]
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What a specification says of a draft's environments."""
+    """Sources of a draft's environments, as a specification stores them."""
 
     environment: EnvironmentSource
     mixture: list[EnvironmentSource] = field(default_factory=list)
 
 
 def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -> Ingredients:
-    """Finds the environments of a draft's mixture, and the functions that are added to their rewards.
+    """Find the environments of a draft's mixture, and the functions added to their rewards.
 
     Args:
-        draft: What is to start.
-        find: The catalog's, by name.
+        draft: The draft to start.
+        find: Resolves a name in the catalog.
         folders: The owner's folders with environments.
 
     Raises:
         NotFound: There is no such environment, file or function.
-        InvalidValue: One is not ready, or a file lies elsewhere.
+        InvalidValue: An environment is not ready, or a file is in another folder.
     """
     first, *others = members_of(draft.config.environment)
     own = own_source(draft, folders)
@@ -52,11 +52,11 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
     for plan in others:
         entry = find(plan.name)
         if not entry.usable:
-            raise InvalidValue(f"environment.mixture has {plan.name}, which is {entry.status}.", hint=entry.problem)
+            raise InvalidValue(f"environment.mixture: {plan.name} is {entry.status}.", hint=entry.problem)
         source = entry.environment.model_copy(update={"rewards": _rewards(plan, folders)})
         if source.model_dump() == own.model_dump() and plan.section.knobs == first.section.knobs:
             raise InvalidValue(
-                f"environment.mixture has {plan.label}, which is the selected environment with the same knobs.",
+                f"environment.mixture contains {plan.label}, which is the selected environment with the same knobs.",
                 hint="Give it other knobs, or leave it out and set environment.weight.",
             )
         mixture.append(source)
@@ -64,17 +64,18 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
 
 
 def own_source(draft: Draft, folders: Sequence[Path]) -> EnvironmentSource:
-    """The selected environment of a draft with its reward functions. Raises: as `blend`."""
+    """Return the selected environment of a draft with its reward functions. Raises: as `blend`."""
     first = members_of(draft.config.environment)[0]
     return draft.environment.model_copy(update={"rewards": _rewards(first, folders)})
 
 
 def hold_locks(config: Config, locks: Locks) -> None:
-    """Passes a configuration whose environments beside the selected one, and whose levels, the owner's locks allow.
-    Knobs that an entry does not name are held to them when its worker has opened it.
+    """Enforce the owner's locks on the other environments of a mixture, and on the levels of curricula.
+
+    Knobs that an entry does not name are checked when its worker has opened it.
 
     Raises:
-        LockedField: One is not allowed; the message names it with the owner's reason.
+        LockedField: An environment or a level is not allowed; the message has the owner's reason.
     """
     for place, plan in enumerate(members_of(config.environment)):
         curriculum = plan.curriculum
@@ -85,7 +86,7 @@ def hold_locks(config: Config, locks: Locks) -> None:
             continue
         given = [{"name": name, "default": value} for name, value in plan.section.knobs.items()]
         fields = {name: one for name, one in all_fields(given).items() if name.startswith("environment.")}
-        # Which environments there may be is what a lock on the mixture says; weights and shares are of the whole.
+        # A lock on the mixture decides which environments it may contain; weights and shares concern the whole.
         for name in ("mixture", "weight", "min_share"):
             fields.pop(f"environment.{name}", None)
         try:
@@ -99,28 +100,28 @@ def _rewards(plan: MemberPlan, folders: Sequence[Path]) -> list[RewardSource]:
 
 
 def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSource:
-    """Where a worker finds a reward function.
+    """Find the file of a reward function.
 
     Args:
-        function: As the configuration has it.
-        folders: The owner's folders with environments, searched in this order.
+        function: Its entry in the configuration.
+        folders: The owner's folders with environments, in search order.
 
     Raises:
         NotFound: There is no such file or function.
-        InvalidValue: The file lies elsewhere, or is no Python.
+        InvalidValue: The file is in another folder, or not valid Python.
     """
     folders = list(dict.fromkeys(folder.absolute() for folder in folders))
     named = Path(function.file)
     allowed = ", ".join(map(str, folders))
     outside = InvalidValue(
-        f"The reward function {function.name} is in {shown(function.file)}, which is not in a folder with the owner's "
+        f"The reward function {function.name} is in {shown(function.file)}, outside the owner's folders with "
         "environments.",
-        hint=f"Put the file into one of them: {allowed}.",
+        hint=f"Move the file into one of these folders: {allowed}.",
     )
     if ".." in named.parts:
         raise outside
     for folder in folders:
-        file = folder / named  # of an absolute path nothing but the path itself is left
+        file = folder / named  # an absolute path replaces the folder
         if named.is_absolute() and not file.is_relative_to(folder):
             continue
         if not file.is_file():
@@ -139,8 +140,8 @@ def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSo
     if named.is_absolute():
         raise outside
     raise NotFound(
-        f"The reward function {function.name} is in {shown(function.file)}, and there is no such file.",
-        hint=f"Looked for in {allowed}.",
+        f"The reward function {function.name} is in {shown(function.file)}, which does not exist.",
+        hint=f"Searched folders: {allowed}.",
     )
 
 
@@ -148,7 +149,7 @@ def _require_function(file: Path, function: RewardFunction) -> None:
     try:
         tree = parse(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Mend the file.") from None
+        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Correct the file.") from None
     defined: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

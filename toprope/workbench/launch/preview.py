@@ -1,9 +1,9 @@
-"""What a start would take, before it is started: time, processors, memory, disk and money, from what was measured.
+"""Preview of a start: the time, processors, memory, disk and money that it would take, from earlier measurements.
 
-Nothing is modelled. Runs of the same draft, or else of the same environment, policy and batch on this machine, say how
-long a step took and what lay before and after training; a test run says how fast answers are sampled. What nobody
-measured is unknown, and is said to be. Where the owner wants a person to confirm a start, the confirmation is bound to
-the hash of exactly what was shown.
+Nothing is modelled. Earlier runs of the same draft, or else of the same environment, policy and batch, on this machine
+tell the seconds per step and the time before and after training; a test tells the rate of sampling. Quantities that
+nobody measured are reported as unknown. If a person must confirm a start, the confirmation is bound to the hash of
+exactly this preview.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.settings.limits import FrozenLimits, Limits
+from toprope.supervisor.capacity.budget_ledger import folder_bytes
 
 __all__ = ["Estimate", "Preview", "needs_confirmation", "preview"]
 
-_MOST_LOOKED_AT = 300
+_MOST_READ = 300
 _MOST_USED = 20
 _FEWEST_STEPS = 5
 _SHAPE = (
@@ -44,13 +45,13 @@ _SHAPE = (
     ("launcher", "device"),
     ("launcher", "threads"),
 )
-"""What decides how long a step takes: runs that are alike in it are taken to be alike in that."""
+"""Fields that decide the duration of a step; runs that agree in them are taken as equally fast."""
 _QUANTITIES = ("wall_hours", "cpu_hours", "gpu_hours", "memory_gb", "disk_gb", "cost_usd")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The median over the runs that it rests on, and their range."""
+    """Median over earlier runs, with their range."""
 
     value: float
     low: float
@@ -66,18 +67,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a start of `count` runs would take.
-
-    `estimates` by quantity: of the wall time that of one run, of everything else that of all together but for memory;
-    None: unknown. `caps`: where each run is stopped.
-    """
+    """The cost of starting `count` runs."""
 
     count: int
     estimates: dict[str, Estimate | None]
+    """By quantity; None if unknown. Wall time and memory are those of one run, the others of all runs together."""
     basis: str
+    """Sentences that name the measurements used."""
     steps: int
+    """Optimizer steps of one run."""
     caps: dict[str, float] = field(default_factory=dict)
+    """Usage at which each run is stopped, by quantity."""
     hash: str = ""
+    """Of everything shown and everything that would be started."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,13 @@ class _Measured:
 
 
 def preview(specifications: Sequence[Specification], limits: Limits, demand: Demand, runs: Path) -> Preview:
-    """What starting these would take.
+    """Estimate the cost of starting runs.
 
     Args:
-        specifications: Of runs that differ in their seed alone, with their frozen limits where they are known.
-        limits: The owner's, for prices.
-        demand: What each asks for.
-        runs: The folder of runs, whose measurements are used.
+        specifications: Of runs that differ in their seed alone, with their frozen limits if known.
+        limits: The owner's, which contain prices.
+        demand: The demand of one run.
+        runs: The folder of runs with the measurements.
     """
     first, count = specifications[0], len(specifications)
     measured, same_draft = _measured(first, runs)
@@ -110,14 +112,14 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
         estimates=found,
         basis=_basis(first, measured, same_draft, runs),
         steps=first.config.budget.steps,
-        # What the disk has left for all runs moves with every write; it is no property of this start.
+        # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},
     )
     return Preview(**{**vars(shown), "hash": _hash(specifications, shown, frozen)})
 
 
 def needs_confirmation(limits: Limits, shown: Preview) -> str:
-    """Why the owner wants a start confirmed; empty where they do not. What is unknown counts as much as its cap."""
+    """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap."""
     if limits.confirm == "never":
         return ""
     if limits.confirm == "always":
@@ -127,10 +129,10 @@ def needs_confirmation(limits: Limits, shown: Preview) -> str:
             high: float | None = float(shown.steps)
         else:
             estimate, cap = shown.estimates.get(quantity), shown.caps.get(quantity)
-            together = 1 if quantity == "wall_hours" else shown.count  # as estimates are; a cap is each run's
+            together = 1 if quantity == "wall_hours" else shown.count  # estimates are for all runs, a cap for each
             high = (None if cap is None else cap * together) if estimate is None else estimate.high
         if high is None or high > threshold:
-            told = "what is not known" if high is None else f"up to {high:.3g}"
+            told = "an unknown amount" if high is None else f"up to {high:.3g}"
             return f"The owner wants starts above {threshold:g} {quantity} confirmed; this may take {told}."
     return ""
 
@@ -191,7 +193,7 @@ def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool
 
 
 def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], bool]:
-    """The runs to go by, newest first, and whether they are this draft's."""
+    """Return the runs to estimate from, newest first, and whether they are this draft's."""
     shape = _shape(first.config.model_dump(mode="json"))
     own: list[_Measured] = []
     alike: list[_Measured] = []
@@ -212,7 +214,7 @@ def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]
         entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
     except OSError:
         return
-    for entry in entries[:_MOST_LOOKED_AT]:
+    for entry in entries[:_MOST_READ]:
         folder = RunFolder(Path(entry.path))
         try:
             spec = read_json(folder.spec)
@@ -223,20 +225,22 @@ def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]
 
 
 def _shape(config: dict[str, Any]) -> str:
-    # What an earlier version did not know yet was empty then.
+    # A field that an earlier version lacks was empty.
     return json.dumps([(config.get(section) or {}).get(name) or None for section, name in _SHAPE], sort_keys=True)
 
 
 def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
-    """What a run measured; None where it did not train long enough to say, or still trains: its figures move from look
-    to look, and with them the hash that somebody is about to confirm."""
+    """Return the measurements of a run; None if it trained too briefly or still trains.
+
+    The figures of a live run change constantly, and would change the hash that a person is about to confirm.
+    """
     try:
         status, row = read_json(folder.status), last_row(folder.metrics)
         if status.get("ended_at") is None:
             return None
         steps, train_s = int(row["step"]), float(row["train_seconds"])
         if steps < _FEWEST_STEPS or train_s <= 0 or int(status.get("attempt", 1)) > 1:
-            return None  # of several attempts nobody knows what lay between them
+            return None  # the time between several attempts is unknown
         before_s = max(0.0, float(status["training_at"]) - float(status["started_at"]))
         after_s = 0.0
         if status.get("state") == "completed":
@@ -251,18 +255,12 @@ def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
             processors = float(usage["cpu_s"]) / float(usage["wall_s"])
     except (NotFound, Corrupt, KeyError, TypeError, ValueError):
         pass
-    kept = min(disk, _bytes(folder.checkpoints))
+    kept = min(disk, float(folder_bytes(folder.checkpoints)))
     return _Measured(folder.run_id, train_s / steps, before_s, after_s, processors, memory, (disk - kept) / steps, kept)
 
 
-def _bytes(path: Path) -> float:
-    from toprope.supervisor.capacity.budget_ledger import folder_bytes
-
-    return float(folder_bytes(path))
-
-
 def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
-    """Answers a second of the newest test of the same environment and policy."""
+    """Return the newest test of the same environment and policy, with its answers per second."""
     config = first.config.model_dump(mode="json")
     for folder, spec in _newest(runs, "test"):
         other = spec.get("config") or {}
@@ -283,7 +281,7 @@ def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
 
 
 def _hash(specifications: Sequence[Specification], shown: Preview, frozen: FrozenLimits | None) -> str:
-    """Of everything that was shown and would be started; what does not matter (the run's id, the time) is left out."""
+    """Hash everything that was shown and would be started, without run ids and times."""
     first = specifications[0]
     content = {
         "draft": [first.draft_id, first.draft_revision, first.kind],

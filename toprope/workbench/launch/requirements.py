@@ -1,6 +1,6 @@
-"""What a run needs of its surroundings, looked at before it starts: a run that must fail later is refused now.
+"""Checks before a start, so that a run that must fail later is refused at once.
 
-Only what can be known without loading a model is looked at here; the run's own validation sees the rest.
+They need no loaded model; the run's own validation checks the rest.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _HOST = "wandb"
 
 
 def require_interpreters(specification: Specification) -> None:
-    """Passes where every interpreter that a run's environments need is there.
+    """Require that the interpreters of a run's environments exist.
 
     Raises:
-        InvalidValue: One is gone: its owner removed it since the draft was made.
+        InvalidValue: An interpreter was removed since the draft was made.
     """
     for source in (specification.environment, *specification.mixture):
         if source.interpreter is not None and not Path(source.interpreter).exists():
             raise InvalidValue(
-                f"The interpreter of {source.name}, {source.interpreter}, is gone.",
-                hint=f"describe_environment says what {source.name} needs now; then select_environment makes a new "
-                "draft, or the owner adds it again (toprope env add).",
+                f"The interpreter of {source.name}, {source.interpreter}, does not exist any more.",
+                hint=f"describe_environment shows the present state of {source.name}. Then make a new draft with "
+                "select_environment, or ask the owner to add it again (toprope env add).",
             )
 
 
 def require_wandb(
-    config: Config, settings: OwnerSettings, settings_file: Path, surroundings: Mapping[str, str] | None = None
+    config: Config, settings: OwnerSettings, settings_file: Path, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Passes where Weights & Biases is not to be reached, or there is a key for it.
+    """Require a key for Weights & Biases if it is to be reached.
 
     Raises:
-        InvalidValue: logging.wandb is online and no key is known.
+        InvalidValue: logging.wandb is online and there is no key.
     """
-    surroundings = os.environ if surroundings is None else surroundings
+    variables = os.environ if variables is None else variables
     if config.logging.wandb != "online":
         return
     given = (settings.variables.get(recipient, {}).get(_KEY) for recipient in ("*", "trainer"))
-    if any(given) or surroundings.get(_KEY) or _logged_in(Path(surroundings.get("HOME", "/"))):
+    if any(given) or variables.get(_KEY) or _logged_in(Path(variables.get("HOME", "/"))):
         return
     raise InvalidValue(
         f"logging.wandb is online, and there is no {_KEY}. Nothing was started.",
@@ -57,7 +57,7 @@ def require_wandb(
 
 
 def _logged_in(home: Path) -> bool:
-    """Whether `wandb login` has left a key in the user's own file."""
+    """Whether `wandb login` has stored a key for this user."""
     try:
         return _HOST in (home / ".netrc").read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Reserving: holds what is to start against the owner's limits and what others use, and freezes what it is held to."""
+"""Reservation of budgets: check runs against the owner's limits and other runs' usage, and freeze their limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["NoRoomWithin", "demand", "gpu_of", "may_go_on", "reserve"]
 
 
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
-    """The name of the GPU that a run would have to itself: empty where it is not known, None where it uses none."""
+    """Return the name of the GPU that a run would use: empty if unknown, None if it uses none."""
     computes = {"trainer", "inference"} & set(members_of(specification))
     if not machine.gpus or specification.config.launcher.device == "cpu" or not computes:
         return None
@@ -27,12 +27,12 @@ def gpu_of(specification: Specification, machine: Machine) -> str | None:
     if len(set(names)) == 1:
         return names[0]
     first = machine.gpus[0]
-    # The run gets whichever is free: of several kinds the dearest would be a guess, the first is what it usually gets.
+    # The run gets any free GPU. If they differ, the first is the likeliest.
     return names[int(first)] if first.isdigit() and int(first) < len(names) else ""
 
 
 def demand(specification: Specification, machine: Machine) -> Demand:
-    """What a run asks for."""
+    """Return the demand of a run."""
     gpu = gpu_of(specification, machine)
     return demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
 
@@ -40,19 +40,19 @@ def demand(specification: Specification, machine: Machine) -> Demand:
 def reserve(
     specifications: Sequence[Specification], limits: Limits, machine: Machine, runs: Path
 ) -> list[Specification]:
-    """The specifications with what each is held to. The caller holds the books until their runs have been started.
+    """Return the specifications with their frozen limits. The caller holds the lock of the ledger.
 
     Args:
         specifications: Of runs that start together, alike but for their seed.
-        limits: The owner's, as they are now.
-        machine: What runs may have of it.
+        limits: The owner's present limits.
+        machine: The part of the machine that runs may use.
         runs: The folder of runs.
 
     Raises:
-        NotPossibleNow: A limit does not allow it; every one is named with its value, who set it, and what would fit.
+        NoRoomWithin: Limits forbid it; the message names each with its value, who set it, and what would fit.
     """
     if specifications[0].run_kind.starts_runs:
-        limits = _of_a_sweep(limits)
+        limits = _limits_of_sweep(limits)
     frozen = freeze_limits(limits, demand(specifications[0], machine), read_accounts(runs), len(specifications))
     if isinstance(frozen, list):
         raise _refused(frozen)
@@ -60,10 +60,10 @@ def reserve(
 
 
 def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
-    """Passes a run that has ended and is to be resumed: its own caps are not used up, and there is room for it.
+    """Pass an ended run that may be resumed: its own caps are not used up, and other runs leave room.
 
     Raises:
-        NotPossibleNow: It has used what it may, or other runs leave no room for the rest.
+        NoRoomWithin: Its caps are used up, or other runs leave no room for the rest.
     """
     frozen = specification.limits
     usage = Usage.read(RunFolder(runs / specification.run_id)) or Usage()
@@ -85,7 +85,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     limit = limits.get("concurrent_runs")
     if limit is not None and live + 1 > limit.max:
         text = f"concurrent_runs is {limit.max:g}, set by {limits.source}; {live} are live."
-        refusals.append(Refusal(limit.name, text, "One that ends or is stopped makes room."))
+        refusals.append(Refusal(limit.name, text, "A run that ends or is stopped makes room."))
     for quantity, reserved in (frozen.reserved if frozen else {}).items():
         limit = limits.get(f"per_day.{quantity}")
         rest = reserved - used.get(quantity, 0.0)
@@ -95,14 +95,15 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
                 f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {max(left, 0.0):.3g} are "
                 f"left today, and the run may still use {rest:.3g}."
             )
-            refusals.append(Refusal(limit.name, text, "Tomorrow counts anew; what live runs do not use is freed."))
+            refusals.append(
+                Refusal(limit.name, text, "The count starts anew tomorrow; live runs free what they do not use.")
+            )
     if refusals:
         raise _refused(refusals, "resumed")
 
 
-def _of_a_sweep(limits: Limits) -> Limits:
-    """Without those of a day on what is computed: a sweep computes nothing itself, and its members reserve what they
-    may use."""
+def _limits_of_sweep(limits: Limits) -> Limits:
+    """Return the limits that apply to a sweep itself: it computes nothing, and its members reserve their own budget."""
     kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith("per_day.")}
     return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
 

@@ -1,7 +1,7 @@
-"""Seed groups: the same experiment several times, differing in its seed alone, so that luck can be told from gain.
+"""Seed groups: the same experiment several times with different seeds, to tell luck from gain.
 
-A group is no object of its own. Its runs carry it in their specifications and in their ids (`<group>-s0`,
-`<group>-s1`), so that folders alone tell it, wherever they are moved to.
+A group is not an object of its own. Its runs carry it in their specifications and in their ids (`<group>-s0`,
+`<group>-s1`), so the folders alone define it, even if they are moved.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _LARGEST_SEED = 2**31 - 1
 
 
 def check_seeds(count: int) -> int:
-    """The number of runs of a group.
+    """Return the number of runs of a group.
 
     Raises:
-        InvalidValue: It is none.
+        InvalidValue: Not a valid number.
     """
     if not 1 <= count <= MOST_SEEDS:
-        raise InvalidValue(f"{count} seeds are no group.", hint=f"1 to {MOST_SEEDS}; 3 to 5 tell luck from gain.")
+        raise InvalidValue(f"seeds is {count}, not from 1 to {MOST_SEEDS}.", hint="3 to 5 seeds tell luck from gain.")
     return count
 
 
 def seeded(draft: Draft, count: int, locks: Locks) -> list[Draft]:
-    """The draft under `count` seeds, from its own algorithm.seed upwards.
+    """Return the draft under `count` seeds, from its own algorithm.seed upwards.
 
     Raises:
         InvalidValue: The seeds run out of range, or the owner fixed the seed.
@@ -47,7 +47,9 @@ def seeded(draft: Draft, count: int, locks: Locks) -> list[Draft]:
     drafts = []
     for seed in range(first, first + count):
         if (refusal := locks.refusal("algorithm.seed", seed)) is not None:
-            raise InvalidValue(f"{count} seeds cannot be had: {refusal}", hint="Leave seeds out to start a single run.")
+            raise InvalidValue(
+                f"{count} seeds are impossible: {refusal}", hint="Leave seeds out to start a single run."
+            )
         config = draft.config.model_copy(deep=True)
         config.algorithm.seed = seed
         drafts.append(dataclasses.replace(draft, config=config))
@@ -55,7 +57,7 @@ def seeded(draft: Draft, count: int, locks: Locks) -> list[Draft]:
 
 
 def as_group(specifications: Sequence[Specification]) -> list[Specification]:
-    """The specifications as one group, named after the first of them; a single one is left as it is."""
+    """Turn specifications into a group named after the first; leave a single one unchanged."""
     if len(specifications) == 1:
         return list(specifications)
     group, size = specifications[0].run_id, len(specifications)
@@ -68,13 +70,13 @@ def as_group(specifications: Sequence[Specification]) -> list[Specification]:
 
 
 def group_of(run_id: str) -> tuple[str, int] | None:
-    """The group that a run belongs to and its number in it, by its id; None for a run by itself."""
+    """Return a run's group and its number in it, by its id; None for a run without a group."""
     found = _MEMBER.match(run_id)
     return (found["group"], int(found["index"])) if found else None
 
 
 def members(runs: Path, group: str) -> list[str]:
-    """The ids of a group's runs that lie in a folder of runs, in their order; none where there is no such group."""
+    """Return the ids of a group's runs in order; none if there is no such group."""
     if not RUN_ID.fullmatch(group):
         return []
     found = [path.name for path in runs.glob(f"{group}-s*") if (group_of(path.name) or ("", 0))[0] == group]
@@ -82,7 +84,7 @@ def members(runs: Path, group: str) -> list[str]:
 
 
 def expand(runs: Path, ids: Iterable[str]) -> list[str]:
-    """Ids of runs and of groups as ids of runs, each once; what is neither stays as it is, to be missed by name."""
+    """Expand ids of groups into ids of runs, each once. Unknown ids stay, so that a later lookup names them."""
     found: dict[str, None] = {}
     for one in ids:
         is_run = RUN_ID.fullmatch(one) and (runs / one).is_dir()

@@ -1,4 +1,4 @@
-"""What a sweep takes: room for its longest run beside it, and an estimate for all of its runs together."""
+"""Budget of a sweep: room for its longest run beside it, and an estimate for all of its runs together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def require_room_for_members(
         plan: Its plan.
         longest_steps: Optimizer steps of its longest single run.
         home: The owner's.
-        machine: What runs may use.
+        machine: The part of the machine that runs may use.
 
     Returns:
         A function that estimates what all of its runs take.
@@ -87,7 +87,7 @@ def _require_room_today(sweep: Specification, plan: SweepPlan, limits: Limits, h
 
 
 def _member(sweep: Specification, plan: SweepPlan, steps: int, home: Home) -> Specification:
-    """Freeze a run the way the sweep will start it, to see what it takes."""
+    """Freeze a run like those that the sweep will start."""
     config = sweep.config
     run_plan: RunPlan
     if plan.evaluate == "train":

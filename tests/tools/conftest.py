@@ -1,0 +1,19 @@
+"""A workshop with stand-in keepers for the tests of the tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from toprope_tools.workshop import Workshop
+
+from tests.support.tools_house import StandInLauncher, make_workshop
+
+
+@pytest.fixture
+def house(tmp_path) -> Iterator[tuple[Workshop, StandInLauncher]]:
+    """A workshop and its launcher, over real folders, with the owner's folders made."""
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.configuration.mkdir()
+    yield shop, launcher
+    launcher.close()
