@@ -120,7 +120,7 @@ def test_the_checkpoint_is_a_model_that_spells(report: DemoReport) -> None:
         assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == example["after"]
 
 
-def test_no_secret_and_no_heldout_task_is_left_in_the_folder(report: DemoReport, home: Path) -> None:
+def test_run_folder_has_no_secrets_or_heldout_tasks(report: DemoReport, home: Path) -> None:
     folder = RunFolder.open(home / "runs", report.run_id)
     evaluation = json.loads(folder.evaluation("after").read_text())
     assert set(evaluation) >= {"sampled", "examples"}
@@ -129,7 +129,7 @@ def test_no_secret_and_no_heldout_task_is_left_in_the_folder(report: DemoReport,
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_the_run_outlives_its_server_and_the_next_one_stops_it(home: Path) -> None:
+def test_run_outlives_its_server_and_next_server_stops_it(home: Path) -> None:
     """SIGKILL of the server in mid-run."""
 
     async def first() -> str:
@@ -176,7 +176,7 @@ def test_the_run_outlives_its_server_and_the_next_one_stops_it(home: Path) -> No
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
-def test_a_components_death_ends_the_run_with_the_reason(report: DemoReport, home: Path) -> None:
+def test_component_death_fails_run_with_reason(report: DemoReport, home: Path) -> None:
     """Where the configuration leaves no restarts; tests/training/driver/test_restarts.py has runs that go on."""
     victim, changes = "inference", {"evaluation.heldout_tasks": 0, "launcher.restarts": 0}
 
@@ -203,7 +203,7 @@ def test_a_components_death_ends_the_run_with_the_reason(report: DemoReport, hom
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
-def test_a_file_of_questions_is_trained_on_without_code(report: DemoReport, home: Path) -> None:
+def test_dataset_file_trains_without_code(report: DemoReport, home: Path) -> None:
     """A JSONL file, adapters, evaluations along the way, wandb without a key; then the checkpoint is asked."""
     consonants, vowels = "bcdfghklmnprst", "aeiou"
     words = [a + b + c for a in consonants for b in vowels for c in consonants]
@@ -255,7 +255,7 @@ def test_a_file_of_questions_is_trained_on_without_code(report: DemoReport, home
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
-def test_a_stopped_run_goes_on_after_its_checkpoint_and_learns_what_it_would_have_learned(home: Path) -> None:
+def test_stopped_run_resumes_and_learns_as_if_not_stopped(home: Path) -> None:
     """Stopped in the middle through one server, resumed through another."""
     changes = {
         "budget.steps": 300,

@@ -181,6 +181,8 @@ class TopropeServer(MCPServer[Any]):
                 hints.append(await open_runs(self.workshop))
         except TopropeError as error:
             hints.append(str(error))
+        except Exception:  # the answer must still name the problem of the call
+            logger.exception("cannot list the open drafts and runs")
         return hints
 
 

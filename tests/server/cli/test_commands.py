@@ -71,7 +71,7 @@ def finish(folder, state="completed", **fields):
     EventLog(folder).append("end", state=state)
 
 
-def test_watch_in_a_pipe_tells_each_change_and_ends_with_the_run(live):
+def test_watch_in_pipe_prints_changes_until_run_ends(live):
     home, folder = live
     watching = subprocess.Popen(
         [*COMMAND, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables(home)
@@ -95,7 +95,7 @@ def test_watch_in_a_pipe_tells_each_change_and_ends_with_the_run(live):
     assert re.match(r"\d\d:\d\d:\d\d a-run: ", seen)
 
 
-def test_watch_on_a_terminal_draws_a_picture_with_bar_crew_and_events(live):
+def test_watch_draws_bar_crew_and_events_in_terminal(live):
     home, folder = live
     step(folder, 5, total=20, success=0.25)
     become(folder, "training", crew={"trainer": CrewMember(state="ready", since=time.time())})
@@ -116,7 +116,7 @@ def test_watch_on_a_terminal_draws_a_picture_with_bar_crew_and_events(live):
     assert "━" in seen
 
 
-def test_watch_leaves_at_once_on_ctrl_c_and_says_when_there_is_nothing(live):
+def test_watch_ends_on_ctrl_c_and_reports_no_live_run(live):
     home, folder = live
     watching = subprocess.Popen(
         [*COMMAND, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables(home)
@@ -138,7 +138,7 @@ def test_watch_leaves_at_once_on_ctrl_c_and_says_when_there_is_nothing(live):
     assert "no run 'b-run'" in wrong.stderr
 
 
-def test_logs_are_followed_through_rotation_until_the_run_ends(live):
+def test_logs_follow_rotation_until_run_ends(live):
     home, folder = live
     folder.log("trainer").write_text("one\n")
     following = subprocess.Popen(
@@ -186,7 +186,7 @@ def test_a_tail_keeps_half_lines_until_they_are_whole(tmp_path):
     tail.close()
 
 
-def test_prune_shows_first_and_deletes_only_what_is_old_ended_and_not_spared(tmp_path):
+def test_prune_deletes_only_old_ended_runs_after_dry_run(tmp_path):
     old = make_run(tmp_path, "old", "completed", ended=40 * DAY)
     (old.checkpoints / "weights").write_bytes(os.urandom(200_000))
     make_run(tmp_path, "middle", "failed", ended=10 * DAY)
@@ -227,7 +227,7 @@ def specify(folder, config):
     ).write(folder)
 
 
-def test_prune_spares_a_checkpoint_that_a_live_run_starts_from(tmp_path):
+def test_prune_keeps_checkpoint_used_by_live_run(tmp_path):
     old = make_run(tmp_path, "old", "completed", ended=40 * DAY)
     living = make_run(tmp_path, "live", "training")
     config = Config()
@@ -240,7 +240,7 @@ def test_prune_spares_a_checkpoint_that_a_live_run_starts_from(tmp_path):
         lock.release()
 
 
-def test_prune_finishes_what_was_interrupted_and_removes_what_crashes_left(tmp_path):
+def test_prune_finishes_interrupted_prune_and_removes_leftovers(tmp_path):
     make_run(tmp_path, "new", "completed", ended=60.0)
     home = tmp_path / "home"
     (home / "runs" / ".pruned-gone").mkdir()
@@ -272,13 +272,13 @@ def test_ages_and_sizes():
     ]  # fmt: skip
 
 
-def test_prune_refuses_what_makes_no_sense(tmp_path):
+def test_prune_refuses_contradictory_options(tmp_path):
     assert toprope(tmp_path, "prune", "--yes", "--dry-run").returncode == 2
     wrong = toprope(tmp_path, "prune", "--older-than", "soon")
     assert (wrong.returncode, "12h, 30d, 8w" in wrong.stderr) == (1, True)
 
 
-def test_resume_and_stop_of_a_run_that_cannot_say_why(tmp_path):
+def test_resume_and_stop_of_run_without_reason(tmp_path):
     specify(make_run(tmp_path, "a-run", "completed", ended=60.0), Config())
     resumed = toprope(tmp_path, "resume", "a-run")
     assert resumed.returncode == 1

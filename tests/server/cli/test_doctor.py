@@ -36,7 +36,7 @@ def broken(findings):
     return [finding for finding in findings if finding.level == "broken"]
 
 
-def test_a_sound_machine_is_said_to_be_sound(tmp_path):
+def test_doctor_reports_healthy_machine(tmp_path):
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "COLUMNS": "120"}
     done = subprocess.run([*COMMAND, "--json"], capture_output=True, text=True, timeout=100, env=environment)
     report = json.loads(done.stdout)
@@ -50,7 +50,7 @@ def test_a_sound_machine_is_said_to_be_sound(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_machine_is_exit_status_one_with_the_line_and_the_remedy(tmp_path):
+def test_doctor_exits_one_with_line_and_remedy(tmp_path):
     config = tmp_path / "config"
     config.mkdir()
     (config / "locks.yaml").write_text(
@@ -76,7 +76,7 @@ def test_a_broken_machine_is_exit_status_one_with_the_line_and_the_remedy(tmp_pa
         ("presets/mine.yaml", "description: x\nconfig:\n  rollout:\n    grup_size: 4\n", 4),
     ],
 )  # fmt: skip
-def test_a_mistake_in_the_owners_files_is_told_with_its_line(home, name, text, line):
+def test_doctor_names_line_of_mistake_in_owners_files(home, name, text, line):
     path = home.configuration / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
@@ -85,7 +85,7 @@ def test_a_mistake_in_the_owners_files_is_told_with_its_line(home, name, text, l
     assert str(path) in finding.text
 
 
-def test_what_the_settings_name_must_be_there(home):
+def test_doctor_reports_missing_folders_in_settings(home):
     home.settings_file.write_text("preset: hermess\nenvironments: [mine]\n")
     findings = {finding.level: finding for finding in found(home, checks.owners_files)}
     assert "no preset 'hermess'" in findings["broken"].text
@@ -93,7 +93,7 @@ def test_what_the_settings_name_must_be_there(home):
     assert str(home.configuration / "mine") in findings["warning"].text
 
 
-def test_keys_are_told_by_name_and_never_by_value(home, monkeypatch):
+def test_doctor_names_keys_without_values(home, monkeypatch):
     home.settings_file.write_text("variables: {trainer: {WANDB_API_KEY: w-secret}, api: {HF_TOKEN: h-secret}}\n")
     monkeypatch.setenv("OPENROUTER_API_KEY", "o-secret")
     findings = {finding.subject: finding for finding in found(home, checks.keys)}
@@ -105,7 +105,7 @@ def test_keys_are_told_by_name_and_never_by_value(home, monkeypatch):
     assert "secret" not in repr(findings)
 
 
-def test_files_that_others_can_read_are_told(home):
+def test_doctor_reports_files_readable_by_others(home):
     home.settings_file.write_text("variables: {policy: {HF_TOKEN: x}}\n")
     os.chmod(home.settings_file, 0o644)
     token = TokenFile(home.configuration)
@@ -117,7 +117,7 @@ def test_files_that_others_can_read_are_told(home):
     assert f"chmod 600 {token.path}" in findings["http-token"].remedy
 
 
-def test_an_index_that_is_damaged_is_told_and_left(home):
+def test_doctor_reports_damaged_index_and_keeps_it(home):
     assert [finding.level for finding in found(home, checks.index)] == ["note"]
     Index(home.index).create_draft("p", {}, [], {})
     assert "intact, 1 drafts" in found(home, checks.index)[0].text
@@ -127,7 +127,7 @@ def test_an_index_that_is_damaged_is_told_and_left(home):
     assert home.index.read_bytes().startswith(b"nothing")
 
 
-def test_environments_that_are_broken_are_told_with_the_cause(home):
+def test_doctor_reports_broken_environments_with_cause(home):
     folder = home.configuration / "environments"
     folder.mkdir()
     (folder / "mine.py").write_text("from toprope.sdk import Environment\nclass Mine(Environment:\n")
@@ -136,7 +136,7 @@ def test_environments_that_are_broken_are_told_with_the_cause(home):
     assert "mine.py:2" in finding.text
 
 
-def test_runs_that_cannot_be_read_or_lost_their_keeper_are_told(home):
+def test_doctor_reports_unreadable_and_stuck_runs(home):
     folder = RunFolder.create(home.runs, "odd")
     folder.status.write_text("{}")
     status = {"run_id": "left", "kind": "train", "environment": "e", "state": "training"}
@@ -147,7 +147,7 @@ def test_runs_that_cannot_be_read_or_lost_their_keeper_are_told(home):
     assert "toprope status left" in findings[0].remedy
 
 
-def test_packages_that_miss_or_do_not_fit_are_told(home, monkeypatch):
+def test_doctor_reports_missing_and_wrong_packages(home, monkeypatch):
     real = checks.metadata.version
     versions = {"rich": "1.0", "typer": None, "anyio": "4.9.1"}
 
@@ -166,14 +166,14 @@ def test_packages_that_miss_or_do_not_fit_are_told(home, monkeypatch):
     assert "anyio 4.9.1 (tested: " in other.text
 
 
-def test_a_torch_that_does_not_load_is_told(home, monkeypatch):
+def test_doctor_reports_torch_that_does_not_load(home, monkeypatch):
     monkeypatch.setattr(checks, "_TORCH", "import no_such_torch")
     (finding,) = found(home, checks.torch)
     assert (finding.level, "no_such_torch" in finding.text) == ("broken", True)
 
 
-def test_a_home_that_cannot_be_written_and_a_full_disk_are_told(home, monkeypatch):
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: checks.shutil._ntuple_diskusage(10, 9, 1))
+def test_doctor_reports_unwritable_home_and_full_disk(home, monkeypatch):
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(total=10, used=9, free=1))
     (finding,) = broken(found(home, checks.folders))
     assert (finding.subject, "prune" in finding.remedy) == ("disk", True)
     blocked = home.path / "file"
@@ -182,7 +182,7 @@ def test_a_home_that_cannot_be_written_and_a_full_disk_are_told(home, monkeypatc
     assert "home" in {finding.subject for finding in broken(found(other, checks.folders))}
 
 
-def test_clients_are_told_whether_they_know_this_installation(home):
+def test_doctor_reports_which_clients_know_installation(home):
     path = doctor.configuration_file("claude-code")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"mcpServers": {}}))
@@ -194,7 +194,7 @@ def test_clients_are_told_whether_they_know_this_installation(home):
     assert {f.subject: f.level for f in found(home, doctor.clients)}["claude-code"] == "warning"
 
 
-def test_a_check_that_fails_itself_is_a_finding(home):
+def test_failing_check_is_a_finding(home):
     def fails(_):
         yield Finding("a", "ok", "b")
         raise RuntimeError("inside")
@@ -202,7 +202,7 @@ def test_a_check_that_fails_itself_is_a_finding(home):
     assert [finding.level for finding in found(home, fails)] == ["ok", "broken"]
 
 
-def test_how_runs_are_held_is_told_with_what_could_escape(home, monkeypatch):
+def test_doctor_reports_containment_level(home, monkeypatch):
     from toprope.supervisor.keeper import containment
 
     monkeypatch.setattr(containment, "probe_bubblewrap", lambda: "")

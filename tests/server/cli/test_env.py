@@ -63,7 +63,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     return Shell(tmp_path, monkeypatch)
 
 
-def test_the_template_is_listed_plays_and_passes_its_own_test(shell: Shell) -> None:
+def test_env_new_template_is_listed_and_passes_its_test(shell: Shell) -> None:
     said = shell("new", "back-words")
     file, test = shell.config / "environments" / "back_words.py", shell.config / "environments" / "test_back_words.py"
     assert str(file) in said and str(test) in said
@@ -78,10 +78,10 @@ def test_the_template_is_listed_plays_and_passes_its_own_test(shell: Shell) -> N
     assert "already exists" in shell("new", "back-words", code=1) and file.read_text() == text
     for wrong in ("Upper", "../up", "json", "yaml", "class", "2nd"):
         shell("new", wrong, code=1)
-    assert len(list(file.parent.iterdir())) == 2
+    assert len(list(file.parent.glob("*.py"))) == 2
 
 
-def test_turns_errors_and_prints_are_shown_with_a_model_at_an_endpoint(shell: Shell, tmp_path: Path) -> None:
+def test_env_try_shows_turns_errors_and_output_with_endpoint(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "talk.py"
     file.write_text(TALK)
     stand_in = OpenAiStandIn(lambda question: "raise" if "again" in question else "fine")
@@ -149,7 +149,7 @@ def house(tmp_path: Path) -> Any:
     launcher.close()
 
 
-def test_an_environment_that_says_much_leaves_room_in_an_answer_and_hides_nothing(house: Any) -> None:
+def test_describe_shortens_verbose_environment(house: Any) -> None:
     folder = house.home.configuration / "environments"
     folder.mkdir(parents=True)
     (folder / "loud.py").write_text(LOUD)
@@ -184,7 +184,7 @@ class Caller(Environment):
 
 
 @pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
-def test_where_the_owner_locks_the_network_nobody_has_one_before_a_run_either(house: Any) -> None:
+def test_network_lock_holds_before_a_run(house: Any) -> None:
     folder = house.home.configuration / "environments"
     folder.mkdir(parents=True)
     (folder / "caller.py").write_text(CALLS_HOME)
@@ -248,7 +248,7 @@ def test_agents_install_only_where_the_owner_lets_them(
     assert late.is_error and "Ask the owner to run: toprope env add textarena" in late.content[0].text
 
 
-def test_a_long_installation_goes_on_and_is_asked_for_again(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_installation_continues_when_called_again(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     from toprope_tools.planning.installation import add_environment

@@ -45,7 +45,7 @@ def test_each_client_has_its_file_on_each_platform(client, platform, environ, ex
     assert configuration_file(client, platform=platform, environ=environ).as_posix() == f"/h/{expected}"
 
 
-def test_what_a_client_has_stays_and_is_backed_up(tmp_path):
+def test_install_keeps_and_backs_up_other_entries(tmp_path):
     path = configuration_file("claude-desktop", environ={"HOME": str(tmp_path)})
     path.parent.mkdir(parents=True)
     before = {"theme": "dark", "mcpServers": {"other": {"command": "x", "env": {"KEY": "geheim-ü"}}}}
@@ -130,7 +130,7 @@ def test_wrong_requests_are_answered_and_write_nothing(tmp_path, arguments, part
 
 
 @pytest.mark.parametrize("text", ["{not json", "[]", '{"mcpServers": []}'])
-def test_a_file_that_is_not_understood_is_left_alone(tmp_path, text):
+def test_install_leaves_unreadable_file_unchanged(tmp_path, text):
     path = tmp_path / ".claude.json"
     path.write_text(text)
     done = toprope(tmp_path, "install", "claude-code")
@@ -193,7 +193,7 @@ def test_a_variable_is_entered_and_all_else_stays(tmp_path, before):
 
 
 @pytest.mark.parametrize("text", ["variables: [1]\n", "variables: {policy: x}\n", "a: [\n"])
-def test_a_settings_file_that_is_wrong_is_left_as_it_is(tmp_path, text):
+def test_install_leaves_invalid_settings_file_unchanged(tmp_path, text):
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     with pytest.raises(InvalidValue):

@@ -82,7 +82,7 @@ class Seen(HTMLParser):
         self.text += data
 
 
-def test_the_page_of_a_run_says_it_all_and_needs_nothing(shop, tmp_path):
+def test_report_of_run_is_complete_and_self_contained(shop, tmp_path):
     entry = Experiment(
         id="exp-1", at=1.0, updated_at=1.0, environment="words", hypothesis="more steps", runs=[run(shop)],
         figures={"run-a": Figures(state="completed", accuracy=0.8, tasks=100)},
@@ -103,7 +103,7 @@ def test_the_page_of_a_run_says_it_all_and_needs_nothing(shop, tmp_path):
     assert "default-src 'none'" in page
 
 
-def test_the_page_of_everything_has_goals_ledger_and_runs(shop, tmp_path):
+def test_report_of_everything_has_goals_experiments_and_runs(shop, tmp_path):
     ledger = ledger_of(shop)
     run(shop, "run-a", 0.8)
     run(shop, "run-b", 0.05)
@@ -143,7 +143,7 @@ def test_markdown_comes_with_its_pictures(shop, tmp_path):
     assert "<script" not in re.sub(r"\\<", "", text)
 
 
-def test_nothing_is_written_where_there_is_nothing_to_say(shop, tmp_path):
+def test_report_writes_nothing_without_content(shop, tmp_path):
     with pytest.raises(NotFound):
         write_report(shop, "run-none", tmp_path / "a.html")
     with pytest.raises(InvalidValue, match="neither with .html nor with .md"):

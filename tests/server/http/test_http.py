@@ -66,7 +66,7 @@ def bearer(home):
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
-def test_the_official_client_does_its_work_in_both_eras(house, mode):
+def test_official_client_works_over_http_in_both_eras(house, mode):
     home, _, url = house
 
     async def work():
@@ -88,7 +88,7 @@ def test_the_official_client_does_its_work_in_both_eras(house, mode):
 @pytest.mark.parametrize(
     "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp5"}, {"Authorization": "Bearer"}]
 )
-def test_without_the_token_nothing_is_answered_but_how_to_get_it(house, header):
+def test_http_without_token_answers_only_how_to_get_one(house, header):
     _, _, url = house
     answer = httpx2.post(url, json=PING, headers=ACCEPT | header)
     assert answer.status_code == 401
@@ -100,12 +100,12 @@ def test_without_the_token_nothing_is_answered_but_how_to_get_it(house, header):
     ("header", "status"),
     [({"Host": "evil.example:80"}, 421), ({"Origin": "https://evil.example"}, 403), ({"Host": "localhost.evil"}, 421)],
 )
-def test_names_that_it_does_not_go_by_are_refused_even_with_the_token(house, header, status):
+def test_http_refuses_foreign_host_and_origin_with_token(house, header, status):
     home, _, url = house
     assert httpx2.post(url, json=PING, headers=ACCEPT | bearer(home) | header).status_code == status
 
 
-def test_names_of_this_machine_are_let_in(house):
+def test_http_accepts_names_of_this_machine(house):
     home, _, url = house
     opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
@@ -115,7 +115,7 @@ def test_names_of_this_machine_are_let_in(house):
         assert answer.headers["mcp-session-id"]
 
 
-def test_the_token_is_the_owners_alone_and_in_no_argument_or_output(house):
+def test_token_is_private_and_in_no_argument_or_output(house):
     home, process, _ = house
     file = TokenFile(home / "config")
     assert file.path.stat().st_mode & 0o777 == 0o600
@@ -160,7 +160,7 @@ def test_it_ends_at_once_on_signals(tmp_path, number):
         assert again.connect_ex((host, int(port))) != 0
 
 
-def test_it_ends_soon_and_quietly_though_a_stream_is_open(tmp_path):
+def test_http_server_ends_quietly_with_open_stream(tmp_path):
     with served(tmp_path) as (process, url):
         opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
         message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
@@ -186,7 +186,7 @@ def failed(home, *arguments):
     return done.stderr
 
 
-def test_other_machines_reach_it_only_if_the_owner_says_so(tmp_path):
+def test_http_listens_beyond_loopback_only_if_owner_allows(tmp_path):
     said = failed(tmp_path, "--http", "--host", "0.0.0.0", "--port", "0")
     assert "settings do not allow" in said
     assert "http.hosts" in said
@@ -202,7 +202,7 @@ def test_other_machines_reach_it_only_if_the_owner_says_so(tmp_path):
         assert httpx2.post(here, json=PING, headers=ACCEPT | bearer(tmp_path) | {"Host": "other"}).status_code == 421
 
 
-def test_a_port_that_is_taken_and_options_without_http_are_told(tmp_path):
+def test_serve_reports_taken_port_and_options_without_http(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = failed(tmp_path, "--http", "--port", str(taken.getsockname()[1]))
     assert "in use" in said
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_and_options_without_http_are_told(tmp_path):
     assert "--http" in failed(tmp_path, "--port", "1234")
 
 
-def test_a_token_file_is_only_trusted_if_it_is_sound(tmp_path):
+def test_token_file_must_be_private_and_valid(tmp_path):
     file = TokenFile(tmp_path / "config")
     assert not file.admits("anything")
     with pytest.raises(NotFound, match="toprope token"):

@@ -54,7 +54,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
-def test_calls_leave_memory_descriptors_and_threads_where_they_were(shop: Workshop) -> None:
+def test_calls_leak_no_memory_descriptors_or_threads(shop: Workshop) -> None:
     async def main() -> tuple[int, int, int, int]:
         async with Client(TopropeServer(lambda: shop)) as client:
             made = await client.call_tool("select_environment", {"name": "sort_letters"})

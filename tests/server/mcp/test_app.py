@@ -111,7 +111,7 @@ def test_an_agent_goes_from_a_name_to_a_run(talk, house):
         ("read_logs", {"run_id": "r", "component": "trainer"}, ["no run 'r'"]),
     ],
 )
-def test_a_wrong_call_is_answered_with_cause_and_remedy(talk, house, tool, arguments, parts):
+def test_wrong_call_is_answered_with_cause_and_remedy(talk, house, tool, arguments, parts):
     result = talk(lambda client: client.call_tool(tool, arguments))
     assert result.is_error
     for part in parts:
@@ -137,7 +137,7 @@ def test_objects_sent_as_json_text_are_understood(talk, house):
     assert talk(work).structured_content["changed"][0]["after"] == 12
 
 
-def test_what_nobody_foresaw_gets_an_id_and_its_traceback_goes_to_the_log(talk, house, monkeypatch, caplog):
+def test_unexpected_failure_gets_id_and_logged_traceback(talk, house, monkeypatch, caplog):
     def breaks(*_):
         raise RuntimeError("secret detail")
 
@@ -152,7 +152,7 @@ def test_what_nobody_foresaw_gets_an_id_and_its_traceback_goes_to_the_log(talk, 
     assert "secret detail" in str(record.exc_info[1])
 
 
-def test_owners_files_that_are_wrong_are_told_to_the_agent(talk, house):
+def test_agent_is_told_of_invalid_owners_files(talk, house):
     shop, _ = house
     shop.home.configuration.mkdir(parents=True)
     (shop.home.configuration / "locks.yaml").write_text("lockz: []")

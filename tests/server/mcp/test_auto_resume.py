@@ -36,7 +36,7 @@ def test_a_server_without_runs_opens_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_lost_its_keeper_goes_on_without_a_call(tmp_path, monkeypatch):
+def test_run_with_lost_keeper_resumes_without_call(tmp_path, monkeypatch):
     shop, launcher = make_workshop(tmp_path)
 
     async def started():
@@ -59,7 +59,7 @@ def test_a_run_that_lost_its_keeper_goes_on_without_a_call(tmp_path, monkeypatch
     launcher.close()
 
 
-def test_settings_that_cannot_be_read_are_logged_once_and_looked_at_again(tmp_path, caplog, monkeypatch):
+def test_auto_resume_logs_unreadable_settings_once_and_retries(tmp_path, caplog, monkeypatch):
     home = Home(tmp_path / "home", tmp_path / "config")
     (home.runs / "a-run").mkdir(parents=True)
     home.configuration.mkdir()

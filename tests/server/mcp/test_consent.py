@@ -75,7 +75,7 @@ def test_a_person_who_does_not_agree_starts_nothing(house, mode, answer):
 
 
 @pytest.mark.parametrize("mode", ERAS)
-def test_a_client_that_cannot_ask_is_told_the_call_that_an_agreement_allows(house, mode):
+def test_client_without_elicitation_gets_confirming_call(house, mode):
     async def work(client):
         draft_id = drafted(house)
         refused = await client.call_tool("start_training", {"draft_id": draft_id})
@@ -89,7 +89,7 @@ def test_a_client_that_cannot_ask_is_told_the_call_that_an_agreement_allows(hous
     assert not result.is_error and result.structured_content["state"] == "queued"
 
 
-def test_nobody_is_asked_where_the_owner_does_not_want_it(house):
+def test_consent_is_not_asked_if_owner_does_not_require_it(house):
     (house.home.configuration / "limits.yaml").write_text("confirm: never\n")
     asked = []
 

@@ -70,7 +70,7 @@ def inspect(request, tmp_path_factory):
 
 
 @needs_inspector
-def test_the_inspector_lists_the_tools_and_finds_nothing_wrong_with_their_schemas(inspect):
+def test_inspector_lists_tools_with_valid_schemas(inspect):
     code, listed, said = inspect("--method", "tools/list", "--strict")
     assert code == 0, said
     assert [tool["name"] for tool in listed["tools"]][:2] == ["list_environments", "describe_environment"]
@@ -90,7 +90,7 @@ def test_the_inspector_makes_a_draft_and_edits_it(inspect, era):
 
 
 @needs_inspector
-def test_a_tools_failure_is_one_for_the_inspector_and_says_why(inspect):
+def test_inspector_shows_tool_failure_with_reason(inspect):
     code, answer, _ = inspect(
         "--method", "tools/call", "--tool-name", "stop_training", "--tool-args-json", '{"run_id": "no-run"}'
     )

@@ -81,7 +81,7 @@ def test_wrong_calls_name_the_value_and_the_way_on(shop):
     played(shop, play)
 
 
-def test_repeating_a_run_takes_the_right_to_run(shop):
+def test_reproduce_run_needs_run_toolset(shop):
     async def listed(sets):
         async with Client(TopropeServer(lambda: shop, role=Role.of(sets=sets))) as client:
             return {tool.name for tool in (await client.list_tools()).tools}

@@ -121,7 +121,7 @@ def test_resources_keep_the_limit_on_fresh_numbers(talk, house):
         ("{run}/plot.png", "no plot"),
     ],
 )
-def test_what_is_not_there_is_said(talk, house, path, text):
+def test_unknown_resource_is_an_error(talk, house, path, text):
     uri = path.replace("{run}", f"toprope://runs/{house[1].run_id}")
 
     async def work(client):
@@ -164,7 +164,7 @@ def test_changes_are_named_once_and_not_too_often(house):
     assert changes.news() == []
 
 
-def test_numbers_are_a_change_when_they_may_be_told_again(house):
+def test_new_numbers_notify_after_interval(house):
     shop, folder = house
     uri = f"toprope://runs/{folder.run_id}"
     step(folder, 1)
@@ -180,14 +180,14 @@ def test_numbers_are_a_change_when_they_may_be_told_again(house):
     assert changes.news() == []  # nobody has read it since
 
 
-def test_what_is_none_cannot_be_watched(house):
+def test_unknown_resource_cannot_be_subscribed(house):
     changes = Changes(house[0])
     with pytest.raises(NotFound):
         changes.add("toprope://runs/nowhere")
     assert len(changes) == 0
 
 
-def test_a_subscriber_of_today_is_told(house):
+def test_modern_subscriber_is_notified(house):
     shop, folder = house
     uri = f"toprope://runs/{folder.run_id}"
 
@@ -206,7 +206,7 @@ def test_a_subscriber_of_today_is_told(house):
     assert anyio.run(main) == (True, uri)
 
 
-def test_a_subscriber_of_before_is_told_until_it_unsubscribes(house):
+def test_legacy_subscriber_is_notified_until_unsubscribed(house):
     shop, folder = house
     uri = f"toprope://runs/{folder.run_id}"
     told = anyio.Event()

@@ -38,7 +38,7 @@ def test_without_a_role_everything_is_offered():
     assert Role().preamble == ""
 
 
-def test_read_only_offers_what_changes_nothing_and_beats_every_set():
+def test_read_only_role_beats_every_set():
     for role in (Role.of(True), Role.of(True, "plan,run")):
         tools = set(ask(None, offered, role=role))
         assert tools >= READS
@@ -62,7 +62,7 @@ def test_sets_of_tools_are_offered_in_the_order_of_all(sets, there, missing):
     assert some == [name for name in everything if name in some]
 
 
-def test_a_tool_that_is_left_out_says_so_and_the_instructions_do():
+def test_excluded_tool_and_instructions_say_so():
     async def work(client):
         refused = await client.call_tool("start_training", {"draft_id": "draft-1"})
         prompts = [prompt.name for prompt in (await client.list_prompts()).prompts]
@@ -84,14 +84,14 @@ def test_the_narrower_role_counts():
     assert Role.of(sets="plan").within(Role()).sets == {"plan"}
 
 
-def test_a_set_that_is_none_is_refused_with_those_there_are():
+def test_unknown_set_of_tools_is_refused_with_known_sets():
     with pytest.raises(InvalidValue, match="plan: environments"):
         Role.of(sets="plan,write")
     with pytest.raises(InvalidValue, match="No set"):
         Role.of(sets=" ,")
 
 
-def test_arguments_of_serve_are_understood_without_the_command_line():
+def test_role_is_parsed_from_serve_arguments():
     assert role_of_arguments([]) == Role()
     assert role_of_arguments(["--read-only", "--tools", "plan,read"]) == Role.of(True, "plan,read")
     assert role_of_arguments(["--tools=run"]) == Role.of(sets="run")
@@ -115,7 +115,7 @@ def test_the_owners_role_is_read_from_the_settings(tmp_path, monkeypatch):
         assert owners_role().why
 
 
-def test_a_client_that_starts_it_read_only_gets_that(tmp_path):
+def test_client_can_start_read_only_server(tmp_path):
     program = [sys.executable, "-P", "-m", "toprope_server.cli", "serve", "--tools", "nothing"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert done.returncode == 1

@@ -95,7 +95,7 @@ def test_a_probe_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
-def test_the_official_client_drives_it_with_few_variables(tmp_path, mode):
+def test_official_client_works_with_minimal_environment(tmp_path, mode):
     parameters = StdioServerParameters(command=COMMAND[0], args=COMMAND[1:], env=few_variables(tmp_path))
 
     async def work():
@@ -119,7 +119,7 @@ def test_the_official_client_drives_it_with_few_variables(tmp_path, mode):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_leaves_at_once_on_the_signals_that_clients_send(tmp_path, number):
+def test_stdio_server_ends_on_signals(tmp_path, number):
     with served(tmp_path) as process:
         began = time.monotonic()
         process.send_signal(number)
@@ -128,7 +128,7 @@ def test_it_leaves_at_once_on_the_signals_that_clients_send(tmp_path, number):
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_it_leaves_at_the_end_of_input_though_a_call_waits(tmp_path):
+def test_stdio_server_ends_at_end_of_input_during_call(tmp_path):
     run = tmp_path / "home" / "runs" / "a-run"
     run.mkdir(parents=True)
     environment = few_variables(tmp_path) | {"TOPROPE_HOME": str(tmp_path / "home")}
@@ -214,7 +214,7 @@ def test_the_command_line_tells_version_and_clients(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_line_shows_a_run_and_says_what_is_wrong(tmp_path):
+def test_commands_show_run_and_report_wrong_arguments(tmp_path):
     run = tmp_path / ".local" / "share" / "toprope" / "runs" / "a-run"
     (run / "logs").mkdir(parents=True)
     now = time.time()

@@ -41,11 +41,11 @@ def tools():
 
 
 @pytest.mark.parametrize("mode", ERAS)
-def test_the_tools_come_in_a_fixed_order(mode):
+def test_tools_are_listed_in_fixed_order(mode):
     assert [tool.name for tool in listed(mode)] == ORDER
 
 
-def test_the_surface_is_what_was_reviewed(tools):
+def test_tool_definitions_match_snapshot(tools):
     now = [
         {
             "name": tool.name,
@@ -90,7 +90,7 @@ def test_the_list_fits_into_an_agents_context(tools):
     assert len(INSTRUCTIONS.encode()) < 2048
 
 
-def test_listing_loads_nothing_heavy_and_calls_load_no_training():
+def test_listing_and_calls_load_no_heavy_modules():
     program = """
 import sys
 from toprope_server.mcp.app import TopropeServer

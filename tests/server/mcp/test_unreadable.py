@@ -24,7 +24,7 @@ def failure(line):
         ('{"jsonrpc":"2.0","id":-3,"method":"x","params":{"a":"\x00"}}', -3),
     ],
 )
-def test_a_request_that_cannot_be_read_is_refused_under_its_id(line, number):
+def test_unreadable_request_is_refused_under_its_id(line, number):
     answer = refusal(failure(line))
     assert answer.id == number and answer.error.code == -32700
     assert "could not be read" in answer.error.message and "nothing was changed" in answer.error.message
@@ -33,7 +33,7 @@ def test_a_request_that_cannot_be_read_is_refused_under_its_id(line, number):
 @pytest.mark.parametrize(
     "line", ["no JSON at all", '{"id": 1}', "[]", '{"jsonrpc":"2.0","method":"x","params":{"a":"\x00"}}']
 )
-def test_what_is_no_request_gets_no_answer(line):
+def test_lines_that_are_not_requests_get_no_answer(line):
     assert refusal(failure(line)) is None
     assert refusal(RuntimeError("id")) is None
 
