@@ -15,7 +15,7 @@ class OpenAiStandIn:
 
     `forbidden` answers 401; `limited` 429 with Retry-After once per question; `broken` always 500; `nonsense` a body
     that is not JSON; `silent` nothing; `mute` no text, cut off; `moved` a redirect; `picky` 400 to questions with a 3;
-    `priced` its cost. Any other model answers `answer(question)`.
+    `priced` its cost; `slow` a byte every 50 ms; `endless` 20 MB. Any other model answers `answer(question)`.
     """
 
     def __init__(self, answer: Callable[[str], str]) -> None:
@@ -41,6 +41,13 @@ class OpenAiStandIn:
                         self.send_header(name, value)
                     self.send_header("Content-Length", str(len(data)))
                     self.end_headers()
+                    if body["model"] == "slow":
+                        for place in range(len(data)):
+                            self.wfile.write(data[place : place + 1])
+                            self.wfile.flush()
+                            if stand_in._closing.wait(0.05):
+                                return
+                        return
                     self.wfile.write(data)
                 except OSError:
                     return  # the client gave up
@@ -69,6 +76,8 @@ class OpenAiStandIn:
             return 500, b"oops", {}
         if model == "nonsense":
             return 200, b"<html>hello</html>", {}
+        if model == "endless":
+            return 200, b" " * 20_000_000, {}
         if model == "silent":
             self._closing.wait(30)
             return 200, b"{}", {}

@@ -97,6 +97,12 @@ def test_persistent_errors_leave_question_unanswered(server: OpenAiStandIn) -> N
         chat(server, "silent", tries=2, timeout_s=0.2)
 
 
+@pytest.mark.parametrize(("model", "reason"), [("slow", "no answer within 0.5 s"), ("endless", "cannot be reached")])
+def test_answer_is_limited_in_time_and_size(server: OpenAiStandIn, model: str, reason: str) -> None:
+    with pytest.raises(Unanswered, match=reason):
+        chat(server, model, tries=1, timeout_s=0.5 if model == "slow" else 30.0)
+
+
 def test_redirect_is_not_followed(server: OpenAiStandIn) -> None:
     with pytest.raises(ModelFailed, match="HTTP 307"):
         chat(server, "moved")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -28,6 +29,8 @@ __all__ = ["EndpointClient", "ModelFailed", "Unanswered", "Usage"]
 _FATAL = {401, 402, 403, 404, 405}
 _REFUSED = {400, 413, 422}
 _LONGEST_TEXT = 200_000
+_LONGEST_ANSWER = 8 << 20
+"""Bytes of an HTTP answer that are read at most."""
 _INVALID_ANSWERS = 2
 """Answers without a chat completion after which a question counts as unanswered."""
 
@@ -101,7 +104,7 @@ class EndpointClient:
         endpoint: Address and model.
         key: The API key, if the endpoint needs one.
         concurrency: Requests in flight at most.
-        timeout_s: Seconds without progress after which a request is tried again.
+        timeout_s: Seconds after which a request is tried again.
         tries: Requests per question, after which it counts as unanswered.
     """
 
@@ -129,7 +132,7 @@ class EndpointClient:
                 verify=ssl.create_default_context(),
                 trust_env=False,  # neither a proxy nor .netrc of the environment gets to see the key
                 follow_redirects=False,  # a redirect could carry the key elsewhere
-                event_hooks={"request": [self._count_retry]},
+                event_hooks={"request": [self._count_retry], "response": [self._read_bounded]},
             ),
         )
         # The owner's settings name everything that an endpoint gets; the environment adds nothing.
@@ -228,6 +231,30 @@ class EndpointClient:
 
     async def _count_retry(self, request: httpx.Request) -> None:
         self.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
+
+    async def _read_bounded(self, response: httpx.Response) -> None:
+        """Reads an answer within the limits of time and size; the package itself limits single reads only."""
+        import httpx
+
+        stream = cast(httpx.AsyncByteStream, response.stream)
+
+        class Bounded(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                size = 0
+                async for chunk in stream:
+                    if (size := size + len(chunk)) > _LONGEST_ANSWER:
+                        raise httpx.ReadError("the answer is too long", request=response.request)
+                    yield chunk
+
+            async def aclose(self) -> None:
+                await stream.aclose()
+
+        response.stream = Bounded()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await response.aread()
+        except TimeoutError:
+            raise httpx.ReadTimeout("the answer takes too long", request=response.request) from None
 
     def _redact(self, text: object) -> str:
         """Text from an endpoint on one line, without the key, which some repeat."""
