@@ -1,18 +1,16 @@
-"""What research costs an agent: `make bench-agent`.
+"""Measure the calls and tokens that a research task costs an agent: `make bench-agent`.
 
-A scripted agent trains with a learning rate that collapses the run, waits, is told so by the finding, stops the run,
-takes the rate that the finding names, and proves the gain: three seeds of the former rate against three of the mended
-one, compared on held-out tasks. It notes the experiment and hands over. Its calls and tokens are held against the
-same script with a full status of every run at work each 30 seconds in place of its waits (`_agent_polls.py`),
-measured on the very same runs while they live; `_agent_counts.py` says what is counted.
+A scripted agent trains with a learning rate that collapses the run, waits until the finding reports it, stops the run,
+sets the rate that the finding names, and proves the gain: three seeds of the old rate against three of the new one,
+compared on held-out tasks. It notes the experiment and hands over.
 
-The agent has the name of a client that holds out long calls (`tools/toprope_tools/client_timeouts.py`); `calls_ratio`
-is its figure.
-`calls_ratio_unknown_client` is that of a client that nobody knows, whose waits are cut to 45 s, made on the same
-runs.
+Baseline: the same script with a full status of every live run each 30 seconds instead of its waits (`polls.py`),
+measured on the same runs while they live. `counts.py` defines what is counted. `calls_ratio` is for a client that is
+known to allow long calls (`tools/toprope_tools/client_timeouts.py`); `calls_ratio_unknown_client` is for an unknown
+client, whose waits are cut to 45 s.
 
-Runs take about two minutes here, so that the whole fits into a quarter of an hour. Polls grow with a run's length and
-waits do not: runs of hours make the ratios larger.
+Runs take about two minutes, so the whole takes a quarter of an hour on two quiet cores. Polls grow with a run's length
+and waits do not: runs of hours make the ratios larger. Needs nothing else.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ from benchmarks.agent.script import Agent, Failed, client, research
 
 PATIENT, UNKNOWN = "claude-code", "some-agent"
 TRAIN_S = 115.0
-"""Training of each run; start and evaluations make it two minutes on two quiet cores."""
+"""Training seconds of each run; start and evaluations make it two minutes on two quiet cores."""
 TASKS = 200
 
 
 async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
-    """Does the work in a home of its own; the figures.
+    """Run the research task in a home of its own and return the figures.
 
     Raises:
-        Failed: It did not come to its end.
+        Failed: The task did not reach its end.
     """
     parameters = server_parameters({"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")})
     changes = {"budget.steps": 6000, "budget.max_train_seconds": train_s, "evaluation.heldout_tasks": TASKS}
@@ -65,7 +63,7 @@ async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
             tasks.start_soon(poller.run)
             try:
                 found = await research(agent, unknown, poller, changes)
-            except* Failed as raised:  # task groups and the client wrap it
+            except* Failed as raised:  # anyio's task groups and the client wrap the error
                 failed = _first(raised)
             tasks.cancel_scope.cancel()
     if failed is not None:
@@ -84,7 +82,7 @@ async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the table and the figures. The first argument: seconds of training of each run."""
+    """Print the table and the figures. The first argument sets the training seconds of each run."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     train_s = float(sys.argv[1]) if len(sys.argv) > 1 else TRAIN_S
     began, load = time.monotonic(), os.getloadavg()
@@ -92,7 +90,7 @@ def main() -> int:
         try:
             found = anyio.run(measure, Path(folder), train_s, lambda line: console.print(line, markup=False))
         except Failed as error:
-            console.print(f"The work did not come to its end: {error}", markup=False)
+            console.print(f"The task did not reach its end: {error}", markup=False)
             return 1
     found |= {"seconds": round(time.monotonic() - began), "load_before": load, "load_after": os.getloadavg()}
     table = Table(title="An agent's research: waits and findings, against polls every 30 s")

@@ -1,10 +1,10 @@
-"""What a conversation costs an agent: its calls and their tokens, and the same with polls in place of waits.
+"""Count the calls and tokens of a conversation, with waits and with polls instead of them.
 
-A token is four bytes. Counted is what a client puts into the model's context: of a call the tool's name and its
-arguments as compact JSON; of an answer its text and its structure as compact JSON, both, as a client does that shows
-both. Of the status that a poll gets each thing is counted once. So whatever a client leaves out makes our side
-cheaper than it is here. The list of tools, progress and what the protocol itself needs are not counted: they are the
-same, or no model sees them.
+A token is four bytes. A call counts with what a client puts into the model's context: the tool's name and its arguments
+as compact JSON. An answer counts with its text and its structure as compact JSON, as in a client that shows both. In
+the status that a poll gets, each thing is counted once; a client that leaves something out makes our side cheaper than
+measured. The list of tools, progress and protocol messages are not counted: they are the same for both, or no model
+sees them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ EVERY_S = 30.0
 
 
 def compact(value: Any) -> bytes:
-    """JSON without blanks."""
+    """Encode as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One call and its answer, in bytes. `wait`: it was made to wait, so a poller makes others in its place."""
+    """One call and its answer, in bytes. `wait`: the call waited, so a poller makes polls instead of it."""
 
     tool: str
     request: int
@@ -40,7 +40,7 @@ class Exchange:
     def of(
         cls, tool: str, arguments: Mapping[str, Any], text: str, structure: Mapping[str, Any] | None, *, wait: bool
     ) -> Exchange:
-        """From what was sent and what came back."""
+        """Measure a request and its answer."""
         request = compact({"name": tool, "arguments": dict(arguments)})
         said = 0 if structure is None else len(compact(structure))
         return cls(tool, len(request), len(text.encode()), said, wait)
@@ -56,8 +56,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Poll:
-    """One full status of a live run, in bytes: the call, each part of the answer, and what get_results(detailed) said
-    of the run at that moment, text and structure (0: not asked)."""
+    """One full status of a live run, in bytes: the call, each part of the answer, and the text and structure of
+    get_results(detailed) at that moment (0 if it was not called).
+    """
 
     run_id: str
     request: int
@@ -69,17 +70,17 @@ class Poll:
 
 
 def polls_needed(seconds: float, every_s: float = EVERY_S) -> int:
-    """Polls until one of them sees what happened after so many seconds; the first comes after the first interval."""
+    """Return the number of polls until one sees what happens after `seconds`; the first comes after one interval."""
     return max(1, math.ceil(seconds / every_s))
 
 
 def figures(ours: Sequence[Exchange], unknown_waits: Sequence[Exchange], polls: Sequence[Poll]) -> dict[str, Any]:
-    """The ratios: the same script with polls in place of its waits, over the script.
+    """Return the ratios: the same script with polls instead of waits, divided by the script.
 
     Args:
         ours: Every call of the patient client.
         unknown_waits: The calls that an unknown client needed for the same waits; the rest of the script is the same.
-        polls: What the poller would have got.
+        polls: The polls that the poller would have made.
     """
     rest = [one for one in ours if not one.wait]
     own, same = sum(one.all for one in ours), sum(one.all for one in rest)

@@ -1,13 +1,12 @@
-"""The agent that cannot wait: a full status of each run at work, every 30 seconds, measured while the runs live.
+"""Measure an agent that cannot wait: a full status of each live run every 30 seconds.
 
-That is how agents follow runs where a status is a tool without a wait: one run a call, everything there is, at once.
-Such a status is put together here from what the run's folder holds at that very moment: status.json whole (state,
-numbers, crew with exits, counts, evaluations, findings), the newest row of metrics, the last twenty events, and the
-last twenty lines of each component's log. Nothing of it is made up, and each thing is counted once. Beside it
-get_results(detailed) is really called, whose text and structure are another full status.
+Agents follow runs this way if a status tool has no wait: one run a call, with everything there is. The status is
+assembled from the run's folder at that moment: status.json whole (state, numbers, crew with exits, counts, evaluations,
+findings), the newest row of metrics, the last twenty events, and the last twenty lines of each component's log. Nothing
+is invented, and each thing is counted once. get_results(detailed), which is called for real, is another full status.
 
-Runs that are queued are not asked: the fewest polls that such an agent needs. The first comes 30 seconds after a run
-left the queue, the last is the first after its end.
+Queued runs are not polled: this is the fewest polls that such an agent needs. The first poll comes 30 seconds after a
+run left the queue, the last one is the first after its end.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment")
 
 
 def full_status(folder: RunFolder) -> dict[str, bytes]:
-    """All there is to say of a run now, by part, as it would be sent.
+    """Return the full status of a run by part, as it would be sent.
 
     Raises:
         TopropeError: The run has no readable status.
@@ -51,30 +50,30 @@ def full_status(folder: RunFolder) -> dict[str, bytes]:
 
 
 class Poller:
-    """Follows runs as they are named to it; `polls` are what it got so far."""
+    """Poll the runs given to `follow`; `polls` holds the results so far."""
 
     def __init__(self, runs: Path, detailed: Callable[[str], Awaitable[int]] | None = None) -> None:
-        """`detailed`: bytes of what get_results(detailed) says of a run."""
+        """Return the bytes of get_results(detailed) of a run."""
         self._runs, self._detailed = runs, detailed
         self._due: dict[str, float | None] = {}
-        """When the next poll of a run comes; None: it is queued."""
+        """The time of a run's next poll; None while it is queued."""
         self._one_at_a_time = anyio.Lock()
         self.polls: list[Poll] = []
         self.lives: dict[str, float] = {}
         """Seconds at work of each run that was polled to its end."""
 
     def follow(self, *run_ids: str) -> None:
-        """From now on these, too."""
+        """Poll these runs, too, from now on."""
         self._due.update(dict.fromkeys(run_ids))
 
     async def run(self) -> None:
-        """Polls until it is cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.turn(time.time())
             await anyio.sleep(0.5)
 
     async def turn(self, now: float) -> None:
-        """Polls what is due."""
+        """Make the polls that are due."""
         async with self._one_at_a_time:
             await self._turn(now)
 
@@ -84,7 +83,7 @@ class Poller:
             try:
                 status = Status.read(folder)
             except TopropeError:
-                continue  # it is just being made
+                continue  # it is being created
             if status.started_at is None:
                 continue
             if due is None:
@@ -93,7 +92,7 @@ class Poller:
                 await self._poll(folder, status)
 
     async def last_of(self, run_id: str) -> None:
-        """The poll that sees what its agent acts on, before the run is stopped: it is not polled any more."""
+        """Make the poll whose result the agent acts on before it stops the run, and poll the run no more."""
         async with self._one_at_a_time:
             folder = RunFolder(self._runs / run_id)
             status = Status.read(folder)
@@ -103,7 +102,7 @@ class Poller:
             self._due.pop(run_id, None)
 
     async def rest_of(self, run_ids: Sequence[str]) -> None:
-        """The polls that see the ends of runs that have ended."""
+        """Make the polls that see the end of runs that have ended."""
         async with self._one_at_a_time:
             for run_id in run_ids:
                 folder = RunFolder(self._runs / run_id)

@@ -1,8 +1,8 @@
-"""An agent's work in calls: a run that collapses, the diagnosis, the mended rate, and the proof over three seeds.
+"""The agent's script: a run that collapses, the diagnosis, the corrected rate, and the proof over three seeds.
 
-It uses nothing but tools over standard input and output, through the official client, and takes from answers what an
-agent would take: ids, cursors, and what a finding says to do next. Every call is counted. Beside it a client that
-nobody knows makes the same waits on the same runs, each cut to what such a client holds out.
+It uses only tools over standard input and output, through the official client, and takes from answers what an agent
+would take: ids, cursors, and the next step that a finding names. Every call is counted. A second client, which the
+server does not know, makes the same waits on the same runs, each cut to that client's limit.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _PATIENCE_S = 1000.0
 
 
 class Failed(Exception):
-    """A tool refused, or an answer was not what the work needs."""
+    """A tool refused, or an answer lacked what the script needs."""
 
 
 def client(parameters: Any, name: str) -> Client:
-    """A client of a server of its own, under a name that tells how long it waits."""
+    """Connect to a server of its own, under a client name that implies how long calls may wait."""
     return Client(parameters, client_info=Implementation(name=name, version="1.0"))
 
 
 class Agent:
-    """Calls tools and counts."""
+    """Calls tools and counts the calls."""
 
     def __init__(self, connected: Client, say: Callable[[str], None]) -> None:
         self._client, self._say = connected, say
         self.made: list[Exchange] = []
 
     async def call(self, tool: str, *, wait: bool = False, **arguments: Any) -> tuple[str, dict[str, Any]]:
-        """One call; its text and its structure.
+        """Make one call and return its text and structure.
 
         Raises:
             Failed: The tool refused.
@@ -63,7 +63,7 @@ class Agent:
         return text, answer.structured_content or {}
 
     async def wait(self, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None) -> dict[str, Any]:
-        """Waits until one of `until` is met, however many calls that takes; the last answer's structure.
+        """Wait until one of `until` is met, in as many calls as needed; return the last answer's structure.
 
         Raises:
             Failed: Everything has ended and nothing was met.
@@ -79,12 +79,12 @@ class Agent:
 
 
 async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
-    """Does the work; what came of it, as compare_runs found it. `proved`: the gain is above the noise floor.
+    """Run the script and return the result of compare_runs. `proved`: the gain is above the noise floor.
 
     Args:
-        agent: Who does it.
-        unknown: Waits beside it for the same.
-        poller: Follows the same runs.
+        agent: The client that does the work.
+        unknown: The client that waits beside it for the same.
+        poller: Polls the same runs.
         changes: The budget, besides the rate.
 
     Raises:
@@ -97,13 +97,13 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
     poller.follow(sick["run_id"])
     seen = await _both(agent, unknown, [sick["run_id"]], ["finding", "end"], f"{sick['run_id']}:0")
     finding = _finding(seen)
-    await poller.last_of(sick["run_id"])  # another agent would stop it at what its next poll shows
+    await poller.last_of(sick["run_id"])  # another agent would stop it at its next poll
     await agent.call("stop_training", run_id=sick["run_id"])
     rate = _NEXT_RATE.search(finding["next"])
     if rate is None:
-        raise Failed(f"the finding does not say which rate to take: {finding['next']}")
+        raise Failed(f"the finding does not name a rate: {finding['next']}")
 
-    # The rate alone differs: what is proved is that it made the difference.
+    # Only the rate differs: the comparison shows that it made the difference.
     _, before = await agent.call("start_training", draft_id=draft_id, seeds=3, name="fast")
     await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": float(rate[1])})
     _, after = await agent.call("start_training", draft_id=draft_id, seeds=3, name="mended")
@@ -129,7 +129,7 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
     )
     handoff, _ = await agent.call("get_handoff")
     if noted["experiment"]["id"] not in handoff:
-        raise Failed("the handoff does not tell of the experiment")
+        raise Failed("the handoff does not mention the experiment")
     return {
         "proved": proved,
         "finding": finding["rule"],
@@ -144,7 +144,7 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
 async def _both(
     agent: Agent, unknown: Agent, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None
 ) -> dict[str, Any]:
-    """The same wait by both; what the agent was told."""
+    """Let both clients make the same wait; return the answer to the agent."""
     found: dict[str, Any] = {}
 
     async def own() -> None:
@@ -157,10 +157,10 @@ async def _both(
 
 
 def _finding(seen: dict[str, Any]) -> dict[str, Any]:
-    """The gravest finding that the answer tells.
+    """Return the gravest finding of the answer.
 
     Raises:
-        Failed: None names the rate.
+        Failed: No finding names the rate.
     """
     events = [event["data"] for run in seen["runs"] for event in run.get("events", ()) if event["kind"] == "finding"]
     named = [data for data in events if data["rule"] in _NAMES]

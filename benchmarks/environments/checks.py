@@ -1,10 +1,10 @@
-"""What check_environment is worth: defects planted in known-good tasks, and reasoning-gym's tasks as they are.
+"""Measure check_environment: defects planted in known-good tasks, and reasoning-gym's tasks unchanged.
 
     python -P -m benchmarks.environments.checks [--planted] [names of tasks ...]
 
-A planted defect counts as found when a rule that may name it does, as a warning or worse. Of reasoning-gym's tasks
-those whose defects were known beforehand have to be found; every other flag has to have a reason that was confirmed by
-reading the task's code, else it counts as unexplained.
+A planted defect counts as found if a rule that may name it reports a warning or worse. Of reasoning-gym's tasks, those
+with previously known defects have to be found; every other flag needs a reason that was confirmed by reading the task's
+code, or it counts as unexplained. Needs reasoning-gym; takes some minutes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from toprope.workbench.entries import Entry
 __all__ = ["checks", "planted", "swept"]
 
 _SECONDS = 90.0
-"""For one task: the machine may be busy."""
+"""Limit for one task; the machine may be busy."""
 _RG = "reasoning_gym/"
 _MADE_OF_OTHERS = ("composite",)
 
 
 def checks() -> dict[str, Any]:
-    """Both parts with their tables; the figures."""
+    """Run both parts, print their tables, and return the figures."""
     return {**planted(), **swept()}
 
 
 def planted() -> dict[str, Any]:
-    """Defects that are found, by name; and the good tasks, in which none should be."""
+    """Return the defects that were found, by name, and the good tasks, in which none should be found."""
     missed, said = [], []
     with tempfile.TemporaryDirectory(prefix="toprope-planted-") as folder:
         for number, defect in enumerate(PLANTED):
@@ -67,7 +67,7 @@ def planted() -> dict[str, Any]:
 
 
 def swept(names: list[str] | None = None) -> dict[str, Any]:
-    """Every task of reasoning-gym, or those named: what is flagged, and whether there is a reason."""
+    """Check every task of reasoning-gym, or those named; return the flags and the known reasons."""
     catalog = Catalog()
     all_names = [entry.name for entry in catalog.entries() if entry.name.startswith(_RG)]
     all_names = [name for name in all_names if name.removeprefix(_RG) not in _MADE_OF_OTHERS]

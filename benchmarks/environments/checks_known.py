@@ -1,4 +1,4 @@
-"""What is known of reasoning-gym's tasks (0.1.25): defects that were found by hand, and why others are rightly flagged.
+"""Known defects of reasoning-gym's tasks (0.1.25), and confirmed reasons for other flags.
 
 Each reason was confirmed by reading the task's code, or by running it.
 """
@@ -30,8 +30,8 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("codeio", "not_repeatable"): "245 of the 3,002 programs that make its answers draw from the global random",
     ("coin_flip", "few_tasks"): "260 distinct questions in all",
     ("complex_arithmetic", "junk_rewarded"): "min(1.0, exp(-nan)) is 1.0: the answer nan is right",
-    ("game_of_life", "scoring_raises"): "an answer in JSON that is no list of lists raises KeyError",
-    ("game_of_life_halting", "wrong_rewarded"): "the same defect: whatever is said is right",
+    ("game_of_life", "scoring_raises"): "a JSON answer that is not a list of lists raises KeyError",
+    ("game_of_life_halting", "wrong_rewarded"): "the same defect: every answer is right",
     ("intermediate_integration", "slow"): "sympy integrates for 0.1 s and more a task",
     ("knight_swap", "hangs"): "single tasks take many seconds to find",
     ("knight_swap", "hash_seed"): "answers are searched over sets: other moves under another hash seed",

@@ -1,4 +1,4 @@
-"""Known-good tasks with one defect each, for the check of environments: what was planted, and which rules may name it.
+"""Known-good tasks with one defect each: what was planted, and which rules may name it.
 
 The tasks are reasoning-gym's greatest common divisors, sums and reversed words, and our own sorted letters. Each defect
 is the smallest change of the code that makes it; nothing else differs from the environment that passes.
@@ -52,15 +52,15 @@ class Planted:
     task: str
     """The known-good task of reasoning-gym."""
     code: str
-    """Methods that stand in place of the good ones."""
+    """Methods that replace the good ones."""
     rules: tuple[str, ...]
-    """Any of these names it."""
+    """The rules that may name it."""
     full: bool = False
-    """Whether it takes the full form of the check."""
+    """It takes the full form of the check."""
 
 
 def source_of(planted: Planted) -> str:
-    """The environment's file."""
+    """Return the source of the environment's file."""
     body = "\n".join(f"    {line}" if line else "" for line in planted.code.strip("\n").split("\n"))
     return _HEAD.format(task=planted.task) + body + "\n"
 

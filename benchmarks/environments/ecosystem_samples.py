@@ -1,6 +1,6 @@
-"""One small environment for each ecosystem, as its users would write it; for `make bench-environments` and the tests.
+"""One small environment for each ecosystem, as its users would write it, for `make bench-environments` and the tests.
 
-All ask for the same thing, so that they can be compared: copy a word of four letters.
+All have the same task, so that they can be compared: copy a word of four letters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Environments of other ecosystems, unmodified, each in its own interpreter, against a real inference server.
+"""Run environments of other ecosystems, unmodified, each in its own interpreter, against a real inference server.
 
-Measured: that four rollouts of one task go through and are recorded; how long a worker takes until it can play, beyond
-what importing the environment's own file takes in a bare interpreter; how much quicker verifiers is with a harness in
-the worker's process than with its `null` harness.
+Measured: that four rollouts of one task complete and are recorded; the seconds until a worker is ready, beyond the
+import of the environment's file in a bare interpreter; the speed of verifiers with a harness in the worker's process,
+against its `null` harness. Needs the ecosystems' interpreters (CONTRIBUTING.md); missing ones are named.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOAD_S, _ROLLOUT_S = 180.0, 180.0
 
 
 def ecosystems() -> dict[str, Any]:
-    """Measures, prints a table, and returns the figures."""
+    """Measure, print a table, and return the figures."""
     console = Console()
     with tempfile.TemporaryDirectory(prefix="toprope-ecosystems-") as path:
         return asyncio.run(_measured(Path(path), console))
@@ -91,7 +91,7 @@ async def _measured(folder: Path, console: Console) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _inference(policy: Path) -> AsyncIterator[str]:
-    """A real inference server on a policy without training."""
+    """Start a real inference server on a policy without training."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,8 +136,9 @@ async def _opened(
 async def _played(
     sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, warm: int = 0, **knobs: Any
 ) -> SampledGroup:
-    """Plays a task through the worker and inference, and looks whether everything is as a trainer needs it; after
-    another one, `warm` times, which pays for what is made once."""
+    """Sample a task's rollouts through the worker and inference, and check that they hold what a trainer needs. `warm`
+    tasks before it pay for what is made once.
+    """
     link, card = await _opened(sample, python, folder, policy, knobs)
 
     async def opened() -> EnvironmentWorker:
@@ -177,8 +178,9 @@ def _whole(made: SampledGroup, size: int) -> None:
 
 
 async def _beyond_import(sample: Sample, python: str, folder: Path, policy: Path) -> float:
-    """Seconds from starting a worker to an opened environment, less those of importing its file in a bare interpreter:
-    the least of some starts each, since other work only adds."""
+    """Return the seconds from starting a worker to an opened environment, less the import of its file in a bare
+    interpreter: the minimum of several starts, since other load only adds.
+    """
     write(sample, folder)
     ours, theirs = [], []
     for _ in range(STARTS):
@@ -193,14 +195,16 @@ async def _beyond_import(sample: Sample, python: str, folder: Path, policy: Path
 
 
 async def _harnesses(folder: Path, policy: Path, url: str, console: Console) -> dict[str, Any]:
-    """Rollouts a second with our harness and with verifiers' own `null`, which makes a process a rollout."""
+    """Return rollouts per second with our harness, and with verifiers' `null` harness, which starts a process for each
+    rollout.
+    """
     sample = next(one for one in SAMPLES if one.ecosystem == "verifiers")
     python = interpreter("verifiers")
-    assert python is not None  # it was played
+    assert python is not None  # skip rollouts that ended with an error
     speed = {}
     for name in ("auto", "null"):
         try:
-            # The rollout before pays for what is made once: null's script environment among it.
+            # The rollout before pays for what is made once, such as null's script environment.
             made = await _played(sample, python, folder, policy, url, size=HARNESS_ROLLOUTS, warm=1, harness=name)
         except Exception as error:
             console.print(f"verifiers' harness {name} cannot be measured: {str(error)[:500]}", markup=False)

@@ -1,4 +1,4 @@
-"""Other people's environments, checks, the worker's cost, mixtures: `make bench-environments`.
+"""Measure other ecosystems, checks, the worker's overhead and mixtures: `make bench-environments`.
 
     python -P -m benchmarks.environments.environments [--part ecosystems|checks|overhead|mixture ...]
 
@@ -7,7 +7,8 @@
     overhead     what a worker adds to a rollout, over the environment in the same process
     mixture      one run on environments of three ecosystems
 
-Interpreters of ecosystems are made once, see CONTRIBUTING.md; those that are not there are named, not counted.
+Interpreters of ecosystems are made once, see CONTRIBUTING.md; those that are missing are named, not counted. All parts
+take half an hour.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts and prints all figures as one JSON object on the last line."""
+    """Run the parts and print all figures as one JSON object on the last line."""
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.environments.environments", description="Environments."
     )

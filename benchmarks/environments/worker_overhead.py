@@ -1,8 +1,8 @@
-"""What a worker costs an environment whose loop we own: wall time that it adds to a rollout, in groups of 16.
+"""Measure what a worker costs an environment whose loop we own: wall time added to a rollout, in groups of 16.
 
-Groups are played twice in turn, by calling the environment in this process and through a worker with the requests that
-the rollout driver sends (`begin` for the group, then `advance` with all its answers), the same tasks and answers both
-times. What a worker adds is the difference; the machine's noise is in both.
+Groups are sampled twice in turn, by calling the environment in this process and through a worker with the requests that
+the rollout driver sends (`begin` for the group, then `advance` with all its answers), with the same tasks and answers.
+The worker's cost is the difference; the machine's noise is in both. Takes about a minute; needs reasoning-gym.
 
     python -P -m benchmarks.environments.worker_overhead
 """
@@ -43,22 +43,23 @@ TRL = """
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of one environment; milliseconds a rollout, medians over groups."""
+    """The overhead in one environment: milliseconds per rollout, medians over groups."""
 
     environment: str
     worker_overhead_ms: float
     in_process_ms: float
     worker_ms: float
     worst_ms: float
-    """The 90th percentile of what the worker adds."""
+    """The 90th percentile of the time that the worker adds."""
     groups: int
 
 
 def sources(folder: Path) -> dict[str, dict[str, Any]]:
-    """Environments to measure, by name: a file of ours, a task of reasoning-gym, a reward function as TRL has them.
+    """Return the environments to measure, by name: a file of ours, a task of reasoning-gym, a reward function as in
+    TRL.
 
     Args:
-        folder: Where a user's file can be written.
+        folder: Folder for the user's file.
     """
     (folder / "sums.py").write_text(textwrap.dedent(TRL))
     target = json.dumps({"file": str(folder / "sums.py"), "reward_funcs": ["accuracy"], "rows": "rows"})
@@ -73,13 +74,13 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
 async def measure(
     name: str, source: Mapping[str, Any], *, groups: int = 100, interpreter: str | None = None
 ) -> Overhead:
-    """Plays groups both ways.
+    """Sample groups both ways.
 
     Args:
         name: For the table.
         source: As the worker's `open` takes it. The environment must load in this process as well.
-        groups: How many.
-        interpreter: Of the worker; ours by default.
+        groups: Number of groups.
+        interpreter: The worker's; ours by default.
     """
     environment = configure(load(source).environment)
     splits = TaskSplits(environment)
@@ -89,7 +90,7 @@ async def measure(
         for index in range(groups + _WARM):
             task = splits.get("train", index)[0]
             answer = str(task.reference) if index % 2 else "something else"
-            await link.call("tasks", split="train", start=index, count=1)  # making a task is not what is measured
+            await link.call("tasks", split="train", start=index, count=1)  # making a task is not measured
             began = time.perf_counter()
             rollouts = [Rollout(environment, task) for _ in range(GROUP)]
             for rollout in rollouts:
@@ -118,13 +119,13 @@ async def measure(
 
 
 async def start_over_import(source: Mapping[str, Any], package: str, *, times: int = 3) -> float:
-    """Seconds by which starting a worker and loading an environment takes longer than the package's import alone: the
-    least of several, as the machine's noise only adds.
+    """Return the seconds by which starting a worker and loading an environment exceed the package's import alone: the
+    minimum of several tries, as the machine's noise only adds.
 
     Args:
         source: As the worker's `card` takes it.
-        package: What the ecosystem's environments import.
-        times: How often each is tried, in turn.
+        package: The package that the ecosystem's environments import.
+        times: Tries of each, in turn.
     """
     alone, whole = [], []
     for _ in range(times):
@@ -146,8 +147,9 @@ async def _measured() -> tuple[list[Overhead], float]:
 
 
 def overhead() -> dict[str, Any]:
-    """Measures and prints all; the figures: `worker_overhead_ms` of the worst environment (limit 1), and
-    `worker_start_over_import_s` (limit 0.3)."""
+    """Measure and print; the figures: `worker_overhead_ms` of the worst environment (limit 1), and
+    `worker_start_over_import_s` (limit 0.3).
+    """
     found, start = asyncio.run(_measured())
     print(f"{'ms a rollout':<16}{'in process':>12}{'worker':>10}{'added':>10}{'p90 added':>12}   groups of {GROUP}")
     for one in found:

@@ -1,4 +1,4 @@
-"""The demo's training under fire: what is killed and resumed has to learn as much as what is left alone."""
+"""Train the demo's task under faults: runs that are killed and resumed have to learn as much as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STRIKES = 6
 
 
 def accuracy(stage: Stage, dice: random.Random) -> Story:
-    """One training of what the demo trains, with strikes spread over it from its first step on."""
+    """Train the demo's task once, with kills spread over it from its first step on."""
     specification = demo_specification(stage)
     launcher = specification.config.launcher
     launcher.restarts, launcher.restart_backoff_s, launcher.resume_lost_backoff_s = 100, 0.1, 0.1
@@ -43,7 +43,7 @@ def accuracy(stage: Stage, dice: random.Random) -> Story:
 
 
 def demo_specification(stage: Stage) -> Specification:
-    """What `make demo` trains, frozen."""
+    """Return the frozen specification of `make demo`."""
     workshop = Workshop.open(Home(stage.path / "home", stage.path / "config"))
 
     async def drafted() -> str:

@@ -1,10 +1,11 @@
-"""What outlives a component on this machine, by how it is held and by who was killed: `make bench-containment`.
+"""Count the processes that outlive a component, by containment level and killed process: `make bench-containment`.
 
     python -P -m benchmarks.faults.containment
 
 A component starts five kinds of grandchildren: a plain one, one in a session of its own, one there that ignores
-SIGTERM, a daemon forked twice, and such a daemon with an empty environment. Then somebody gets a SIGKILL, and after the
-crew has had its time, what is left of the six is counted: before anybody looks at the run, and after a front end has.
+SIGTERM, a daemon forked twice, and such a daemon with an empty environment. Then a process gets SIGKILL, and after the
+crew has had its time the survivors of the six are counted: before a front end looks at the run, and after. Takes about
+two minutes; needs bubblewrap for the contained levels.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ time.sleep(600)
 
 
 def _processes(token: str) -> dict[str, psutil.Process]:
-    """What carries the token as the component does, by kind."""
+    """Return the kinds of the processes that carry the token."""
     found = {}
     for process in psutil.process_iter():
         try:
@@ -83,11 +84,11 @@ def _until(condition: Any, limit_s: float = LIMIT_S) -> bool:
 
 
 def left_over(house: RunHarness, level: Level, whom: str) -> tuple[list[str], list[str]]:
-    """Which of the six are left when the lock of their run is free, and which after a front end has looked.
+    """Return the survivors of the six when the lock of their run is free, and after a front end has looked.
 
     Args:
-        house: A house of stand-ins; a run is started in it.
-        level: How its components are held.
+        house: A harness with stand-ins; a run is started in it.
+        level: Containment of its components.
         whom: One of WHOM.
     """
     token = f"{house.token}-{level}-{whom.replace(' ', '-')}"
@@ -109,7 +110,7 @@ def left_over(house: RunHarness, level: Level, whom: str) -> tuple[list[str], li
         whom
     ]
     if len(victims) > 1:
-        # At once means before either can act on the other's end.
+        # Both at once, before either can act on the other's end.
         for victim in victims:
             victim.suspend()
     for victim in victims:
@@ -126,7 +127,7 @@ def left_over(house: RunHarness, level: Level, whom: str) -> tuple[list[str], li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table for people, and as the last line the figures; 1 where something is left within a namespace."""
+    """Print the table and, as the last line, the figures; exit with 1 if something is left within a namespace."""
     argparse.ArgumentParser(prog="python -P -m benchmarks.faults.containment").parse_args(arguments)
     why, found = containment.probe_bubblewrap(), {}
     levels: list[Level] = ["guard"] if why else ["guard", "bubblewrap"]

@@ -1,8 +1,8 @@
-"""A disk that fills under a run and gets room again: `make bench-disk`. Linux, as root: it mounts a small tmpfs.
+"""Fill the disk under a run, then free it again: `make bench-disk`. Needs Linux and root: it mounts a small tmpfs.
 
-The run is a real one with a policy so small that it loads at once. While the disk has no room an agent asks how the run
-stands and what it has reached; then there is room, and the run has to complete with every row of metrics and a sound
-checkpoint of its last step. A second run is stopped while there is no room.
+The run is real, with a policy so small that it loads at once. While the disk is full an agent asks for the run's status
+and results; then space is freed, and the run has to complete with every row of metrics and a sound checkpoint of its
+last step. A second run is stopped while the disk is full. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def small_disk(path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Takes all the room that there is."""
+    """Use up all free space."""
     with path.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             try:
@@ -58,7 +58,7 @@ def fill(path: Path) -> None:
 
 
 def begun(runs: RunManager, house: RealHouse) -> RunFolder:
-    """A run that has written its first checkpoint."""
+    """Start a run and wait for its first checkpoint."""
     specification = house.specification(steps=STEPS)
     specification.config.logging.save_steps = SAVE_STEPS
     folder = runs.start(specification)
@@ -70,7 +70,7 @@ def begun(runs: RunManager, house: RealHouse) -> RunFolder:
 def seconds_until(
     runs: RunManager, folder: RunFolder, *states: str, since: float | None = None
 ) -> tuple[float, Status]:
-    """How long, from now or `since`, until the run's status says one of these states."""
+    """Return the seconds, from now or `since`, until the run's status has one of these states."""
     began = time.monotonic() if since is None else since
     status = eventually(
         lambda: (now := runs.status(folder.run_id)).state in states and now, " or ".join(states), LIMIT_S
@@ -79,7 +79,7 @@ def seconds_until(
 
 
 def measure(home: Path) -> dict[str, Any]:
-    """The figures."""
+    """Return the figures."""
     house, ballast = RealHouse(home), home / "fill"
     house.machine = Machine(threads=64, disk_floor=FLOOR)
     try:
@@ -132,7 +132,7 @@ def measure(home: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the figures; 1 where something was lost, 2 where a disk cannot be mounted."""
+    """Print the figures; exit with 1 if something was lost, with 2 if no disk can be mounted."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         print(json.dumps({"skipped": "a small tmpfs can be mounted by root on Linux only"}))
         return 2

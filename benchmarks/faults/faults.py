@@ -1,15 +1,15 @@
-"""Faults on purpose: hundreds of SIGKILLs at random moments, and what they leave: `make bench-faults`.
+"""Kill processes of runs at hundreds of random moments and count what is left: `make bench-faults`.
 
     python -P -m benchmarks.faults.faults [--light-rounds N] [--real-rounds N] [--accuracy-rounds N] [--seed N]
 
-A round is a run to which several things happen: SIGKILL to a server, a server with all below it, the keeper, a guard or
-all of them, a member, the worker, or several of these at the same moment, at any phase. Two front ends look on, start,
-stop and resume, and are replaced when they are killed. Light rounds have stand-ins for the members, real ones the real
-programs with a tiny policy; accuracy rounds train what the demo trains and have to learn it all the same.
+A round is one run with several faults: SIGKILL to a server, a server with its process tree, the keeper, one guard or
+all, a member, the worker, or several at the same moment, in any phase. Two front ends watch, start, stop and resume,
+and are replaced when they are killed. Light rounds have stand-ins for the members; real ones have the real programs
+with a tiny policy; accuracy rounds train the demo's task and have to learn it all the same.
 
 At the end nothing may be left of any run (processes, ports, locks, temporary files), every run has to have ended as it
-should, every group is accounted for, and the index is sound. The seed is printed: it throws the same dice again, not
-the same clock. The whole takes half an hour; run it on a quiet machine.
+should, every group is accounted for, and the index is sound. The printed seed repeats the same choices, not the same
+timing. Takes half an hour on a quiet machine; needs nothing else.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ def campaign(
     seed: int,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Any], Tally]:
-    """Plays rounds and counts.
+    """Play the rounds and count.
 
     Args:
         root: An empty folder.
         light_rounds: Runs with stand-ins.
         real_rounds: Runs with the real programs.
         accuracy_rounds: Runs of the demo's training.
-        seed: Of the dice; each round has its own, so that one can be played again.
-        say: Told of each round.
+        seed: Each round draws from a seed of its own derived from it, so that one can be repeated.
+        say: Called with a line about each round.
 
     Returns:
-        The figures, and all that should not be.
+        The figures, and all problems that were found.
     """
     tally, stories = Tally(), {"light": [], "real": [], "accuracy": []}
     parts: list[tuple[str, int, Callable[[Stage, random.Random], Story]]] = [
@@ -123,7 +123,7 @@ def _figures(stories: dict[str, list[Story]], tally: Tally) -> dict[str, Any]:
 
 
 def times(root: Path, repeats: int = 5) -> dict[str, Any]:
-    """The figures of time; nobody is to be killed meanwhile but those that this kills."""
+    """Return the figures of time; nothing else may kill processes meanwhile."""
     house = house_at(root / "times")
     try:
         took = _faults_times.deaths(house, MEMBERS, repeats)
@@ -139,15 +139,15 @@ def times(root: Path, repeats: int = 5) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plays and prints; exits with 1 where a goal was missed."""
+    """Run the campaign and print; exit with 1 if a goal was missed."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.faults.faults", description="Faults on purpose.")
     parser.add_argument("--light-rounds", type=int, default=75, help="runs with stand-ins (default 75)")
     parser.add_argument("--real-rounds", type=int, default=10, help="runs with the real programs (default 10)")
     parser.add_argument("--accuracy-rounds", type=int, default=2, help="runs that have to learn (default 2)")
     parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
-    parser.add_argument("--seed", type=int, default=None, help="of the dice (default: another one each time)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
-    # Ended from outside it ends its runs, too.
+    # A campaign that is ended from outside ends its runs, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, began = Console(soft_wrap=True), time.monotonic()

@@ -4,8 +4,8 @@
     python -P -m benchmarks.faults.front keeper HOUSE RUN_FOLDER ...    a keeper of theirs
 
 A front end does what a server does with runs and the index, without the protocol: it looks at all runs ten times a
-second, which also lets lost ones go on, and carries out one order a line. Its keepers have stand-ins for their members
-where HOUSE/programs/<run_id>.json names some, and real ones otherwise.
+second, which also resumes lost ones, and carries out one order a line. Its keepers start stand-ins for the members if
+HOUSE/programs/<run_id>.json names some, and real ones otherwise.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LOOK_EVERY_S = 0.1
 
 
 def runs_at(house: Path, *, revives: bool = False) -> RunManager:
-    """The runs of a house, as its front ends see them."""
+    """Return the runs of a home as its front ends see them."""
     command = [sys.executable, "-P", "-m", "benchmarks.faults.front", "keeper", str(house)]
     variables = (lambda _: {}) if revives else None
     return RunManager(house / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
 
 
 def serve(house: Path) -> None:
-    """Reads orders as JSON lines, answers each with one, and looks at the runs meanwhile. Ends with its input."""
+    """Read orders as JSON lines, answer each with one line, and look at the runs meanwhile. Return at end of input."""
     runs, index, pending, looked = runs_at(house, revives=True), Index(house / "index.db"), b"", 0.0
     while True:
         if time.monotonic() - looked >= _LOOK_EVERY_S:
@@ -105,7 +105,7 @@ class Front:
         return self.process.poll() is None
 
     def order(self, **order: Any) -> None:
-        """Sends an order without waiting for its answer."""
+        """Send an order without waiting for its answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -114,7 +114,7 @@ class Front:
             pass
 
     def answer(self, limit_s: float = 60.0) -> dict[str, Any] | None:
-        """The next answer; None if the front end is gone, or says nothing in time."""
+        """Return the next answer; None if the front end is gone or does not answer in time."""
         assert self.process.stdout is not None
         limit, descriptor = time.monotonic() + limit_s, self.process.stdout.fileno()
         while b"\n" not in self._said:
@@ -129,7 +129,7 @@ class Front:
         return json.loads(line)
 
     def kill(self, tree: bool = False) -> int:
-        """SIGKILL to it, or to it and all below it; how many there were."""
+        """Send SIGKILL to it, or to it and its process tree; return the number of processes."""
         victims = [psutil.Process(self.process.pid)] if self.alive else []
         if tree and victims:
             victims += victims[0].children(recursive=True)
@@ -143,7 +143,7 @@ class Front:
         return killed
 
     def close(self) -> None:
-        """Ends it and closes its pipes."""
+        """End it and close its pipes."""
         if self.alive:
             self.process.kill()
         self.process.wait()
@@ -162,7 +162,7 @@ class Fronts:
         self._house, self._fronts = house, [Front(house) for _ in range(count)]
 
     def one(self, number: int) -> Front:
-        """The front end of that number, counted around; alive a moment ago."""
+        """Return the front end of that number, modulo their count; it was alive a moment ago."""
         place = number % len(self._fronts)
         if not self._fronts[place].alive:
             self._fronts[place].close()
@@ -173,10 +173,11 @@ class Fronts:
         return [self.one(place) for place in range(len(self._fronts))]
 
     def ask(self, number: int, **order: Any) -> dict[str, Any]:
-        """An order, repeated at the next one until it is answered: whoever carries it out may be killed.
+        """Send an order, and repeat it at the next front end until it is answered: the front end may be killed
+        meanwhile.
 
         Raises:
-            TimeoutError: Nobody answers.
+            TimeoutError: No front end answers.
         """
         for turn in range(10):
             front = self.one(number + turn)
@@ -184,7 +185,7 @@ class Fronts:
             answer = front.answer()
             if answer is not None:
                 return answer
-            if front.alive:  # it does not answer: it is of no use, and must not answer later
+            if front.alive:  # it does not answer; end it, so that it cannot answer later
                 front.close()
         raise TimeoutError(f"no front end answered to {order['do']}")
 

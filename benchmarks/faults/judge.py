@@ -1,7 +1,7 @@
-"""What a campaign of faults counts: what was left behind, and what came of runs that should not have.
+"""Judge a campaign of faults: what was left behind, and which runs ended as they should not.
 
-Endings are judged by what was done to a run: a run may complete, stop because it was told to, or fail in the name of a
-member that was struck. That it was lost in between, or that members were started again, is no end.
+Endings are judged by the faults of a run: a run may complete, stop because it was told to, or fail in the name of a
+member that was killed. Being lost in between, or restarted members, do not count as an end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LAST_GO_WITHIN_S = 8.0
 
 @dataclass
 class Story:
-    """One run: what was done to it and what came of it."""
+    """One run: its faults and its end."""
 
     crew: str
     strikes: list[str] = field(default_factory=list)
-    """Whom, in order: `keeper`, `api`, `the guard of trainer`, `server`, ..."""
+    """The killed processes in order: `keeper`, `api`, `the guard of trainer`, `server`, ..."""
     struck: set[str] = field(default_factory=set)
     """Members that were killed, or whose guard was."""
     stop_ordered: bool = False
@@ -46,7 +46,7 @@ class Story:
 
 @dataclass
 class Tally:
-    """All that should not be."""
+    """All problems that were found."""
 
     processes: list[str] = field(default_factory=list)
     ports: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def look(
     processes: Callable[[], list[psutil.Process]],
     tally: Tally,
 ) -> None:
-    """Judges a run that has ended. The last processes may take some seconds to go."""
+    """Judge a run that has ended. The last processes may take some seconds to go."""
     try:
         eventually(lambda: not processes() and not is_held(folder.lock), "the end of all processes", _LAST_GO_WITHIN_S)
     except TimeoutError:
@@ -105,7 +105,7 @@ def _wrong(folder: RunFolder, status: Status, story: Story) -> list[str]:
         if after == "failed" and event.data.get("component") not in story.struck:
             found.append(f"it failed by {event.data.get('component')}: {event.data.get('reason')}")
         if after == "lost" and not {"keeper", "server", "the tree of a server"} & set(story.strikes):
-            found.append("it was lost though nobody killed its keeper")
+            found.append("it was lost although its keeper was not killed")
         last = after
     if last != status.state:
         found.append(f"its events end with {last} and its status is {status.state}")
@@ -113,7 +113,7 @@ def _wrong(folder: RunFolder, status: Status, story: Story) -> list[str]:
         case "completed" if not folder.results.exists():
             found.append("it completed without a report")
         case "stopped" if not story.stop_ordered:
-            found.append(f"nobody stopped it and it is stopped: {status.reason}")
+            found.append(f"it is stopped without an order: {status.reason}")
         case "completed" | "stopped" | "failed":
             pass
         case other:
@@ -136,7 +136,7 @@ def _unaccounted(status: Status) -> list[str]:
 
 
 def index_errors(house: Path, started: set[str]) -> list[str]:
-    """What is wrong with the index after everything: damage, starts that are missing, complaints of front ends."""
+    """Return the problems of the index after the campaign: damage, missing starts, complaints of front ends."""
     found, complaints = [], house / "complaints.log"
     db = sqlite3.connect(house / "index.db")
     try:
@@ -151,7 +151,9 @@ def index_errors(house: Path, started: set[str]) -> list[str]:
 
 
 def last_look(house: Path, tally: Tally) -> None:
-    """What lies beside the runs once all is over. A list clears away what killed front ends left, after seconds."""
+    """Return the files that lie beside the runs after the campaign. A list removes after seconds what killed front ends
+    left.
+    """
     from benchmarks.faults.front import runs_at
 
     def left() -> list[Path]:
@@ -176,7 +178,7 @@ def _words(process: psutil.Process) -> str:
 
 
 def said(story: Story) -> str:
-    """A story in a line of JSON, for who looks into a campaign afterwards."""
+    """Return a story as a line of JSON, for later inspection."""
     return json.dumps(
         {"crew": story.crew, "strikes": story.strikes, "states": " ".join(story.states), "restarts": story.restarts}
     )

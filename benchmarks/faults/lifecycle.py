@@ -1,10 +1,11 @@
-"""How runs end, and what is left of them: `make bench-lifecycle`.
+"""End runs in every way and look for leftovers: `make bench-lifecycle`.
 
     python -P -m benchmarks.faults.lifecycle [--rounds N] [--real N] [--seed N]
 
-Four questions. How long from the death of a member to the run's new state on disk? How long does a stop take when the
-members ignore it? What is left of runs that were stopped or killed at random moments? And does a resumed training go on
-with the step after its checkpoint? The seed is printed: the same one throws the same dice, not the same clock.
+Measured: the time from the death of a member to the run's new state on disk; the time of a stop if the members ignore
+it; the leftovers of runs that were stopped or killed at random moments; the first step of a resumed training, which has
+to follow its checkpoint. The printed seed repeats the same choices, not the same timing. Takes about five minutes;
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ STUBBORN_STOPS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; exits with 1 where something was left or a step was missed."""
+    """Measure and print; exit with 1 if something was left or a step was missed."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.faults.lifecycle", description="How runs end.")
     parser.add_argument("--rounds", type=int, default=44, help="runs in all, started and ended (default 44)")
     parser.add_argument("--real", type=int, default=4, help="how many of them have real crews (default 4)")
-    parser.add_argument("--seed", type=int, default=None, help="of the dice (default: another one each time)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, leftovers, began = Console(), Leftovers(), time.monotonic()

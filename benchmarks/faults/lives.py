@@ -1,7 +1,7 @@
-"""Runs that are started and ended in every way, and the search for what they leave behind.
+"""Start runs, end them in every way, and look for what they leave behind.
 
-Most have light stand-ins for their crew, the ones that the tests of the supervisor use; the keeper, the guards and the
-run folder are real. Some are real altogether, with a policy so small that it loads at once.
+Most have light stand-ins for their crew, the ones of the supervisor's tests, under a real keeper with real guards and
+run folders. Some are real altogether, with a policy so small that it loads at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ENDS = ("stop", "stop now", "stop twice", "kill a member", "kill the keeper", "k
 
 @dataclass
 class Leftovers:
-    """What was there after its run had ended."""
+    """Leftovers of runs that have ended."""
 
     processes: list[str] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
@@ -66,20 +66,20 @@ class Leftovers:
 
 @dataclass
 class Round:
-    """One run's story."""
+    """The story of one run."""
 
     crew: str
     end: str
     states: list[str]
     seconds: float
     resumed_from: int | None = None
-    """The step of the checkpoint that a resume went on from."""
+    """The step of the checkpoint from which a resume continued."""
     step_error: int | None = None
-    """How far the first step after a resume was from the one after the checkpoint."""
+    """Steps between the first step after a resume and the one after the checkpoint."""
 
 
 def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """What `condition` answers as soon as it is true."""
+    """Return what `condition` returns as soon as it is true."""
     limit = time.monotonic() + limit_s
     while not (found := condition()):
         if time.monotonic() > limit:
@@ -89,7 +89,7 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
 
 
 def house_at(path: Path) -> RunHarness:
-    """A house whose runs put their temporary files where they can be counted."""
+    """A home whose runs put their temporary files where they can be counted."""
     (path / "tmp").mkdir(parents=True)
     os.environ["TMPDIR"] = str(path / "tmp")
     return RunHarness(path)
@@ -125,7 +125,7 @@ class RealHouse(RunHarness):
 
 
 def deaths(house: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
-    """Milliseconds from the SIGKILL of each member to the run's new state on disk."""
+    """Return the milliseconds from the SIGKILL of each member to the run's new state on disk."""
     took = []
     for _ in range(times):
         for member in members:
@@ -140,8 +140,9 @@ def deaths(house: RunHarness, members: tuple[str, ...], times: int) -> list[floa
 
 
 def stubborn(house: RunHarness, times: int) -> list[float]:
-    """Seconds from the order to stop to the end of a crew that ignores SIGTERM, with the grace that a run has unless
-    its configuration says otherwise. Its trainer has steps to save and does not."""
+    """Return the seconds from a stop order to the end of a crew that ignores SIGTERM, with the default grace. Its
+    trainer has steps to save and does not save them.
+    """
     sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
     crew = {
         "api": sleeps,
@@ -162,12 +163,14 @@ def stubborn(house: RunHarness, times: int) -> list[float]:
 
 
 def play(house: RunHarness, dice: random.Random, leftovers: Leftovers) -> Round:
-    """One run with stand-ins: started, ended at a random moment in a random way, perhaps resumed and ended again."""
+    """Play one run with stand-ins: start it, end it at a random moment in a random way, perhaps resume and end it
+    again.
+    """
     began = time.monotonic()
     crew = dice.choice(list(BEHAVIOURS))
     kind = "test" if crew in ("short", "loads for ever") and dice.random() < 0.4 else "train"
     house.machine = Machine(threads=2)
-    # Now and then something else has the machine, and the run is ended in the queue or when it comes out of it.
+    # Sometimes another holder has the machine, and the run is ended in the queue or when it leaves it.
     before = house.start(BEHAVIOURS["endless"]) if kind == "train" and dice.random() < 0.25 else None
     runs, folder = house.start(BEHAVIOURS[crew], kind, stop_grace_s=0.5)
     story = Round(f"{crew} ({kind}{', queued' if before else ''})", "", [], 0.0)
@@ -196,7 +199,7 @@ def play(house: RunHarness, dice: random.Random, leftovers: Leftovers) -> Round:
 
 
 def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftovers) -> Round:
-    """One real training: ended, resumed from its checkpoint, and then stopped, or trained to its end."""
+    """Play one real training: end it, resume it from its checkpoint, then stop it or let it train to its end."""
     began = time.monotonic()
     steps = 300 if end == "stop" else 100_000
     runs = house.runs()
@@ -208,12 +211,12 @@ def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftov
     ports.note(house.processes(folder))
     _act(house, runs, folder, end, dice)
     _end_of(runs, folder)
-    rows = len(folder.metrics.read_text().splitlines())
+    rows = len(_steps(folder))
     begun = runs.resume(folder.run_id)
     story = Round(f"real ({steps} steps)", f"{end}, resumed", [], 0.0)
     story.resumed_from = begun.checkpoint["step"] if begun.checkpoint else 0
     eventually(lambda: _steps(folder)[rows:] or Status.read(folder).ended, "a step after the resume")
-    # None at all is as wrong as a wrong one, unless everything had been done before.
+    # No step at all is as wrong as a wrong one, unless every step had been done before.
     first = [*_steps(folder)[rows:], story.resumed_from + 1 if story.resumed_from == steps else 0][0]
     story.step_error = abs(first - story.resumed_from - 1)
     ports.note(house.processes(folder))
@@ -236,9 +239,10 @@ def _has_rows(folder: RunFolder, count: int) -> Callable[[], bool]:
 
 
 def _steps(folder: RunFolder) -> list[int]:
-    """The steps in the order in which they were written; a row that is being written is not one yet."""
+    """Return the steps of the complete rows in the order they were written; the header has none."""
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
-    return [json.loads(line)["step"] for line in lines if line.endswith(b"}\n")]
+    rows = [json.loads(line) for line in lines if line.endswith(b"}\n")]
+    return [row["step"] for row in rows if "step" in row]
 
 
 def _finish(house: RunHarness, runs: RunManager, folder: RunFolder, dice: random.Random, crew: str) -> str:
@@ -249,7 +253,7 @@ def _finish(house: RunHarness, runs: RunManager, folder: RunFolder, dice: random
 
 
 def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice: random.Random) -> None:
-    """Does it; a run that has ended meanwhile is left alone."""
+    """Carry out an end; a run that has ended meanwhile is left alone."""
     if end == "wait" or Status.read(folder).ended:
         return
     if end.startswith("stop"):
@@ -272,7 +276,7 @@ def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice:
         if victims:
             dice.choice(victims).kill()
         if not victims or end not in ("kill the keeper", "kill the trainer"):
-            # A member that had done its part, or none that was there yet, does not end the run.
+            # A member that had finished, or had not started yet, does not end the run.
             time.sleep(0.05)
             runs.stop(folder.run_id, 0)
     except (psutil.NoSuchProcess, ValueError):
@@ -280,7 +284,7 @@ def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice:
 
 
 class Ports:
-    """The ports at which the processes of a run were seen to listen."""
+    """The ports on which a run's processes listened."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
@@ -304,7 +308,7 @@ class Ports:
 
 
 def _look(house: RunHarness, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
-    """Counts what is there of a run that has ended; 5 s are allowed for the last processes to go."""
+    """Count the leftovers of a run that has ended; its last processes get 5 s."""
     try:
         eventually(lambda: not house.processes(folder), "the end of all processes", 5.0)
     except TimeoutError:
@@ -324,7 +328,7 @@ def _until(runs: RunManager, folder: RunFolder, state: str) -> Status:
 
 
 def _end_of(runs: RunManager, folder: RunFolder) -> Status:
-    """The last status, once nobody holds the run any more."""
+    """Return the last status, once the run's lock is free."""
 
     def over() -> Status | None:
         status = runs.status(folder.run_id)

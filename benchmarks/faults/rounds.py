@@ -1,4 +1,4 @@
-"""One run and what is done to it: several SIGKILLs at random moments, at whoever is there, one or many at once."""
+"""Play one run with several SIGKILLs at random moments, to one process or many at once."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CREWS: dict[str, dict[str, dict[str, Any]]] = {
     "loads slowly": {"trainer": {"steps": 100, "loading": 0.5}},
 }
 ENDS = frozenset({"short", "loads slowly"})
-"""Crews that come to an end by themselves."""
+"""Crews that end by themselves."""
 
 
 class Stage:
-    """Where a campaign plays: a house, its front ends, and what is counted."""
+    """The setting of a campaign: a home, its front ends, and the counts."""
 
     def __init__(self, house: RunHarness, tally: Tally) -> None:
         self.house, self.path, self.tally = house, house.path, tally
@@ -57,7 +57,7 @@ class Stage:
         self.house.close()
 
     def processes(self, folder: RunFolder) -> list[psutil.Process]:
-        """The processes of a run: by their command lines, or by the mark in their environment."""
+        """Return the processes of a run, by their command lines or by the mark in their environment."""
         found = {process.pid: process for process in self.house.processes(folder)}
         for process in psutil.process_iter():
             try:
@@ -69,7 +69,7 @@ class Stage:
 
 
 def light(stage: Stage, dice: random.Random) -> Story:
-    """A run with stand-ins for its members."""
+    """Specify a run with stand-ins for its members."""
     crew = dice.choice(list(CREWS))
     specification = stage.house.specification(stop_grace_s=0.5, restarts=dice.choice([0, 2, 3]))
     launcher = specification.config.launcher
@@ -83,7 +83,7 @@ def light(stage: Stage, dice: random.Random) -> Story:
 
 
 def real(stage: Stage, dice: random.Random, strikes: int = 6) -> Story:
-    """A run with the real programs, whose policy is tiny and has random weights."""
+    """Specify a run with the real programs, whose policy is tiny and has random weights."""
     assert isinstance(stage.house, RealHouse)
     specification = stage.house.specification(steps=dice.choice([60, 150, 100_000]))
     launcher = specification.config.launcher
@@ -105,17 +105,17 @@ def play(
     limit_s: float,
     trains_first: bool = False,
 ) -> Story:
-    """One run: started, struck after each pause, brought to its end, judged.
+    """Play one run: start it, kill something after each pause, bring it to its end, judge it.
 
     Args:
-        stage: Where.
-        specification: What to run.
+        stage: The setting.
+        specification: The run.
         crew: Its name in the story.
-        pauses: Seconds before each strike.
-        dice: The round's own.
-        finishes: It comes to an end by itself.
-        limit_s: Seconds after the last strike until it has to have ended.
-        trains_first: Nobody is struck before the first step.
+        pauses: Seconds before each kill.
+        dice: The round's own random numbers.
+        finishes: It ends by itself.
+        limit_s: Seconds after the last kill until it has to have ended.
+        trains_first: Nothing is killed before the first step.
     """
     began, story, ports = time.monotonic(), Story(crew), Ports()
     folder = RunFolder(stage.path / "runs" / specification.run_id)
@@ -123,7 +123,7 @@ def play(
     stage.started.add(specification.run_id)
     order = {"do": "start", "specification": specification.model_dump(mode="json")}
     if dice.random() < 0.3 and not trains_first:
-        # One that is killed while it starts the run: the next is asked for the very same.
+        # The front end may be killed while it starts the run: the next one gets the same order.
         front = stage.fronts.one(0)
         front.order(**order)
         time.sleep(dice.random() * 0.4)
@@ -140,7 +140,7 @@ def play(
         if _over(folder):
             break
         ports.note(stage.processes(folder))
-        # Whoever comes first of those that are there: at some moments there are few.
+        # Take whichever of those processes exists: at some moments there are few.
         for whom in dice.sample(WHOM, len(WHOM)):
             if _strike(stage, folder, whom, dice, story):
                 break
@@ -159,7 +159,7 @@ def _asked(stage: Stage, dice: random.Random, **order: Any) -> dict[str, Any]:
 
 
 def _end(stage: Stage, folder: RunFolder, story: Story, dice: random.Random, *, finishes: bool, limit_s: float) -> None:
-    """Waits for a run that ends by itself, stops any other; a failed one is resumed once and then stopped."""
+    """Wait for a run that ends by itself, stop any other; resume a failed one once and stop it then."""
     limit = time.monotonic() + limit_s
     if not finishes:
         story.stop_ordered = True
@@ -179,7 +179,7 @@ def _end(stage: Stage, folder: RunFolder, story: Story, dice: random.Random, *, 
 
 
 def _await(stage: Stage, folder: RunFolder, limit: float) -> bool:
-    """Whether the run came to an end that nobody will go on from; front ends look at it meanwhile."""
+    """Return true if the run has reached an end that no front end resumes; front ends look at it meanwhile."""
     while not _over(folder):
         if time.monotonic() > limit:
             return False
@@ -189,7 +189,7 @@ def _await(stage: Stage, folder: RunFolder, limit: float) -> bool:
 
 
 def _members_up(folder: RunFolder, limit_s: float = 10.0) -> None:
-    """Waits for members, a little: at a random moment of a short life there is often nobody but front ends."""
+    """Wait for members, a little: at a random moment of a short life there is often no process but the front ends."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit and not _over(folder):
         try:
@@ -212,7 +212,7 @@ def _over(folder: RunFolder) -> bool:
 
 
 def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, story: Story) -> bool:
-    """SIGKILL to one, or to several at the same moment. Whether anybody was there."""
+    """Send SIGKILL to one process or to several at once; return true if there was any."""
     before = story.kills
     kinds = [whom]
     if whom == "several":
@@ -226,7 +226,7 @@ def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, sto
         found = list(_who(stage, folder, kind, dice))
         victims.update(found)
     for process in victims:
-        # Held still first, so that none of them can act on another's end.
+        # Stop all of them first, so that none can act on another's end.
         _quietly(process.suspend)
     for process, name in victims.items():
         if _quietly(process.kill):
@@ -239,7 +239,7 @@ def _strike(stage: Stage, folder: RunFolder, whom: str, dice: random.Random, sto
 
 
 def _who(stage: Stage, folder: RunFolder, kind: str, dice: random.Random) -> list[tuple[psutil.Process, str]]:
-    """The processes that a kind of strike means now, with their names."""
+    """Return the processes that a kind of kill means now, with their names."""
     try:
         crew = Status.read(folder).crew
     except NotFound:
@@ -265,7 +265,7 @@ def _who(stage: Stage, folder: RunFolder, kind: str, dice: random.Random) -> lis
 
 
 def _ours(stage: Stage, folder: RunFolder, pid: int) -> psutil.Process | None:
-    """The process of that id, if it is one of this run: ids are given again."""
+    """Return the process of that id if it belongs to this run: ids are reused."""
     try:
         process = psutil.Process(pid)
         words = " ".join(process.cmdline())

@@ -1,4 +1,4 @@
-"""How long things take around faults: from a death to the state on disk, to a stop, to a list after a crash."""
+"""Measure the times around faults: from a death to the state on disk, of a stop, of a list after a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAVING_S = 0.5
 
 
 def stops(house: RunHarness, times: int) -> list[float]:
-    """Seconds from the order to stop to the run's end, less what the trainer takes to write its checkpoint."""
+    """Return the seconds from a stop order to the run's end, less the trainer's time to write its checkpoint."""
     crew = {**BEHAVIOURS["endless"], "trainer": {"endless": True, "patient": True, "saving": _SAVING_S}}
     took = []
     for _ in range(times):
@@ -39,7 +39,7 @@ def stops(house: RunHarness, times: int) -> list[float]:
 
 
 def stubborn_stops(house: RunHarness, times: int) -> list[float]:
-    """Seconds from the order to the end of a crew that ignores SIGTERM and has nothing to save."""
+    """Return the seconds from a stop order to the end of a crew that ignores SIGTERM and has nothing to save."""
     sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
     crew = {
         "api": sleeps,
@@ -59,8 +59,10 @@ def stubborn_stops(house: RunHarness, times: int) -> list[float]:
 
 
 def readopt_ms(house: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> float:
-    """Milliseconds of the first list of `stored` runs, of which `lost` lost their keepers just now, by a front end that
-    has the owner's variables: all of them are told, marked, and on their way to go on. The median of `times`."""
+    """Return the milliseconds of the first list of `stored` runs, of which `lost` just lost their keepers, by a front
+    end that has the owner's variables: all of them are reported, marked, and about to be resumed. The median of `times`
+    tries.
+    """
     template = _stored(house)
     return statistics.median(_readopt_ms(house.path / f"stored-{n}", template, stored, lost) for n in range(times))
 
@@ -86,14 +88,14 @@ def _readopt_ms(path: Path, template: RunFolder, stored: int, lost: int) -> floa
 
 
 class _NoKeepers(LocalLauncher):
-    """Starts nothing: the list is measured, not the machine's room for keepers."""
+    """A launcher that starts nothing: the list is measured, not the machine's capacity for keepers."""
 
     def submit(self, folder: RunFolder, variables: object, lock: object = None) -> None:  # type: ignore[override]
         return None
 
 
 def _stored(house: RunHarness) -> RunFolder:
-    """A run that has completed, with all that it leaves."""
+    """Write a run that has completed, with all its files."""
     runs, folder = house.start({})
     _ended(folder)
     assert runs.status(folder.run_id).state == "completed"

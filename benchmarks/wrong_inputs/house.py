@@ -167,12 +167,11 @@ class House:
             raise RuntimeError(f"{tool}{arguments}: {told.text}")
         return told.data
 
-    async def draft(self, environment: str = "sort_letters", **changes: Any) -> str:
-        """A draft's id. `changes`: fields with __ for the dot."""
+    async def draft(self, environment: str = "sort_letters", changes: dict[str, Any] | None = None) -> str:
+        """Create a draft, edit it, and return its id."""
         draft_id = (await self.good("select_environment", name=environment))["draft_id"]
         if changes:
-            dotted = {name.replace("__", "."): value for name, value in changes.items()}
-            await self.good("edit_config", draft_id=draft_id, changes=dotted)
+            await self.good("edit_config", draft_id=draft_id, changes=changes)
         return draft_id
 
     # What is there

@@ -10,11 +10,13 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from benchmarks.wrong_inputs.calls import read_table, texts
 from benchmarks.wrong_inputs.code import put
 from benchmarks.wrong_inputs.environments import SOURCES
 from benchmarks.wrong_inputs.house import Case, Expected, House, Told, ask
@@ -24,8 +26,11 @@ __all__ = ["CASES"]
 
 _MODEL, _CODE, _MOMENT = "a run's model and machine", "a run's environment", "the wrong moment"
 _RUN_LIMIT_S = 150.0
-_OF_THE_MACHINE = ("file home/runs/.reservations/lock", "file home/runs/.reservations/.machine.json")
-"""What runs agree by on who has which threads and GPUs: made once, and kept."""
+_BOOKKEEPING = tuple(
+    f"file home/runs/{name}"
+    for name in (".reservations/lock", ".reservations/.machine.json", ".budget/lock", ".containment.json")
+)
+"""Locks, and what is known about the machine: written when the first run of a home starts, and kept."""
 _NEXT = ("read_logs(", "describe_environment", "policy.model", "launcher.", "settings", "edit_config", "get_results(")
 _ENDED = ("completed", "stopped", "failed", "lost")
 
@@ -36,7 +41,7 @@ def _of_run(run_id: str) -> Callable[[str], bool]:
     def may(key: str) -> bool:
         if key.startswith("row "):
             return run_id in key
-        if key in _OF_THE_MACHINE:
+        if key in _BOOKKEEPING:
             return True
         inside = key.partition(f"file home/runs/{run_id}/")[2]
         return bool(inside) and not inside.startswith("crew/") and not Path(inside).name.startswith(".")
@@ -59,10 +64,10 @@ async def _until_ended(house: House, run_id: str) -> dict[str, Any]:
             raise RuntimeError(f"{run_id} did not end: {told.text}")
 
 
-async def _draft(house: House, environment: str, **changes: Any) -> str:
+async def _draft(house: House, environment: str, changes: dict[str, Any]) -> str:
     """A draft of an environment that goes wrong only afterwards: making a draft would find what its loading shows."""
     (house.environments / f"{environment}.py").write_text(SOURCES["plain"])
-    draft_id = await house.draft(environment, **changes)
+    draft_id = await house.draft(environment, changes)
     put(house, environment)
     return draft_id
 
@@ -79,26 +84,18 @@ def _tiny_model(house: House) -> Path:
     return shared
 
 
-def _pickled(folder: Path) -> None:
+def _pickle_weights(folder: Path) -> None:
     """The weights as a pickle alone, which would run code when it is loaded."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85R.")
 
 
-def _torn(folder: Path) -> None:
+def _tear_weights(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _odd_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llamma"}')
-
-
-def _no_template(folder: Path) -> None:
+def _remove_template(folder: Path) -> None:
     for path in folder.glob("*template*"):
         path.unlink()
     settings = folder / "tokenizer_config.json"
@@ -106,132 +103,57 @@ def _no_template(folder: Path) -> None:
     settings.write_text(json.dumps(entries))
 
 
+SPOILED = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "odd config": lambda folder: (folder / "config.json").write_text('{"model_type": "llamma"}'),
+    "pickled": _pickle_weights,
+    "torn": _tear_weights,
+    "no template": _remove_template,
+}
+
+
 def _run(
-    kind: str,
-    title: str,
-    expected: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
-    *,
-    environment: str = "plain",
-    spoil: Callable[[Path], None] | None = None,
-    tool: str = "test_inference",
-    state: str = "failed",
-    **changes: Any,
+    kind: str, title: str, names: str | list[str], cause: str | list[str], remedy: str | list[str], how: dict[str, Any]
 ) -> Case:
-    """A run from a draft with these changes (`__` for the dot), whose end tells what was wrong."""
+    """A run from a changed draft, whose result says what was wrong."""
+    tool, state = how.get("tool", "test_inference"), how.get("state", "failed")
 
     async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
         house.variables |= {"HF_HUB_OFFLINE": "1"}
         model = house.path / "model"
         shutil.copytree(_tiny_model(house), model)
-        if spoil is not None:
-            spoil(model)
-        short = {"launcher__stop_grace_s": 1, "evaluation__heldout_tasks": 2, "policy__model": str(model)}
-        draft_id = await _draft(house, environment, **(short | changes))
+        if "spoil" in how:
+            SPOILED[how["spoil"]](model)
+        short = {"launcher.stop_grace_s": 1, "evaluation.heldout_tasks": 2, "policy.model": str(model)}
+        draft_id = await _draft(house, how.get("environment", "plain"), short | how.get("changes", {}))
+        named = tuple(name.replace("$model", str(model)) for name in texts(names))
+        remedies = tuple(part for text in texts(remedy) for part in (_NEXT if text == "$next" else (text,)))
+        expected = Expected(named, texts(cause), remedies)
         house.mark()
         arguments = {"tasks": 2, "group_size": 2} if tool == "test_inference" else {}
         started = await house.call(tool, draft_id=draft_id, **arguments)
-        if started.is_error:  # it was seen before anything was started: better still
-            yield started, Expected(expected[0], expected[1], expected[2])
+        if started.is_error:  # found before anything was started: better still
+            yield started, expected
             return
         run_id = started.data["run_id"]
         status = await _until_ended(house, run_id)
         told = await house.call("get_results", run_id=run_id)
+        expected = replace(expected, refused=False, may=_of_run(run_id))
         if status["state"] != state:
             told = Told(f"the run is {status['state']}, not {state}: {told.text}", told.is_error)
-            yield told, Expected((f"it is {state}",), ("",), ("",), refused=False, may=_of_run(run_id))
-            return
-        names = tuple(str(model) if name == "@model" else name for name in expected[0])
-        yield told, Expected(names, expected[1], expected[2], refused=False, may=_of_run(run_id))
+            expected = replace(expected, names=(f"it is {state}",))
+        yield told, expected
 
     return Case(kind, title, play, own=True, slow=True)
 
 
-_RUNS = [
-    _run(
-        _MODEL,
-        "the model's folder is missing",
-        (("/no/such/model",), ("no folder",), ("policy.model",)),
-        policy__model="/no/such/model",
-    ),
-    _run(
-        _MODEL,
-        "the model is at no hub",
-        (("nobody/nothing-here",), ("could not be fetched",), ("policy.model",)),
-        policy__model="nobody/nothing-here",
-    ),
-    _run(
-        _MODEL, "no configuration beside the weights", (("@model",), ("holds no config.json",), _NEXT), spoil=_no_config
-    ),
-    _run(
-        _MODEL,
-        "an unknown architecture",
-        (("llamma", "@model"), ("cannot be loaded",), ("policy.model",)),
-        spoil=_odd_config,
-    ),
-    _run(
-        _MODEL,
-        "the weights are a pickle alone",
-        (("@model",), ("not loaded",), ("save_pretrained",)),
-        spoil=_pickled,
-    ),
-    _run(_MODEL, "the weights are torn", (("@model",), ("cannot be loaded",), ("policy.model",)), spoil=_torn),
-    _run(_MODEL, "no chat template", (("@model",), ("no chat template",), ("instruction-tuned",)), spoil=_no_template),
-    _run(
-        _MODEL,
-        "wandb online without a key",
-        (("WANDB_API_KEY",), ("online", "no key"), ("settings.yaml", "offline")),
-        tool="start_training",
-        logging__wandb="online",
-        budget__steps=1,
-        optimizer__warmup_steps=0,
-    ),
-    _run(
-        _CODE,
-        "it hangs while it is loaded",
-        (("2 s",), ("did not answer 'open'",), _NEXT),
-        environment="sleeps",
-        environment__load_timeout_s=2,
-    ),
-    _run(_CODE, "os._exit in score", (("exit code 5",), ("environment",), _NEXT), environment="score_dies"),
-    _run(
-        _CODE,
-        "score hangs",
-        (("2 s",), ("did not answer 'score'",), _NEXT),
-        environment="score_hangs",
-        environment__call_timeout_s=2,
-    ),
-    _run(
-        _CODE,
-        "every score raises",
-        (("4 errors",), ("Every answer ended in an error",), ("describe_environment",)),
-        environment="score_raises",
-        state="completed",
-    ),
-    _run(
-        _CODE,
-        "prompts longer than the context",
-        (("1809 tokens", "64 tokens"), ("leaves no room",), ("policy.max_context",)),
-        environment="long_prompts",
-    ),
-    _run(
-        _CODE,
-        "one task, and none to hold out",
-        (("validation",), ("no tasks",), ("distinct tasks",)),
-        environment="one_task",
-    ),
-    _run(
-        _CODE,
-        "a weight for a part that it does not have",
-        (("elegance",), ("part",), ("score", *_NEXT)),
-        environment__reward_weights={"elegance": 2.0},
-    ),
-]
+_RUNS = [_run(kind, *row) for kind, rows in read_table("runs").items() for row in rows]
 
 
 async def _file_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     """The environment's file goes away between draft and run."""
     put(house, "plain")
-    draft_id = await house.draft("plain", policy__model=str(_tiny_model(house)))
+    draft_id = await house.draft("plain", {"policy.model": str(_tiny_model(house))})
     (house.environments / "plain.py").unlink()
     house.mark()
     run_id = (await house.good("test_inference", draft_id=draft_id, tasks=2, group_size=2))["run_id"]
@@ -240,9 +162,13 @@ async def _file_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     yield told, Expected(("plain.py",), ("does not exist",), _NEXT, refused=False, may=_of_run(run_id))
 
 
+def _sleeping(house: House) -> dict[str, Any]:
+    return {"policy.model": str(_tiny_model(house)), "launcher.stop_grace_s": 1}
+
+
 async def _sleeper(house: House) -> str:
     """The id of a live run that does not get beyond loading its environment."""
-    draft_id = await _draft(house, "sleeps", policy__model=str(_tiny_model(house)), launcher__stop_grace_s=1)
+    draft_id = await _draft(house, "sleeps", _sleeping(house))
     house.kept["sleeper"] = draft_id
     return (await house.good("start_training", draft_id=draft_id))["run_id"]
 
@@ -321,7 +247,7 @@ async def _start_twice(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     """Two servers start one draft in the same moment: one run comes of it."""
-    draft_id = await _draft(house, "sleeps", policy__model=str(_tiny_model(house)), launcher__stop_grace_s=1)
+    draft_id = await _draft(house, "sleeps", _sleeping(house))
     house.mark()
     found: list[Told] = []
     async with house.another() as other:
@@ -337,7 +263,7 @@ async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expect
         run_id = good[0].data["run_id"] if good else ""
 
         def moving(key: str) -> bool:
-            return run_id in key or key.startswith("process") or key in _OF_THE_MACHINE
+            return run_id in key or key.startswith("process") or key in _BOOKKEEPING
 
         expected = Expected((draft_id, "Nothing was changed"), ("running already",), ("check_status(",), may=moving)
         yield told, expected

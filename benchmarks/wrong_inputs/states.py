@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from benchmarks.wrong_inputs.calls import read_table, texts
 from benchmarks.wrong_inputs.house import Case, Expected, House, Told
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
@@ -53,7 +54,7 @@ def ended_run(house: House, run_id: str = "old-run", **fields: Any) -> RunFolder
 
 def _index(title: str, spoil: Callable[[House, str], None], cause: tuple[str, ...], remedy: tuple[str, ...]) -> Case:
     async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        draft_id = await house.draft(rollout__group_size=16)
+        draft_id = await house.draft(changes={"rollout.group_size": 16})
         spoil(house, draft_id)
         house.mark()
         told = await house.call("get_config", draft_id=draft_id)
@@ -195,204 +196,54 @@ async def _two_servers(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 # Run folders
 
 
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "list_runs": {},
+    "check_status": {"run_ids": ["old-run"]},
+    "read_logs": {"run_id": "old-run", "component": "trainer"},
+    "get_results detailed": {"run_id": "old-run", "detail": "detailed"},
+}
+_LOOK = ("check_status", "read_logs(", "list_runs", "The owner")
+
+
+def _damage(folder: RunFolder, how: dict[str, Any]) -> None:
+    """Damage a run's folder as a row of states.yaml says."""
+    for name, content in how.get("write", {}).items():
+        (folder.path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if "status" in how:
+        folder.status.write_text(json.dumps(json.loads(folder.status.read_text()) | how["status"]))
+    if "remove" in how:
+        (folder.path / how["remove"]).unlink()
+    if "place" in how:
+        shutil.rmtree(folder.path)
+        folder.path.mkdir() if how["place"] == "folder" else folder.path.write_text("not a folder")
+    if "log" in how:
+        folder.log("trainer").unlink()
+        folder.log("trainer").mkdir()
+
+
 def _run(
     title: str,
     tool: str,
-    arguments: dict[str, Any],
-    spoil: Callable[[RunFolder], None],
-    names: tuple[str, ...],
-    cause: tuple[str, ...],
-    remedy: tuple[str, ...],
-    refused: bool = True,
+    how: dict[str, Any],
+    names: str | list[str],
+    cause: str | list[str],
+    remedy: str | list[str],
+    accepted: str = "",
 ) -> Case:
     async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        folder = ended_run(house)
-        spoil(folder)
+        _damage(ended_run(house), how)
         await house.connect()
         house.mark()
-        told = await house.call(tool, **arguments)
+        told = await house.call(tool.split()[0], **_ARGUMENTS.get(tool, {"run_id": "old-run"}))
 
         def stamp(key: str) -> bool:
-            return key.startswith("row stamps") or key == "index"
+            return tool == "check_status" and (key.startswith("row stamps") or key == "index")
 
-        yield told, Expected(names, cause, remedy, refused, may=stamp if tool == "check_status" else lambda _: False)
+        remedies = tuple(part for text in texts(remedy) for part in (_LOOK if text == "$look" else (text,)))
+        yield told, Expected(texts(names), texts(cause), remedies, not accepted, may=stamp)
 
     return Case(_RUN, title, play, own=True)
 
-
-def _write(name: str, content: str | bytes) -> Callable[[RunFolder], None]:
-    def spoil(folder: RunFolder) -> None:
-        (folder.path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return spoil
-
-
-def _status(**fields: Any) -> Callable[[RunFolder], None]:
-    def spoil(folder: RunFolder) -> None:
-        folder.status.write_text(json.dumps(json.loads(folder.status.read_text()) | fields))
-
-    return spoil
-
-
-def _without(name: str) -> Callable[[RunFolder], None]:
-    return lambda folder: (folder.path / name).unlink()
-
-
-def _file_in_place(folder: RunFolder) -> None:
-    shutil.rmtree(folder.path)
-    folder.path.write_text("no folder")
-
-
-def _empty(folder: RunFolder) -> None:
-    shutil.rmtree(folder.path)
-    folder.path.mkdir()
-
-
-def _log_is_a_folder(folder: RunFolder) -> None:
-    folder.log("trainer").unlink()
-    folder.log("trainer").mkdir()
-
-
-_ONE: dict[str, Any] = {"run_id": "old-run"}
-_MANY: dict[str, Any] = {"run_ids": ["old-run"]}
-_LOG: dict[str, Any] = {"run_id": "old-run", "component": "trainer"}
-_AS_IT_IS = ("left as it is",)
-_LOOK = ("check_status", "read_logs(", "list_runs", "The owner")
-_RUNS = [
-    _run("status.json is garbage", "get_results", _ONE, _write("status.json", "{"), ("status.json",), _AS_IT_IS, _LOOK),
-    _run(
-        "status.json is a list", "stop_training", _ONE, _write("status.json", "[]"), ("status.json",), _AS_IT_IS, _LOOK
-    ),
-    _run(
-        "status.json is no UTF-8",
-        "check_status",
-        _MANY,
-        _write("status.json", b"\xff\xfe{"),
-        ("status.json",),
-        _AS_IT_IS,
-        _LOOK,
-    ),
-    _run(
-        "status.json in a list of runs",
-        "list_runs",
-        {},
-        _write("status.json", "{"),
-        ("old-run",),
-        ("lost",),
-        ("old-run",),
-        refused=False,
-    ),
-    _run(
-        "a status whose numbers are texts",
-        "check_status",
-        _MANY,
-        _status(progress={"step": "many", "total_steps": [], "reward": "high"}),
-        ("old-run",),
-        ("completed", "left as it is"),
-        ("get_results", *_LOOK),
-        refused=False,
-    ),
-    _run(
-        "a status whose evaluation is odd",
-        "list_runs",
-        {},
-        _status(evaluations={"after": {"accuracy": "high"}, "before": {}}),
-        ("old-run",),
-        ("completed", "left as it is"),
-        ("old-run",),
-        refused=False,
-    ),
-    _run(
-        "a status whose checkpoint is odd",
-        "get_results",
-        _ONE,
-        _status(checkpoint={"at": 1}),
-        ("old-run",),
-        ("completed", "left as it is"),
-        ("get_results", *_LOOK),
-        refused=False,
-    ),
-    _run("spec.json is garbage", "get_results", _ONE, _write("spec.json", "{"), ("spec.json",), _AS_IT_IS, _LOOK),
-    _run(
-        "spec.json is missing", "get_results", _ONE, _without("spec.json"), ("spec.json",), ("does not exist",), _LOOK
-    ),
-    _run(
-        "results.json is garbage", "get_results", _ONE, _write("results.json", "{"), ("results.json",), _AS_IT_IS, _LOOK
-    ),
-    _run(
-        "results.json of something else",
-        "get_results",
-        _ONE,
-        _write("results.json", '{"a": 1}'),
-        ("results.json",),
-        _AS_IT_IS,
-        _LOOK,
-    ),
-    _run(
-        "an evaluation that is none",
-        "get_results",
-        _ONE,
-        _write("evaluations/after.json", '{"sampled": {"accuracy": "x"}}'),
-        ("after",),
-        _AS_IT_IS,
-        _LOOK,
-    ),
-    _run(
-        "events and metrics of garbage",
-        "get_results",
-        _ONE | {"detail": "detailed"},
-        lambda folder: (folder.events.write_bytes(b"\xff\n[1]\n"), folder.metrics.write_bytes(b"{\n\xfe\n[]\n"))[0],
-        ("old-run",),
-        ("completed",),
-        ("Next:",),
-        refused=False,
-    ),
-    _run(
-        "metrics of other types",
-        "get_results",
-        _ONE | {"detail": "detailed"},
-        _write("metrics.jsonl", '{"step": 1, "reward": "high", "rollouts": {}}\n{"step": 1e400}\n'),
-        ("old-run",),
-        ("left as it is",),
-        _LOOK,
-    ),
-    _run(
-        "a log that is a folder", "read_logs", _LOG, _log_is_a_folder, ("trainer",), ("no log", "cannot be read"), _LOOK
-    ),
-    _run(
-        "a component without a log", "read_logs", _LOG, _without("logs/trainer.log"), ("trainer",), ("no log",), _LOOK
-    ),
-    _run("a file in a run's place", "get_results", _ONE, _file_in_place, ("old-run",), ("no run",), _LOOK),
-    _run(
-        "an empty run folder",
-        "check_status",
-        _MANY,
-        _empty,
-        ("status.json",),
-        ("does not exist",),
-        _LOOK,
-    ),
-    _run(
-        "a log of escape sequences and a binary",
-        "read_logs",
-        _LOG,
-        _write("logs/trainer.log", b"\x1b[2J\x1b]0;title\x07plain \x00\xff\xe2\x80\xae words\n" * 50),
-        ("plain",),
-        ("untrusted",),
-        ("Older lines", "<<<"),
-        refused=False,
-    ),
-    _run(
-        "a log of one endless line",
-        "read_logs",
-        _LOG,
-        _write("logs/trainer.log", b"z" * 3_000_000),
-        ("zzz",),
-        ("untrusted",),
-        ("Older lines",),
-        refused=False,
-    ),
-]
 
 CASES: list[Case] = [
     *_INDEXES,
@@ -401,5 +252,5 @@ CASES: list[Case] = [
     Case(_INDEX, "one draft that cannot be read among good ones", _bad_draft_among_good, own=True),
     Case(_INDEX, "a status stamp that is not JSON", _stamp_spoiled, own=True),
     Case(_INDEX, "two servers, one draft, one wrong edit", _two_servers, own=True),
-    *_RUNS,
+    *(_run(*row) for row in read_table("states")),
 ]

@@ -21,25 +21,18 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.wrong_inputs import calls as _wrong_calls
-from benchmarks.wrong_inputs import code as _wrong_code
-from benchmarks.wrong_inputs import data as _wrong_data
-from benchmarks.wrong_inputs import machine as _wrong_machine
-from benchmarks.wrong_inputs import owner as _wrong_owner
-from benchmarks.wrong_inputs import runs as _wrong_runs
-from benchmarks.wrong_inputs import states as _wrong_states
+from benchmarks.wrong_inputs import calls, code, machine, owner, runs, states
 from benchmarks.wrong_inputs.house import Case, House, Verdict, judge
 
 __all__ = ["CASES", "play", "play_all"]
 
 CASES: list[Case] = [
-    *_wrong_calls.CASES,
-    *_wrong_code.CASES,
-    *_wrong_data.CASES,
-    *_wrong_owner.CASES,
-    *_wrong_states.CASES,
-    *_wrong_machine.CASES,
-    *_wrong_runs.CASES,
+    *calls.CASES,
+    *code.CASES,
+    *owner.CASES,
+    *states.CASES,
+    *machine.CASES,
+    *runs.CASES,
 ]
 
 

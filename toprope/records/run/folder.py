@@ -43,6 +43,7 @@ __all__ = [
     "RunFolder",
     "check_version",
     "checkpoints_in",
+    "create_runs_folder",
     "describe_misfits",
     "read_json",
 ]
@@ -110,6 +111,21 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     if newest is not None:
         check_version(path, value, newest)
     return value
+
+
+def create_runs_folder(path: Path) -> None:
+    """Create the folder of runs, or a folder inside it, readable by its owner only.
+
+    Raises:
+        NotPossibleNow: It cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise NotPossibleNow(
+            f"The folder {path} cannot be created: {error.strerror or error}.",
+            hint="Move away the file in its place, make room, or set TOPROPE_HOME to another folder.",
+        ) from None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -235,13 +251,7 @@ class RunFolder:
         """
         if not RUN_ID.fullmatch(run_id):
             raise ValueError(f"{run_id!r} is not a run id")
-        try:
-            runs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise NotPossibleNow(
-                f"The folder of runs {runs} cannot be created: {error.strerror or error}.",
-                hint="Move away the file in its place, make room, or set TOPROPE_HOME to another folder.",
-            ) from None
+        create_runs_folder(runs)
         folder = cls(runs / run_id)
         folder.path.mkdir(mode=0o700)
         for path in (folder.orders, folder.evaluations, folder.journal, folder.checkpoints, folder.logs, folder.crew):

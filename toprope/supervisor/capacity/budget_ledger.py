@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from toprope.analysis.budget import Account
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import RUN_ID, RunFolder, read_json
+from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import FrozenLimits
@@ -41,10 +41,11 @@ def ledger_lock(runs: Path) -> Iterator[None]:
     """Hold the ledger lock of a folder of runs: check the budget and reserve it within this block.
 
     Raises:
-        NotPossibleNow: Another front end has held the lock for 20 s.
+        NotPossibleNow: Another front end has held the lock for 20 s, or the folder cannot be created.
     """
     path = runs / _FOLDER
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    create_runs_folder(runs)
+    create_runs_folder(path)
     lock = RunLock.acquire(path / "lock", LOCK_WITHIN_S)
     if lock is None:
         raise NotPossibleNow(
