@@ -87,8 +87,6 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
     """Compute the demand of a configuration.
 
     Args:
-        config: The run's configuration.
-        kind: Kind of the run.
         processors: Processors of the machine.
         gpu: See `Demand`.
     """
@@ -116,10 +114,8 @@ def freeze_limits(
     """Decide if `count` runs of one kind may start together.
 
     Args:
-        limits: The owner's limits.
         demand: Demand of each run.
         accounts: All other runs.
-        count: Number of runs.
 
     Returns:
         The limits that each run is held to, or every reason why none may start.

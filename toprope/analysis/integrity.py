@@ -65,8 +65,6 @@ def examine(
     """Run all checks of a training run on its records. Missing or damaged records give `unknown`.
 
     Args:
-        folder: The run folder.
-        specification: The run's specification.
         evaluations: Label -> content of evaluations/<label>.json.
         rows: Rows of metrics.jsonl, oldest first.
     """
@@ -94,7 +92,6 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
     """Check that other seeds of a group solve the tasks that this run solves.
 
     Args:
-        run_id: The run.
         group: All measured runs of its group, this one included.
     """
     own = next((one for one in group if one.run_id == run_id), None)

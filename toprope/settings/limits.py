@@ -132,7 +132,6 @@ class Limits:
         """The limits in a file.
 
         Args:
-            path: The file.
             owners: Whether the owner wrote it; otherwise it ships with Toprope.
 
         Raises:

@@ -122,7 +122,6 @@ def component_variables(
 
     Args:
         component: Its name.
-        folder: The run folder.
         specification: Its run: threads, the seed of hashes, the keys that it needs.
         attempt: Number of the run's attempt.
         secret: The run's secret, by which its members recognize each other.

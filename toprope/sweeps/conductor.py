@@ -57,7 +57,6 @@ class Conductor:
 
     Args:
         member: Its connection to the sweep's keeper.
-        home: The owner's.
     """
 
     def __init__(self, member: CrewMember, home: Home) -> None:

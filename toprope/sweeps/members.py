@@ -56,7 +56,6 @@ class SweepMembers:
     """The runs of one sweep.
 
     Args:
-        home: The owner's.
         sweep: The sweep's specification.
     """
 
@@ -90,7 +89,6 @@ class SweepMembers:
         """Start the run that measures a candidate, unless it was started before.
 
         Args:
-            candidate: The candidate.
             epoch: The epoch that it belongs to, from 1.
             standing: The decisions so far.
 

@@ -55,7 +55,6 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[st
     Args:
         space: `{"min": .., "max": .., "log": true}` or `{"choices": [..]}` by dotted field.
         draft: The draft with these fields.
-        locks: The owner's.
 
     Raises:
         NotFound: A field does not exist.
@@ -125,7 +124,6 @@ def make_plan(
 
     Args:
         draft: The configuration to vary.
-        locks: The owner's.
         space: See `parse_space`.
         strategy: One of STRATEGIES, `optuna`, or `file:Class` for a strategy of the owner's own.
         population: Number of candidates per epoch.

@@ -109,7 +109,6 @@ def export_order(
     """Make the order of an export.
 
     Args:
-        home: The owner's home.
         names: See `sources_of`.
         form: One of FORMATS.
         where: Filters, see `Query`.
@@ -175,8 +174,6 @@ def build_order(
     """Make the order of a build.
 
     Args:
-        home: The owner's home.
-        catalog: The catalog of environments.
         name: Name of the data set.
         names: Sources, see `sources_of`.
         where: Filters.

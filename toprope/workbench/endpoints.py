@@ -84,7 +84,6 @@ def resolve_teacher(name: str, settings: OwnerSettings, presets: Sequence[Path],
 
     Args:
         name: Value of `sft.teacher`.
-        settings: The owner's settings.
         presets: Folders with presets.
         file: Path of the owner's settings, for the message about a missing key.
 
@@ -138,8 +137,6 @@ def variables_for(
     The driver alone gets the keys of the models that the run tests; no component gets other model keys.
 
     Args:
-        specification: The run's specification.
-        settings: The owner's settings.
         presets: Folders with presets, which also name keys.
         surroundings: Variables to search for keys that the settings lack; those of this process if None.
     """

@@ -72,7 +72,6 @@ class Diagnosis:
     """The findings of one run over time.
 
     Args:
-        config: The run's configuration.
         rules: Rules to use instead of `RULES`.
     """
 
@@ -134,7 +133,6 @@ def diagnose(rows: Iterable[Mapping[str, Any]], config: Config) -> list[Finding]
 
     Args:
         rows: Rows of metrics.jsonl, in order.
-        config: The run's configuration.
     """
     diagnosis = Diagnosis(config)
     return [finding for row in rows for finding in diagnosis.see(row)]

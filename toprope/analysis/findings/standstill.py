@@ -25,7 +25,6 @@ def standstill(
 
     Args:
         dropped: Groups dropped since the last step, by reason.
-        config: The run's configuration.
         step: The last step; 0 before the first.
         accuracy: Accuracy before training if it was measured; it separates tasks that are too hard from those that are
             too easy.

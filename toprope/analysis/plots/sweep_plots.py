@@ -23,7 +23,6 @@ def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
     Args:
         axes: Matplotlib axes.
         standing: The sweep's decisions.
-        plan: The sweep's plan.
     """
     trains = plan.evaluate == "train"
     axes.set_title(f"Candidates by score on validation tasks ({plan.strategy})")

@@ -54,7 +54,6 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
 
     Args:
         folder: The run folder; evaluations, metrics and events are read from it.
-        specification: The run's specification.
         status: The run's status, which may be newer than the one on disk.
 
     Raises:
@@ -106,8 +105,6 @@ def build(
     """Build the report from records that were read already.
 
     Args:
-        specification: The run's specification.
-        status: The run's status.
         evaluations: Label -> content of evaluations/<label>.json.
         rows: Rows of metrics.jsonl, oldest first: one per step, or a thinned sample at even distances.
         events: Events of kind `first_step` and `state`.

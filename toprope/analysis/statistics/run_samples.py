@@ -22,7 +22,6 @@ def measured(folder: RunFolder, state: str) -> Measured:
     """Read the samples of a run: its final held-out evaluation, or the validation tasks of a test.
 
     Args:
-        folder: The run folder.
         state: The run's state, for the error message.
 
     Raises:

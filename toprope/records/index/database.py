@@ -121,7 +121,6 @@ class Index:
         """Replace a draft's configuration in one transaction, so edits by two servers follow each other.
 
         Args:
-            draft_id: The draft.
             edit: Maps the present draft to the new configuration and the changes. If it raises, the draft stays as it
                 was. Without changes nothing is written and the revision stays.
 

@@ -31,8 +31,6 @@ def take(index: Index, key: str, draft_id: str, run_id: str, stands: Callable[[S
     Args:
         index: The index of this machine.
         key: The client's key.
-        draft_id: The draft of the run.
-        run_id: The run.
         stands: Whether the run of a key that is already taken was started, or may still be.
 
     Returns:

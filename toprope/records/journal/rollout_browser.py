@@ -139,7 +139,6 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
     """A page of a run's rollouts.
 
     Args:
-        folder: The run's folder.
         query: Order, filters and position.
         seconds: Time limit for indexing the journal.
 

@@ -132,7 +132,6 @@ def newest_sound(
     """The newest sound checkpoint (None if there is none), and the damaged ones after it, newest first.
 
     Args:
-        folder: The run's folder.
         below: Only consider checkpoints of steps up to this one.
         hash_bytes: See `problem_of`.
 

@@ -93,7 +93,6 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     """The value in a JSON file.
 
     Args:
-        path: The file.
         newest: The newest version that the caller understands; None: the caller checks it.
 
     Raises:

@@ -152,7 +152,6 @@ class Reservations:
         """Claim the share that a run needs. The caller holds the run's lock.
 
         Args:
-            specification: The run's.
             anew: Go to the end of the queue, even if an earlier attempt left an entry.
 
         Returns:

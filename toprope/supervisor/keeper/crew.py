@@ -38,8 +38,6 @@ class Crew:
     """The components that were started for a run.
 
     Args:
-        folder: The run folder.
-        specification: Its specification.
         lock: The run's lock; the guards hold copies.
         attempt: Number of this attempt of the run.
         programs: argv in place of the real programs.

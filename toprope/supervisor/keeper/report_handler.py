@@ -44,7 +44,6 @@ class ReportHandler:
     """The reports of one attempt so far.
 
     Args:
-        specification: The run's.
         writer: Writes the run's status.
         crew: The members to send orders to.
         resumes: The attempt resumes from a checkpoint.

@@ -39,8 +39,6 @@ class RestartPolicy:
     """Decides on restarts and carries them out.
 
     Args:
-        folder: The run folder.
-        specification: The run's.
         writer: Records restarts.
         crew: The processes.
         reports: The reports of the members.

@@ -39,7 +39,6 @@ class Launcher(Protocol):
         """Ask the keeper to stop the run. Returns at once; harmless if there is no keeper.
 
         Args:
-            folder: The run folder.
             grace_s: Seconds for a last checkpoint and an orderly end; launcher.stop_grace_s when None.
 
         Raises:
@@ -52,7 +51,6 @@ class Launcher(Protocol):
         """Return the last `lines` lines of a component's log, or of the keeper's, safe to show.
 
         Args:
-            folder: The run folder.
             component: A member of the crew, or `keeper`.
             lines: Most lines of the page.
             before: Only lines that end at or before this byte.

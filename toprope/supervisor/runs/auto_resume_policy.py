@@ -44,7 +44,6 @@ def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = No
     restarts every week.
 
     Args:
-        folder: The run's.
         status: As its keeper left it.
         now: Seconds since the epoch; the present time when None.
     """

@@ -55,7 +55,6 @@ def settle_run(folder: RunFolder, reaped: int | None = None) -> Status:
     A run that was told to stop is stopped; any other run is lost, with a note whether it resumes by itself.
 
     Args:
-        folder: The run's.
         reaped: The number of processes that the caller has killed; None: kill them here.
 
     Returns:
@@ -155,7 +154,6 @@ def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Stat
     """Cancel the automatic resume of a lost run. The caller holds the lock.
 
     Args:
-        folder: The run's.
         status: The status on disk.
         why: The obstacle, with which the run stays lost. Empty: the run was told to stop, and becomes stopped.
 
@@ -183,7 +181,6 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     former keeper.
 
     Args:
-        folder: The run's.
         former: The status of the attempt that has ended.
         by_itself: The run resumes automatically, so an order to stop that is still unread stays valid.
 

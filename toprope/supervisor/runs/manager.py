@@ -171,7 +171,6 @@ class RunManager:
         newest checkpoint, or from the start if it has none. Returns when the run has its keeper.
 
         Args:
-            run_id: The run.
             variables: Environment variables by component, as for `start`.
 
         Returns:
@@ -223,7 +222,6 @@ class RunManager:
         shorten the grace.
 
         Args:
-            run_id: The run.
             grace_s: Seconds for a last checkpoint and an orderly end; launcher.stop_grace_s when None.
 
         Returns:
@@ -246,7 +244,6 @@ class RunManager:
         """Return the status of a run; `lost` if its keeper and crew are gone without having written an end.
 
         Args:
-            run_id: The run.
             revive: Resume a lost run if its policy says so and the owner's variables are known. The status is then that
                 of the new attempt.
 
@@ -399,7 +396,6 @@ class RunManager:
         """Wait until a run's status and events satisfy `until`, or until the time is over.
 
         Args:
-            run_id: The run.
             until: Called at once and at every change of the status or the events.
             timeout_s: Seconds after which the present status is returned.
             after: Events after this number are passed to `until` and returned.

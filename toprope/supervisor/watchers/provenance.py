@@ -123,7 +123,6 @@ def collect_manifest(folder: RunFolder, specification: Specification) -> Manifes
 
     Args:
         folder: Gets the file with the differences between the code and its commit, if there are any.
-        specification: The run's.
     """
     config = specification.config
     return Manifest(

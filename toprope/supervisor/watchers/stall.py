@@ -28,7 +28,6 @@ class StallWatcher(Watcher):
     """Watches the progress of one run.
 
     Args:
-        control: The run.
         clock: Monotonic seconds, the same as `on_tick` is called with.
     """
 

@@ -46,7 +46,6 @@ async def write_teacher_demonstrations(
 
     Args:
         hosts: The environments.
-        specification: The run's specification.
         path: The file to write; it appears when it is complete.
         teacher: A model at an endpoint; None: the environments' own solvers.
         progress: Called with what is done, and how many of how many tasks are.
@@ -89,7 +88,6 @@ class DemonstrationCollector:
 
     Args:
         worker: The environment's worker.
-        specification: The run's specification.
         cache: File of earlier demonstrations; new ones are appended.
         teacher: A model at an endpoint; None: the environment's own solver.
         progress: Called with what is done, and how many of how many tasks are.

@@ -22,7 +22,6 @@ async def write_environment_report(folder: RunFolder, hosts: Sequence[Environmen
     """Writes the fields of `toprope.sdk.training.Data` as JSON into the crew's folder; returns the file.
 
     Args:
-        folder: The run's folder.
         hosts: The environments, checked. Example and outcome come from the first, tasks and parts from all.
     """
     first = hosts[0]

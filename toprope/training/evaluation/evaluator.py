@@ -79,7 +79,6 @@ class Evaluator:
     reward 0. Every method raises ComponentFailed if no task can be sampled.
 
     Args:
-        folder: The run's folder.
         environments: The environments with the policy.
         sampling: Sampling parameters of training.
         concurrency: Groups in progress at most.

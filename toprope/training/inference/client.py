@@ -99,7 +99,6 @@ class PolicyClient:
 
     Args:
         base_url: The server's address, or a function that returns the present one.
-        secret: The run's secret.
         model: Model name in the requests.
         timeout_s: Seconds for one answer.
     """
@@ -177,7 +176,6 @@ class PolicyClient:
         """The turns of a session and its sub-sessions, by key; empty if nothing was recorded.
 
         Args:
-            session: The session.
             life: The server's life when the rollouts began, from `life()`.
 
         Raises:

@@ -30,7 +30,6 @@ class EmbeddedEngine:
 
     Args:
         model: A causal LM in evaluation mode; only the engine's thread calls it.
-        tokenizer: Its tokenizer.
         weights: Source of newer weights; None for a policy that is not trained.
         gather_s: Seconds for which the first request of a batch waits for others.
         max_rows: Largest number of answers in one decode batch.

@@ -192,7 +192,6 @@ def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
 
     Args:
         folder: The policy's folder.
-        config: The run's configuration.
         trained: True for the trainer. With dtype `auto`, weights that are trained in full are float32 also on a GPU: a
             usual step is lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
 

@@ -57,7 +57,6 @@ class EnvironmentHost:
     """Create it with `EnvironmentHost.start`.
 
     Args:
-        specification: The run's specification.
         plan: The environment's label, share and settings.
         source: Source that a worker loads.
         report: Sends reports to the keeper.

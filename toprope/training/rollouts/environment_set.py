@@ -22,7 +22,6 @@ class EnvironmentSet:
 
     Args:
         hosts: The environments, the selected one first, started and checked.
-        policy: The policy.
     """
 
     def __init__(self, hosts: Sequence[EnvironmentHost], policy: Policy) -> None:

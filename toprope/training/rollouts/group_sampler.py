@@ -116,7 +116,6 @@ class GroupSampler:
 
     Args:
         worker: The environment's worker.
-        policy: The policy.
         multi_turn: Whether rollouts can have more than one turn; single turns need no sessions.
         call_timeout_s: Seconds that one call into the environment may take.
         environment: Label of the environment if the run has several.

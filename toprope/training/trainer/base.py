@@ -425,7 +425,6 @@ def write_wandb_record(folder: RunFolder, mode: str) -> None:
     wandb knows its run only within the process that it logs from, and other processes report on it.
 
     Args:
-        folder: The run's folder.
         mode: Value of logging.wandb.
     """
     wandb: Any = sys.modules.get("wandb")

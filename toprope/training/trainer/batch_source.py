@@ -164,7 +164,6 @@ class BatchSource:
 
     Args:
         client: The trajectory API.
-        config: The run's configuration.
         is_ending: Tells whether the run is ending; asked between waits.
         cursor: Position to read from: 0, or a checkpoint's.
         rollouts: Rollouts that a checkpoint had counted.

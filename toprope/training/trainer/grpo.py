@@ -97,7 +97,6 @@ class GroupTrainer(GRPOTrainer):
     """GRPOTrainer whose batches come from `next_batch`.
 
     Args:
-        config: The run's configuration.
         model: The policy, with or without LoRA adapters.
         tokenizer: The policy's tokenizer, with a padding token.
         args: From `grpo_config`.

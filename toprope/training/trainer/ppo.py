@@ -159,7 +159,6 @@ class PpoLearner:
     """Takes optimizer steps on batches.
 
     Args:
-        config: The run's configuration.
         model: The policy, with or without adapters.
         head: The value head.
         reference: The starting policy for a KL penalty; see `_load_reference`.

@@ -101,7 +101,6 @@ def training_config(config: Config, steps: int, per_epoch: int) -> Config:
     """The configuration with optimizer, budget and logging taken from section `sft`.
 
     Args:
-        config: The run's configuration.
         steps: Optimizer steps of the whole run.
         per_epoch: Optimizer steps of one epoch.
     """

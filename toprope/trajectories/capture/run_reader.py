@@ -64,7 +64,6 @@ class RunReader:
     """Reads the items of one run.
 
     Args:
-        folder: The run folder.
         words: Decode state and action; without words they are empty and reading is fast.
     """
 

@@ -58,7 +58,6 @@ class Work:
     """The execution of one order.
 
     Args:
-        order: The order.
         folder: Folder for the state from which an interrupted build continues.
         tell: Called with the present activity and the numbers of items read and kept.
     """

@@ -75,7 +75,6 @@ class Job:
         An earlier result is removed; the state of an interrupted process is continued.
 
         Args:
-            order: The order.
             keys: Additional environment variables: keys of teachers.
 
         Raises:

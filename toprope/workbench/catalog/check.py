@@ -100,7 +100,6 @@ async def check(
     """Check an environment.
 
     Args:
-        entry: The environment.
         options: Knobs, limits and permissions of the workers.
         max_turns: A limit below its own.
         full: Check more tasks, and memory.

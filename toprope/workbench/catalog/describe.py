@@ -125,7 +125,6 @@ class Describer:
         """Describe an environment.
 
         Args:
-            entry: The environment.
             options: Knobs, limits and permissions of the worker.
             examples: Most training tasks to show and score. 0 asks for the card alone and generates no tasks.
 

@@ -83,7 +83,6 @@ class Interpreters:
     """Adds and removes entries with their interpreters.
 
     Args:
-        home: The owner's home.
         found: Returns the adapters.
     """
 
@@ -101,7 +100,6 @@ class Interpreters:
         """Add an environment; blocks until the installation has ended.
 
         Args:
-            order: The order.
             progress: Called with short progress messages.
             given_up: Set this event to cancel.
 

@@ -63,7 +63,6 @@ class Installer:
 
     Args:
         venv: Folder of the environment, which does not exist yet; its parent does.
-        commands: Runs commands.
     """
 
     def __init__(self, venv: Path, commands: Commands) -> None:

@@ -26,7 +26,6 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
     """Return the class that `algorithm.trainer` names; None if the algorithm is not `custom`.
 
     Args:
-        config: The run's configuration.
         folders: The owner's folders with trainers, in order.
         settings_file: Named in the message if there are no folders.
 

@@ -66,7 +66,6 @@ def freeze_drafts(
     """Freeze drafts that start together, one specification for each, under the owner's present locks.
 
     Args:
-        home: The owner's.
         drafts: Alike but for what the caller varies.
         plan: What each run is to do.
         name: Begins the runs' ids.

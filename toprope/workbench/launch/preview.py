@@ -100,7 +100,6 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
     Args:
         specifications: Of runs that differ in their seed alone, with their frozen limits if known.
         limits: The owner's, which contain prices.
-        demand: The demand of one run.
         runs: The folder of runs with the measurements.
     """
     first, count = specifications[0], len(specifications)

@@ -83,7 +83,6 @@ class RunStarter:
     """Starts runs in one home.
 
     Args:
-        home: The owner's.
         runs: The run manager of its folder of runs.
         index: Records starts and their keys; only `start` needs it.
     """

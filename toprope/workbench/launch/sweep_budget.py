@@ -51,9 +51,7 @@ def require_room_for_members(
 
     Args:
         sweep: Frozen and reserved.
-        plan: Its plan.
         longest_steps: Optimizer steps of its longest single run.
-        home: The owner's.
         machine: The part of the machine that runs may use.
 
     Returns:

@@ -32,7 +32,6 @@ def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: s
         listed: Listing of the adapter.
         name: Name in the catalog.
         source: Source of the entry.
-        adapter: The adapter.
         python: Interpreter of the environment; None for Toprope's own.
     """
     status: State = _NEEDS.get(listed.needs, "broken") if listed.problem or listed.needs else "ready"

@@ -53,9 +53,6 @@ def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
 class UserFile:
     """A loaded file of a user.
 
-    Args:
-        path: The file.
-
     Raises:
         LoadError: The file does not load.
     """

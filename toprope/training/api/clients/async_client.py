@@ -27,7 +27,6 @@ class ApiClient:
 
     Args:
         base_url: The API's address, `http://127.0.0.1:<port>`, or a function that returns the present one.
-        secret: The run's secret.
         patience_s: Seconds for which a call is repeated.
     """
 

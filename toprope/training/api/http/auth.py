@@ -29,7 +29,6 @@ class AuthMiddleware:
 
     Args:
         app: The protected application.
-        secret: The run's secret.
         hosts: Accepted host names, with any port.
         open_paths: Paths that need no secret.
     """

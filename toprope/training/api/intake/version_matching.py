@@ -45,11 +45,7 @@ class VersionMatcher(Protocol):
 
 
 class InferenceMatcher:
-    """Queries an inference server. Leaves groups as they are until `connect` has given its address.
-
-    Args:
-        secret: The run's secret.
-    """
+    """Queries an inference server. Leaves groups as they are until `connect` has given its address."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret

@@ -33,7 +33,6 @@ class GroupCommit:
     """Waits until the records of a journal are on disk.
 
     Args:
-        journal: The journal.
         failed: Called if the disk fails.
     """
 
