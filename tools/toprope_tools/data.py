@@ -50,7 +50,6 @@ async def export_trajectories(
     """Export rollouts to a file below the home.
 
     Args:
-        workshop: The server's.
         sources: Names of runs, seed groups and data sets.
         format: jsonl, json, csv, parquet or datasets.
         where: Filters.
@@ -101,7 +100,6 @@ async def build_dataset(
     """Build the next version of a data set.
 
     Args:
-        workshop: The server's.
         name: Name of the data set.
         sources: Names of runs, seed groups and data sets, or `name@inbox`.
         where: Filters.

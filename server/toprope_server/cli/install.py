@@ -80,7 +80,6 @@ def configuration_file(
     """The file that lists a client's servers.
 
     Args:
-        client: One of CLIENTS.
         platform: As sys.platform; the present one if None.
         environ: Environment variables; this process's if None.
         project: For Claude Code: use .mcp.json in this folder.

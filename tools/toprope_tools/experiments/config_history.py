@@ -93,7 +93,6 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
     """Compare two configurations.
 
     Args:
-        workshop: The server's.
         a: A draft (`draft-7f3k`), one of its revisions (`draft-7f3k@2`), a run, or `preset NAME`.
         b: The other; the preset of `a` if None.
 
@@ -121,8 +120,6 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
     """Go back to an earlier revision of a draft by a new edit.
 
     Args:
-        workshop: The server's.
-        draft_id: Id of the draft.
         revision: The revision to restore; 1 is the draft as it was made.
 
     Raises:

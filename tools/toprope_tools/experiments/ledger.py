@@ -52,7 +52,6 @@ async def note_experiment(
     """Add an experiment to the ledger, or amend one, together with the figures of its runs.
 
     Args:
-        workshop: The server's.
         experiment_id: The experiment to amend; None adds one.
         hypothesis: The change to try and why it should help.
         run_ids: Its runs or seed groups; amending adds them.

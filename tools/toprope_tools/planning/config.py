@@ -32,8 +32,6 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
     """Answer a draft's fields with value, type, bounds and lock, its edits, and its conflicts.
 
     Args:
-        workshop: The server's.
-        draft_id: Id of the draft.
         section: Answer only this section, with descriptions.
 
     Raises:

@@ -44,7 +44,6 @@ async def check_environment(
     """Try an environment in workers and report its faults.
 
     Args:
-        workshop: The server's.
         name: Name of the environment, or id of a draft whose settings apply.
         full: Try more of everything, and measure memory.
         seconds: Time limit; that of the quick or full check if None.

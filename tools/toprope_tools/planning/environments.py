@@ -44,7 +44,6 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     """List environments from all sources, 20 per page.
 
     Args:
-        workshop: The server's.
         query: Words that the name, summary or tags must contain.
         cursor: `next_cursor` of the previous page: the number of environments shown so far.
 
@@ -83,7 +82,6 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     """Describe an environment, from a worker that loads it.
 
     Args:
-        workshop: The server's.
         name: Name of the environment.
         knobs: The environment's own settings; defaults apply to the others.
 
@@ -147,7 +145,6 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
     """Make a draft of an environment from a preset.
 
     Args:
-        workshop: The server's.
         name: Name of the environment.
         preset: Name of the preset; the owner's default if None.
 

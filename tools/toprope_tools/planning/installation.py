@@ -39,7 +39,6 @@ async def add_environment(
     """Make an interpreter for an ecosystem or a package, and count the environments that it adds.
 
     Args:
-        workshop: The server's.
         what: An ecosystem's name, or a plain requirement.
         progress: Called with news during the installation.
         client: The caller.

@@ -28,7 +28,6 @@ class Changes:
     """The resources of one subscriber.
 
     Args:
-        workshop: The server's.
         every_s: Least seconds between two notifications about a resource.
     """
 

@@ -28,7 +28,6 @@ async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]
     """Compare b with a on the same tasks.
 
     Args:
-        workshop: The server's.
         a, b: Ids of runs, or of seed groups.
 
     Raises:

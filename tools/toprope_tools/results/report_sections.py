@@ -59,8 +59,6 @@ def integrity_section(
     """Return lines and structure of a run's integrity checks; nothing for runs that do not train.
 
     Args:
-        workshop: The server's.
-        run_id: The run.
         found: The checks of its report.
         ended: Whether the run has ended; the checks are incomplete before.
         detailed: Return all checks instead of warnings alone.

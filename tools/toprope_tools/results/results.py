@@ -45,8 +45,6 @@ async def get_results(workshop: Workshop, *, run_id: str, detail: str = "concise
     """Answer the report of a run.
 
     Args:
-        workshop: The server's.
-        run_id: Id of the run.
         detail: `detailed` adds history, examples and the fields that differ from the defaults.
         plot: Add the run's plot.
 

@@ -43,7 +43,6 @@ async def browse_rollouts(
     """Answer a page of a training run's rollouts.
 
     Args:
-        workshop: The server's.
         run_id: Id of the run, which may be live.
         order: Sort order. most_changed sorts tasks by the change of their reward since the first rollout.
         task: Only tasks whose id contains this.

@@ -49,7 +49,6 @@ async def ask_checkpoint(
     """Start a short run that asks, and wait for its answers.
 
     Args:
-        workshop: The server's.
         prompts: Texts, or conversations: lists of messages with role and content.
         run_id: An ended run with a checkpoint; its trained policy is asked.
         draft_id: A draft; its untrained policy is asked.

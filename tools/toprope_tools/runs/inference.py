@@ -36,7 +36,6 @@ async def test_inference(
     """Start a run of kind `test` on validation tasks.
 
     Args:
-        workshop: The server's.
         draft_id: Id of the draft with the environment and the policy.
         models: Models to test one by one: `base` for the draft's policy, or names from the owner or a preset. Only the
             draft's policy if None.

@@ -35,9 +35,6 @@ async def read_logs(
     """Answer lines of a component's log, oldest first.
 
     Args:
-        workshop: The server's.
-        run_id: Id of the run.
-        component: One of COMPONENTS.
         lines: Most lines, 1 to 200; fewer if they are long.
         before: Only lines that end at or before this byte: `before` of the later page.
 

@@ -91,7 +91,6 @@ async def start_sweep(
     """Freeze a draft and start a sweep over some of its fields; answer as soon as it has its keeper.
 
     Args:
-        workshop: The server's.
         draft_id: Id of the draft; fields outside `space` are equal for all candidates.
         space: Per field `{"min": .., "max": .., "log": true}` or `{"choices": [..]}`.
         strategy: evolution, pbt, halving, random, optuna, or `file:Class` of the owner's.

@@ -45,8 +45,6 @@ async def start_training(
     """Freeze a draft and start training; answer as soon as every run has its keeper.
 
     Args:
-        workshop: The server's.
-        draft_id: Id of the draft.
         name: Begins the run's id.
         again: Start although a run of this draft's revision is live.
         key: Names this start. A call with a used key is answered with the runs that it started.

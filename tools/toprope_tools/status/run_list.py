@@ -34,7 +34,6 @@ async def list_runs(
     """List the runs on this machine, newest first, 20 per page.
 
     Args:
-        workshop: The server's.
         state: any, live or ended.
         query: Words that id, environment, kind or state must contain.
         cursor: `next_cursor` of the previous page: id and time of its last run.

@@ -124,8 +124,6 @@ def look_at(
     """Take snapshots of runs, in the given order.
 
     Args:
-        workshop: The server's.
-        run_ids: Ids of the runs.
         places: The caller's places in their events.
         limit: The owner's limit on fresh numbers; read from the settings if None.
 

@@ -48,7 +48,6 @@ async def check_status(
     """Answer the status of runs, now or at the first news of any of them.
 
     Args:
-        workshop: The server's.
         run_ids: The runs; if none, those of the cursor; without a cursor the answer lists the open runs.
         wait_s: Longest wait in seconds, cut to the client's call limit; None or 0 answers at once.
         until: Conditions that end the wait, see `toprope_tools.status.wait_conditions`; any news if none.

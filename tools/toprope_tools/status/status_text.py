@@ -72,7 +72,6 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
     """Return the answer of check_status with as many events as fit, and store the stamps.
 
     Args:
-        workshop: The server's.
         waited: The end of the wait.
         known: The caller's cursor, which may contain more runs.
         patience: The wait asked for.

@@ -63,8 +63,6 @@ async def wait_for_news(
     """Look at runs until one has news or the time is over.
 
     Args:
-        workshop: The server's.
-        run_ids: Ids of the runs.
         wait_s: Longest wait in seconds; 0 looks once.
         until: Conditions of which the first ends the wait; any news if none. The end of a run ends the wait, too.
         places: The caller's own places in the runs' events.

@@ -88,8 +88,6 @@ def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: i
     """Print the end of a run's logs and all new lines, until the run has ended.
 
     Args:
-        workshop: The owner's workshop.
-        run_id: The run.
         component: The component; None for all, with the component's name in each line.
         lines: Existing lines to print, per log.
 

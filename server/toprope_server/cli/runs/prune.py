@@ -84,7 +84,6 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
     """Runs that ended long enough ago, oldest first.
 
     Args:
-        workshop: The owner's workshop.
         older_than_s: Least seconds since their end.
         keep: Number of newest runs to keep, including live ones.
     """

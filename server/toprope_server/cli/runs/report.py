@@ -31,7 +31,6 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
     """Write a report.
 
     Args:
-        workshop: The owner's workshop.
         run_id: The run; None for all runs and experiments.
         path: `.html` for one self-contained file, `.md` for Markdown with its pictures in a folder beside it.
 

@@ -66,7 +66,6 @@ def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = N
     """Follow runs until all have ended.
 
     Args:
-        workshop: The owner's workshop.
         run_ids: The runs; all live ones if empty.
         out: Standard output by default.
 
