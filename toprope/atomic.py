@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append", "fsync", "replacing", "write_json", "write_text"]
-
 
 @contextmanager
 def replacing(

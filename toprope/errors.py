@@ -17,21 +17,6 @@ values if there are any, and what to do next. Any other exception that escapes i
 
 from __future__ import annotations
 
-__all__ = [
-    "ComponentFailed",
-    "Corrupt",
-    "DiskFull",
-    "EnvironmentFailed",
-    "InvalidValue",
-    "LockedField",
-    "NotFound",
-    "NotPossibleNow",
-    "TooNew",
-    "TopropeError",
-    "shown",
-    "visible",
-]
-
 
 def shown(name: object, limit: int = 80) -> str:
     """A name from outside, quoted for a message: cut, with invisible characters escaped."""

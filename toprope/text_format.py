@@ -8,8 +8,6 @@ import time
 import unicodedata
 from typing import Any, Protocol
 
-__all__ = ["accuracy", "ago", "call", "clip", "cut", "duration", "moment", "number", "percent", "plural", "value"]
-
 
 def cut(given: Any, limit: int) -> Any:
     """Return the value, or its truncated JSON if that is longer than `limit` characters."""

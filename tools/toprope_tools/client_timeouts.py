@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LONGEST_S", "UNKNOWN", "Client", "longest_wait_s"]
-
 UNKNOWN_S = 45.0
 """Claude Desktop (`claude-ai`) and clients on the TypeScript SDK's default drop a call at about 60 s."""
 LONGEST_S = 3600.0

@@ -24,8 +24,6 @@ from toprope_tools.answers.answer import Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["build_dataset", "export_trajectories"]
-
 _WAIT_S = 40.0
 """Clients drop a call after a minute, some after 45 s."""
 _SLICE_S = 0.5

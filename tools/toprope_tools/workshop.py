@@ -21,8 +21,6 @@ from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.open_runs import open_runs, variables_of
 from toprope.workbench.launch.start import RunStarter
 
-__all__ = ["Workshop"]
-
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0
 """Seconds beyond the grace until a crew that ignores every request is killed."""

@@ -15,8 +15,6 @@ from toprope.records.run.usage import Usage
 from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limit, Limits
 from toprope.settings.schema import Config
 
-__all__ = ["Account", "Demand", "Refusal", "demand_of", "freeze_limits", "spent"]
-
 HOUR = 3600.0
 GB = 1e9
 _EVALUATIONS_S = 600.0

@@ -14,8 +14,6 @@ from typing import Literal
 
 from toprope.records.run.status import Failure
 
-__all__ = ["KINDS", "Classified", "Kind", "classify", "named"]
-
 Kind = Literal[
     "out_of_memory",
     "gpu_out_of_memory",

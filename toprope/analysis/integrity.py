@@ -23,8 +23,6 @@ from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 
-__all__ = ["Check", "Integrity", "examine", "lineage_of", "lone_wins"]
-
 _LENGTH_FACTOR = 2.0
 _SHARE = 0.05
 _UNLIKELY = 0.01

@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict
 
 from toprope.analysis.statistics.intervals import Proportion
 
-__all__ = ["Reproduction", "compare_runs_of_one", "differing_inputs", "is_timing"]
-
 _TIMING = frozenset({"time", "step_time", "eta_s", "groups/waiting"})
 _MOST_NAMED = 12
 

@@ -22,8 +22,6 @@ from toprope.atomic import append
 from toprope.errors import NotFound, NotPossibleNow, shown
 from toprope.records.index.database import Index
 
-__all__ = ["Decision", "Experiment", "Figures", "Ledger"]
-
 Decision = Literal["keep", "discard", "repeat", "undecided"]
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 _GOAL = "goal:"

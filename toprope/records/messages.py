@@ -11,35 +11,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "Beat",
-    "Checked",
-    "Checkpointed",
-    "CountsReport",
-    "Evaluate",
-    "Evaluated",
-    "Failed",
-    "Finished",
-    "Leveled",
-    "Making",
-    "NoRoom",
-    "Order",
-    "Pause",
-    "Peers",
-    "Proceed",
-    "Progress",
-    "Ready",
-    "Renewed",
-    "Report",
-    "Stepped",
-    "Stop",
-    "Warned",
-    "Without",
-    "decode_order",
-    "decode_report",
-    "encode_line",
-]
-
 COMPONENTS = ("policy", "api", "inference", "trainer", "environment")
 """The members of a crew. `policy` is a program that ends after it has put the policy's folder in place."""
 

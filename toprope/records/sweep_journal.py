@@ -23,24 +23,6 @@ from toprope.atomic import append
 from toprope.errors import Corrupt
 from toprope.records.run.folder import REPAIR_HINT, RUN_ID, RunFolder, check_version, describe_misfits
 
-__all__ = [
-    "Candidate",
-    "Decision",
-    "Finalist",
-    "Generation",
-    "Measured",
-    "Scored",
-    "Standing",
-    "Started",
-    "Survivors",
-    "SweepLog",
-    "final_id",
-    "member_id",
-    "members_in",
-    "read_standing",
-    "sweep_of",
-]
-
 SWEEP_VERSION = 1
 _FILE = "sweep.jsonl"
 _MEMBER = re.compile(r"-m(\d{2,4})$|-final$")

@@ -12,20 +12,6 @@ import msgspec
 
 from toprope.records.journal.groups import Outcome
 
-__all__ = [
-    "Advanced",
-    "Begun",
-    "Card",
-    "Knob",
-    "Message",
-    "SampledGroup",
-    "RewardPart",
-    "SplitSize",
-    "TaskPage",
-    "TaskView",
-    "UserObject",
-]
-
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and whatever else the environment gave it."""
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ALGORITHMS", "NAME", "Algorithm", "contradictions", "implied_fields"]
-
 NAME = "algorithm.name"
 """The field that names an algorithm."""
 

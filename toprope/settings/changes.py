@@ -11,8 +11,6 @@ from toprope.settings.algorithms import NAME, implied_fields
 from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
 from toprope.settings.schema import SECTIONS, Config
 
-__all__ = ["NOT_EDITABLE", "Change", "LockCheck", "apply_changes"]
-
 NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another environment"}
 """Fields that identify a draft, and what to do instead of editing them."""
 

@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from toprope.errors import InvalidValue
 
-__all__ = ["BASE", "MODEL_NAME", "Endpoint", "parse_endpoints"]
-
 BASE = "base"
 """Name of the draft's own policy among models under test."""
 

@@ -17,16 +17,6 @@ from toprope.settings.mixture import (
     checked_rewards,
 )
 
-__all__ = [
-    "EnvironmentSection",
-    "MemberPlan",
-    "Section",
-    "curriculum_of",
-    "members_of",
-    "mixture_conflicts",
-    "rewards_of",
-]
-
 
 class Section(BaseModel):
     """One section of the configuration; assignments are checked, unknown fields refused."""

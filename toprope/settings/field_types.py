@@ -15,8 +15,6 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-__all__ = ["card_type", "reader"]
-
 _CARD_TYPES: dict[str, Any] = {
     "bool": bool, "boolean": bool, "int": int, "integer": int, "float": float, "number": float,
     "str": str, "string": str, "text": str, "list": list[Any], "tuple": list[Any], "array": list[Any],

@@ -22,16 +22,6 @@ from toprope.errors import InvalidValue, NotFound
 from toprope.settings.field_types import card_type, reader
 from toprope.settings.schema import Config
 
-__all__ = [
-    "KNOBS",
-    "Field",
-    "all_fields",
-    "find_field",
-    "get_value",
-    "knob_fields",
-    "knob_problems",
-]
-
 KNOBS = "environment.knobs"
 """Prefix of an environment's own settings."""
 

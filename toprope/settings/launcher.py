@@ -9,8 +9,6 @@ from pydantic import Field
 
 from toprope.settings.environment import Section
 
-__all__ = ["LauncherSection", "RestartAllowance"]
-
 _LONGEST_WAIT_S = 60.0
 
 

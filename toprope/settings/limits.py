@@ -30,8 +30,6 @@ from pydantic import BaseModel, ConfigDict
 from toprope.errors import InvalidValue
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["ALL", "PER_DAY", "PER_RUN", "UNITS", "Cap", "FrozenLimits", "Limit", "Limits", "Prices"]
-
 PER_RUN = ("wall_hours", "steps", "cpu_hours", "gpu_hours", "cost_usd", "disk_gb")
 PER_DAY = ("runs", "cpu_hours", "gpu_hours", "cost_usd")
 ALL = ("concurrent_runs", "disk_gb")

@@ -26,8 +26,6 @@ from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_va
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
-__all__ = ["Lock", "Locks", "require_allowed_knobs"]
-
 _KEYS = ("field", "value", "min", "max", "reason")
 
 

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["Curriculum", "MixtureEntry", "RewardFunction", "checked_curriculum", "checked_mixture", "checked_rewards"]
-
 _MOST_MEMBERS = 32
 _MOST_REWARDS = 32
 _FORMS = {

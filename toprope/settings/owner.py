@@ -35,17 +35,6 @@ from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.shipped import CONFIGS
 
-__all__ = [
-    "DataLimit",
-    "Home",
-    "HttpSettings",
-    "MachineLimit",
-    "OwnerSettings",
-    "ServeRole",
-    "StatusLimit",
-    "set_variable",
-]
-
 MODELS = "models"
 """In the owner's variables: keys of models at endpoints. Only a test of such a model gets them."""
 

@@ -25,8 +25,6 @@ from toprope.settings.fields import KNOBS, all_fields, find_field
 from toprope.settings.schema import SECTIONS, Config
 from toprope.settings.yamlfiles import check_keys, nearest, read_yaml
 
-__all__ = ["Preset", "list_presets", "load_preset"]
-
 
 @dataclass(frozen=True)
 class Preset:

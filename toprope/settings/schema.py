@@ -15,8 +15,6 @@ from toprope.settings.algorithms import contradictions
 from toprope.settings.environment import EnvironmentSection, Section, mixture_conflicts
 from toprope.settings.launcher import LauncherSection
 
-__all__ = ["EMBEDDED", "Config", "SECTIONS"]
-
 EMBEDDED = ("embedded", "embedded-tools")
 """Policies that are built when they are first used; see toprope.training.policy.tiny_model."""
 

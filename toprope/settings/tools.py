@@ -14,8 +14,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["LentTool"]
-
 _KINDS = ("corpus", "provider", "python", "command", "url")
 
 

@@ -16,8 +16,6 @@ import yaml
 
 from toprope.errors import InvalidValue
 
-__all__ = ["check_keys", "nearest", "read_yaml"]
-
 
 class _UniqueKeys(yaml.SafeLoader):
     """The safe loader; it refuses a key that is given twice, of which YAML would silently keep the last."""

@@ -16,16 +16,6 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = [
-    "ALL_COMPONENTS",
-    "OwnerVariables",
-    "component_variables",
-    "decode_owner_variables",
-    "keeper_variables",
-    "secret_values",
-    "worker_variables",
-]
-
 ALL_COMPONENTS = "*"
 """In the owner's variables: for every component, except keys that only one component uses."""
 

@@ -16,8 +16,6 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 from toprope.supervisor.watchers.watcher import Watcher
 
-__all__ = ["SILENT_AFTER_S", "Heartbeat", "describe_silence"]
-
 SILENT_AFTER_S = 30.0
 """A keeper without a sign of life for so long is called silent."""
 

@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunLock", "boot_id", "is_held"]
-
 _RETRY_S = 0.002
 
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from toprope.records.run.specification import Specification
 
-__all__ = ["PLOT", "PROGRAMS", "STARTS_RUNS", "Programs", "command_of", "members_of", "optional_members_of"]
-
 PLOT = "plot"
 """Not a member of the crew: the program that draws the plot at the end."""
 

@@ -37,8 +37,6 @@ from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.workbench.launch.reserve_budget import NoRoomWithin
 
-__all__ = ["Conductor", "main"]
-
 _CHECK_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
 _RETRY_START_EVERY_S = 2.0

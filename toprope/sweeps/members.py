@@ -25,8 +25,6 @@ from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.start import RunStarter
 from toprope.workbench.launch.sweep_budget import draft_of_sweep
 
-__all__ = ["SweepMembers", "hopeless_reason"]
-
 _HOPELESS = frozenset(
     {
         "all_wrong",

@@ -12,8 +12,6 @@ from typing import Any
 from toprope.errors import ComponentFailed
 from toprope.sdk.evolution import RandomSearch
 
-__all__ = ["OptunaSearch"]
-
 
 class OptunaSearch(RandomSearch):
     """A strategy; see `toprope.sdk.evolution.Evolution`. The first population is spread over the space."""

@@ -19,17 +19,6 @@ from toprope.settings.fields import Field, find_field
 from toprope.settings.locks import Locks
 from toprope.workbench.drafts import Draft
 
-__all__ = [
-    "MOST_EPOCHS",
-    "MOST_POPULATION",
-    "OPTUNA",
-    "create_strategy",
-    "longest_run_steps",
-    "make_plan",
-    "parse_space",
-    "strategy_arguments",
-]
-
 MOST_POPULATION, MOST_EPOCHS, _MOST_RUNS = 64, 50, 999
 OPTUNA = "optuna"
 _KEYS = ("min", "max", "log", "choices")

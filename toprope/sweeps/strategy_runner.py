@@ -20,8 +20,6 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.sweeps.planning import create_strategy, strategy_arguments
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-__all__ = ["StrategyRunner"]
-
 _LOAD_S, _CALL_S = 60.0, 60.0
 
 

@@ -17,8 +17,6 @@ import msgspec
 
 from toprope.errors import InvalidValue, shown
 
-__all__ = ["SEALED", "Message", "TrajectoryItem", "as_messages", "item_from", "text_of"]
-
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and further fields of its dialect (tool calls)."""
 

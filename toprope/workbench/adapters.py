@@ -18,8 +18,6 @@ from typing import Any
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import first_line
 
-__all__ = ["WITH_SOURCES_OF_THEIR_OWN", "Adapter", "adapters"]
-
 WITH_SOURCES_OF_THEIR_OWN = ("dataset", "orchestrator", "reasoning_gym")
 """Adapters that have a source of their own in the catalog."""
 

@@ -32,19 +32,6 @@ from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
 from toprope.workbench.launch.seeds import expand
 
-__all__ = [
-    "INBOX",
-    "DataOrder",
-    "Sources",
-    "begin",
-    "build_order",
-    "export_order",
-    "inbox_of",
-    "job_of",
-    "live_jobs",
-    "sources_of",
-]
-
 INBOX = "inbox"
 """Suffix of `name@inbox`: items posted for a data set."""
 _FLOOR = 256_000_000

@@ -23,8 +23,6 @@ from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
 from toprope.workbench.history import difference, taken_back
 
-__all__ = ["Draft", "Drafts", "Edit"]
-
 
 @dataclass(frozen=True)
 class Draft:

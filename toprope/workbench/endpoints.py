@@ -19,16 +19,6 @@ from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset
 from toprope.settings.yamlfiles import nearest
 
-__all__ = [
-    "MOST_MODELS",
-    "keys_for",
-    "known_models",
-    "require_keys",
-    "resolve_models",
-    "resolve_teacher",
-    "variables_for",
-]
-
 MOST_MODELS = 8
 _URLISH = ("://", "http:", "https:", "www.")
 

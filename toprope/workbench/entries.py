@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from toprope.records.run.specification import EnvironmentSource
 
-__all__ = ["Entry", "Names", "Source", "State", "broken"]
-
 State = Literal["ready", "needs install", "needs network", "needs key", "broken"]
 
 

@@ -15,8 +15,6 @@ from toprope.settings.fields import KNOBS, all_fields, get_value
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
 
-__all__ = ["Side", "beside_preset", "config_of_preset", "difference", "taken_back", "values_of"]
-
 
 @dataclass(frozen=True)
 class Side:

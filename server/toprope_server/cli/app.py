@@ -21,8 +21,6 @@ from toprope_server.mcp.roles import Role
 if TYPE_CHECKING:
     from toprope_tools.answers.answer import Answer
 
-__all__ = ["build"]
-
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
 Tools = Annotated[
     str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read.")

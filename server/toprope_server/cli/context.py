@@ -14,8 +14,6 @@ from toprope.errors import TopropeError
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["open_workshop", "reporting_errors"]
-
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from toprope.trajectories.jobs.jobs import Job
     from toprope.workbench.data import DataOrder
 
-__all__ = ["build"]
-
 Where = Annotated[
     list[str] | None,
     typer.Option("--where", "-w", metavar="NAME=VALUE", help="A filter, such as success=true; repeatable."),

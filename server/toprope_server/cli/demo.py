@@ -23,8 +23,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["DemoReport", "event_line", "main", "run_demo", "server_parameters"]
-
 ENVIRONMENT = "reasoning_gym/spell_backward"
 PRESET = "cpu-embedded"
 _WAIT_S = 45

@@ -24,8 +24,6 @@ from toprope.errors import InvalidValue
 if TYPE_CHECKING:
     from toprope_server.mcp.roles import Role
 
-__all__ = ["CLIENTS", "Plan", "client_lines", "configuration_file", "main", "plan", "server_command", "write"]
-
 CLIENTS = ("claude-desktop", "claude-code", "inspector")
 NAME = "toprope"
 _USERS = {

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from toprope_server.mcp.roles import Role
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command that the arguments name."""

@@ -33,8 +33,6 @@ from toprope_server.mcp.roles import Role, role_of_settings
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["PATH", "TOKEN_VARIABLE", "build_app", "serve_http", "uvicorn_config"]
-
 PATH = "/mcp"
 TOKEN_VARIABLE = "TOPROPE_TOKEN"
 """The variable from which clients' configurations take the token, so that none contains it. The server ignores it."""

@@ -15,8 +15,6 @@ from pathlib import Path
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue, NotFound
 
-__all__ = ["TokenFile"]
-
 _BYTES = 32
 _OTHERS = 0o077
 

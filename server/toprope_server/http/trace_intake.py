@@ -20,8 +20,6 @@ from toprope.errors import DiskFull, LockedField, TopropeError
 if TYPE_CHECKING:
     from toprope.settings.owner import Home
 
-__all__ = ["CAPTURE_PATH", "capture_route"]
-
 CAPTURE_PATH = "/trajectories/{name}"
 
 

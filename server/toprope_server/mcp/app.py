@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from pydantic import AnyUrl
     from toprope_tools.workshop import Workshop
 
-__all__ = ["TopropeServer", "leave", "serve_stdio"]
-
 logger = logging.getLogger("toprope.server")
 
 

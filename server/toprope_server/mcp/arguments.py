@@ -13,8 +13,6 @@ from typing import Any
 from mcp.server.mcpserver.tools import Tool
 from pydantic import ValidationError
 
-__all__ = ["check", "strict"]
-
 _EXPECTED = {
     "string": "a text",
     "integer": "a whole number",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from toprope.settings.owner import Home
 
-__all__ = ["resume_lost_runs"]
-
 logger = logging.getLogger("toprope.server")
 
 FIRST_AFTER_S = 2.0

@@ -16,8 +16,6 @@ from mcp.shared.message import SessionMessage
 from mcp.types import PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
-__all__ = ["answering_unreadable", "refusal"]
-
 _ID = re.compile(r'"id"\s*:\s*(?:(-?[0-9]{1,15})(?![0-9.eE])|"((?:[^"\\]){1,200})")')
 _LONGEST_SEARCH = 10_000
 

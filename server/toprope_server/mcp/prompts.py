@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mcp.types import CompletionArgument, CompletionContext, ResourceTemplateReference
     from toprope_tools.workshop import Workshop
 
-__all__ = ["complete", "prompts_for"]
-
 _MOST = 100
 """Values per completion: the protocol's limit."""
 

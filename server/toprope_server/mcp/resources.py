@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from toprope_tools.resources.resource_changes import Changes
     from toprope_tools.workshop import Workshop
 
-__all__ = ["TEMPLATES", "Resources"]
-
 logger = logging.getLogger("toprope.server")
 
 _CHECK_EVERY_S = 1.0

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from toprope.settings.owner import OwnerSettings
     from toprope_server.tool_specs.base import ToolSpec
 
-__all__ = ["SETS", "Role", "owners_role", "role_of_arguments", "role_of_settings"]
-
 SETS = {
     "plan": "environments, drafts and the notes of experiments",
     "run": "measuring, starting, stopping, resuming and asking",

@@ -15,8 +15,6 @@ from toprope_server.tool_specs.results import result_tools
 from toprope_server.tool_specs.runs import run_tools
 from toprope_server.tool_specs.status import status_tools
 
-__all__ = ["ALL_TOOLS", "INSTRUCTIONS"]
-
 INSTRUCTIONS = """\
 Toprope trains language models by reinforcement learning on its owner's machine, and you plan and steer the training.
 

@@ -20,23 +20,6 @@ if TYPE_CHECKING:
     from toprope_tools.answers.answer import Answer
     from toprope_tools.workshop import Workshop
 
-__all__ = [
-    "ADDS",
-    "DraftId",
-    "Filters",
-    "Names",
-    "NamesOrNone",
-    "Prompts",
-    "READS",
-    "RunId",
-    "STARTS",
-    "ToolGroup",
-    "ToolSpec",
-    "client_of",
-    "result_of",
-    "workshop_of",
-]
-
 READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
 ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
 STARTS = ADDS | {"open_world_hint": True}

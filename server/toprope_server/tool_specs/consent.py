@@ -19,9 +19,6 @@ from pydantic import BaseModel, Field
 from toprope.errors import NotPossibleNow
 from toprope_server.tool_specs.base import workshop_of
 
-__all__ = ["Consent", "Preview", "ask_consent", "confirmed_hash", "preview_to_show"]
-
-
 _ASKS_IN_ITS_ANSWER = "2026-07-28"
 """From this protocol version a question is an answer to the call; before, it is a request of its own."""
 

@@ -11,8 +11,6 @@ from toprope_tools.answers import planning as answers
 
 from toprope_server.tool_specs.base import ADDS, READS, DraftId, RunId, ToolGroup, result_of, workshop_of
 
-__all__ = ["draft_tools"]
-
 draft_tools = ToolGroup()
 
 

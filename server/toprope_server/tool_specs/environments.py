@@ -11,9 +11,6 @@ from toprope_tools.answers import planning as answers
 
 from toprope_server.tool_specs.base import READS, STARTS, ToolGroup, client_of, result_of, workshop_of
 
-__all__ = ["environment_tools"]
-
-
 environment_tools = ToolGroup()
 
 _LISTED = "list_environments lists the environments."

@@ -11,8 +11,6 @@ from toprope_tools.answers import results as answers
 
 from toprope_server.tool_specs.base import ADDS, READS, NamesOrNone, ToolGroup, result_of, workshop_of
 
-__all__ = ["experiment_tools"]
-
 experiment_tools = ToolGroup()
 
 

@@ -24,8 +24,6 @@ from toprope_server.tool_specs.base import (
     workshop_of,
 )
 
-__all__ = ["result_tools"]
-
 result_tools = ToolGroup()
 
 _LISTED = "list_runs lists the runs."

@@ -23,8 +23,6 @@ from toprope_server.tool_specs.base import (
 )
 from toprope_server.tool_specs.consent import Consent, Preview, ask_consent, confirmed_hash, preview_to_show
 
-__all__ = ["run_tools"]
-
 run_tools = ToolGroup()
 
 

@@ -11,8 +11,6 @@ from toprope_tools.answers import runs as answers
 
 from toprope_server.tool_specs.base import READS, NamesOrNone, ToolGroup, client_of, result_of, workshop_of
 
-__all__ = ["status_tools"]
-
 status_tools = ToolGroup()
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["TOKEN_BUDGET", "Answer", "Structure", "fitting", "tokens"]
-
 TOKEN_BUDGET = 10_000
 """Most tokens of an answer, counted as bytes / 4 of its text and its structure together."""
 

@@ -6,26 +6,6 @@ from typing import Any, Literal
 
 from toprope_tools.answers.answer import Structure
 
-__all__ = [
-    "CheckAnswer",
-    "CheckFinding",
-    "ConfigAnswer",
-    "ConfigDiff",
-    "Description",
-    "DraftAnswer",
-    "EditAnswer",
-    "EditItem",
-    "EnvironmentItem",
-    "Environments",
-    "FieldChange",
-    "FieldDiff",
-    "FieldValue",
-    "Forked",
-    "Installed",
-    "Tested",
-    "Undone",
-]
-
 
 class EnvironmentItem(Structure):
     name: str

@@ -6,21 +6,6 @@ from typing import Any
 
 from toprope_tools.answers.answer import Structure
 
-__all__ = [
-    "BrowsedGroup",
-    "BuiltDataset",
-    "CompareAnswer",
-    "ComparedSide",
-    "ExperimentAnswer",
-    "ExperimentItem",
-    "Exported",
-    "Handoff",
-    "Judged",
-    "Result",
-    "RolloutPage",
-    "ShownRollout",
-]
-
 
 class Result(Structure):
     run_id: str

@@ -6,20 +6,6 @@ from typing import Any
 
 from toprope_tools.answers.answer import Structure
 
-__all__ = [
-    "Asked",
-    "LogAnswer",
-    "MetCondition",
-    "Reproducing",
-    "Resumed",
-    "RunItem",
-    "RunStatus",
-    "Runs",
-    "Started",
-    "StatusAnswer",
-    "Stopped",
-]
-
 
 class Started(Structure):
     run_id: str | None

@@ -35,8 +35,6 @@ from toprope_tools.runs.sweeps import best_of_sweep
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["compared_with_original", "diff_config", "fork_config", "reproduce_run", "undo_edit"]
-
 _DRAFT = re.compile(r"^(draft-[a-z0-9]+)(?:@(\d+))?$")
 _LOAD_S = 50.0
 _SHOWN, _LONGEST = 40, 200

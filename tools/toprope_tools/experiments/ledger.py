@@ -26,8 +26,6 @@ from toprope_tools.status.snapshot import told_numbers
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["figures_of", "get_handoff", "ledger_of", "note_experiment", "refreshed"]
-
 _MOST_RUNS = 32
 _HANDOFF_RUNS = 400
 

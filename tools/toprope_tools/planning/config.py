@@ -20,8 +20,6 @@ from toprope_tools.answers.answer import Answer, fitting
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["edit_config", "get_config", "open_drafts", "said_changes"]
-
 _HISTORY, _SHORT_HISTORY = 10, 2
 """Edits in an answer, and in an answer whose values must be short."""
 _SHORT_VALUES = 200

@@ -25,8 +25,6 @@ from toprope_tools.answers.planning import CheckAnswer, CheckFinding
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["check_environment"]
-
 _DRAFT = re.compile(r"draft-[a-z0-9]+")
 _BEYOND_S = 8.0
 """Seconds beyond its time limit that a check may take to end its processes."""

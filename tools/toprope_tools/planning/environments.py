@@ -29,8 +29,6 @@ from toprope_tools.planning.config import said_changes
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["describe_environment", "list_environments", "select_environment"]
-
 _PAGE = 20
 _LONGEST_S = 45.0
 """Clients drop a call at about 60 s."""

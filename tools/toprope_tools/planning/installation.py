@@ -23,8 +23,6 @@ from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["add_environment", "count_environments", "describe_outcome"]
-
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~]=?[^@;/\s]+)?")
 _LOOK_S = 1.0
 

@@ -11,8 +11,6 @@ from toprope.text_format import call, duration
 from toprope.workbench.launch.preview import Estimate, Preview
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 
-__all__ = ["ask_to_confirm", "said", "structured", "used"]
-
 _SAID = (
     ("wall_hours", "time"),
     ("cpu_hours", "processors"),

@@ -18,8 +18,6 @@ from toprope_tools.status.snapshot import look_at
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Changes"]
-
 EVERY_S = 5.0
 """Least seconds between two notifications about a resource."""
 

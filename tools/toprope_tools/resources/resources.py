@@ -38,8 +38,6 @@ from toprope_tools.status.snapshot import look_at, told_numbers
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["DATASETS", "LISTED", "MOST_PLOT_BYTES", "Place", "dataset_versions", "plot_of", "read", "resource_at"]
-
 LISTED = 20
 """Runs that a list of resources names; the templates reach the others."""
 MOST_PLOT_BYTES = 1 << 20

@@ -18,8 +18,6 @@ from toprope_tools.answers.answer import Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["compare_runs"]
-
 _MOST_RUNS = 16
 _EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"))
 

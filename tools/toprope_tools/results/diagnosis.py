@@ -10,8 +10,6 @@ from pydantic import ValidationError
 from toprope.records.run.status import Event, Finding, Status
 from toprope.text_format import clip, percent, plural
 
-__all__ = ["findings_lines", "findings_told", "time_line"]
-
 _MOST = 6
 
 

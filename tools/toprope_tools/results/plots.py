@@ -20,8 +20,6 @@ from toprope_tools.resources.resources import MOST_PLOT_BYTES
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["with_picture"]
-
 _LIMIT_S = 40.0
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from toprope.analysis.reports.results import Evaluation
     from toprope_tools.workshop import Workshop
 
-__all__ = ["curricula_lines", "environment_lines", "integrity_section"]
-
 _MOST = 12
 
 

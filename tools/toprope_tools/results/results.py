@@ -33,8 +33,6 @@ from toprope_tools.status.snapshot import limit_report
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["get_results"]
-
 _MOST_EXAMPLES = 8
 _EXAMPLE_CHARACTERS = 300
 _MOST_ALONG = {False: 6, True: 20}

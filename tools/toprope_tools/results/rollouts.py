@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from toprope.records.run.folder import RunFolder
     from toprope_tools.workshop import Workshop
 
-__all__ = ["browse_rollouts"]
-
 _PAGE = 6
 _PROMPT, _ANSWER = 240, 320
 _ORDERS = {"best": "best first", "worst": "worst first", "newest": "newest first", "most_changed": "most changed first"}

@@ -23,8 +23,6 @@ from toprope_tools.answers.answer import Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["ANSWER_CHARACTERS", "answer_lines", "ask_checkpoint", "shown"]
-
 _HASH_BYTES = 2 << 30
 _MOST_PROMPTS = 20
 _MOST_ANSWERS = 8

@@ -18,8 +18,6 @@ from toprope_tools.answers.answer import Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["test_inference"]
-
 _MOST_ROLLOUTS = 100_000
 _FEW_TOKENS = 512
 

@@ -21,8 +21,6 @@ from toprope_tools.answers.answer import TOKEN_BUDGET, Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["COMPONENTS", "read_logs"]
-
 COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment", "conductor")
 _MOST_LINES = 200
 _MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000

@@ -27,16 +27,6 @@ from toprope_tools.planning.preview_text import said, structured
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = [
-    "best_line",
-    "best_of_sweep",
-    "lineage",
-    "member_of",
-    "start_sweep",
-    "sweep_lines",
-    "sweep_structure",
-]
-
 _WAIT_S = 900
 _SHOWN = 12
 """Candidates in the text of get_results; the structure has more."""

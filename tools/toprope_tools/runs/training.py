@@ -25,8 +25,6 @@ from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["resume_training", "start_training", "stop_training"]
-
 _WAIT_S = 900
 """Seconds that a start advises to wait; a client with a shorter call limit gets an earlier answer that says so."""
 

@@ -13,8 +13,6 @@ from toprope.errors import InvalidValue
 from toprope.records.run.folder import RUN_ID
 from toprope.text_format import clip
 
-__all__ = ["format_cursor", "parse", "unknown_place"]
-
 _MOST = 64
 """Most runs of one cursor."""
 _HINT = (

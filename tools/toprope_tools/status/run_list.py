@@ -22,8 +22,6 @@ from toprope_tools.runs.sweeps import best_line, member_of
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["list_runs", "open_runs", "run_item", "run_row"]
-
 _PAGE = 20
 _AT = re.compile(r"\d{1,12}(\.\d{1,9})?")
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from toprope.settings.owner import StatusLimit
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Look", "limit_report", "look_at", "numbers_line", "told_numbers", "work_of"]
-
 _QUIET = frozenset({"checkpoint", "first_step"})
 """Events that are not news. All others pass, including those of later versions."""
 _WAKING_STATES = frozenset({"paused"}) | ENDED

@@ -25,8 +25,6 @@ from toprope_tools.status.wait import Met, Waited
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Patience", "tell"]
-
 _EVENTS = (20, 8, 3, 1)
 """Numbers of events per run to try; the first that fits the budget is used."""
 _SHORT = 3

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from toprope.settings.owner import StatusLimit
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Met", "Progress", "Waited", "wait_for_news"]
-
 Progress = Callable[[float, float | None, str], Awaitable[None]]
 """Reports the progress of a wait to the client's user: done, total, message."""
 

@@ -21,8 +21,6 @@ from toprope.errors import InvalidValue
 from toprope.records.run.status import ENDED, LIVE, Event, Status
 from toprope.text_format import clip
 
-__all__ = ["Condition", "parse"]
-
 EVENTS = ("end", "evaluation", "finding", "stall")
 ALL_ENDED = "all ended"
 _WAY = ("queued", "validating", "starting", "training", "evaluating", "completed")

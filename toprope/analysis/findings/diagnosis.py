@@ -21,8 +21,6 @@ from toprope.analysis.findings.sampling import SAMPLING
 from toprope.records.run.status import Finding, FindingLevel
 from toprope.settings.schema import Config
 
-__all__ = ["RULES", "Diagnosis", "diagnose", "headline", "ranked", "severity"]
-
 _CAUSES_FIRST = (
     "nan",
     "scorer_errors",

@@ -13,8 +13,6 @@ from typing import Literal
 from toprope.analysis.findings.rules import MEASURED
 from toprope.records.run.status import Finding
 
-__all__ = ["HARMLESS", "FailedGroups"]
-
 HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended"})
 """Reasons that are not the environment's fault."""
 

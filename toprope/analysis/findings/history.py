@@ -12,8 +12,6 @@ from typing import Any
 
 from toprope.settings.schema import Config
 
-__all__ = ["TRACKED", "Series", "TrainingHistory"]
-
 TRACKED = (
     "reward",
     "reward_std",

@@ -12,8 +12,6 @@ from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rewards import nothing_scored, nothing_to_learn
 from toprope.analysis.findings.rules import MEASURED, Rule, Symptom, edit, share
 
-__all__ = ["LEARNING"]
-
 _WRONG = "frac_reward_zero_std/all_wrong"
 _CLIP = "clip_ratio/region_mean"
 _HEALTHY_MOVE = 0.03

@@ -8,8 +8,6 @@ from __future__ import annotations
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, share
 
-__all__ = ["REWARDS", "nothing_to_learn"]
-
 _ZERO = "frac_reward_zero_std"
 _WRONG, _RIGHT, _OTHER = (f"{_ZERO}/{why}" for why in ("all_wrong", "all_right", "other"))
 

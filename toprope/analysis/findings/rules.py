@@ -12,8 +12,6 @@ from typing import Literal
 
 from toprope.analysis.findings.history import TrainingHistory
 
-__all__ = ["MEASURED", "Grade", "Rule", "Symptom", "edit", "share"]
-
 Grade = Literal["note", "warning", "critical"]
 
 MEASURED = "measured on recorded CPU runs of Toprope (make bench-findings)"

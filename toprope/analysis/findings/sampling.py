@@ -5,8 +5,6 @@ from __future__ import annotations
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, edit, share
 
-__all__ = ["SAMPLING"]
-
 _LOGP = "sampling/sampling_logp_difference/mean"
 
 

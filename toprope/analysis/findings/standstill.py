@@ -12,8 +12,6 @@ from toprope.analysis.findings.rules import MEASURED, edit
 from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
-__all__ = ["LEAST_GROUPS", "standstill"]
-
 LEAST_GROUPS = 8
 """Steps' worth of consecutive dropped groups that count as a standstill."""
 

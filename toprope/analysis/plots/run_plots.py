@@ -25,8 +25,6 @@ from toprope.records.run.specification import Specification, SweepPlan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing
 
-__all__ = ["draw", "main"]
-
 _INCHES, _DPI = (12.0, 7.0), 100
 _ROWS = 4096
 """More points than pixels across."""

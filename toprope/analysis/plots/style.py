@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["GREY", "PLOT_STYLE", "smoothed"]
-
 GREY = "#5b6570"
 PLOT_STYLE: dict[str, object] = {
     "font.family": "sans-serif",

@@ -7,8 +7,6 @@ from typing import Any
 from toprope.records.run.specification import SweepPlan
 from toprope.records.sweep_journal import Standing
 
-__all__ = ["draw_sweep"]
-
 _BEST, _OTHERS, _GREY, _HELDOUT = "#c2571a", "#1f6f8b", "#9aa4ad", "#3b7a3b"
 _NAMED = 24
 """Number of candidates with labels."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
 
-__all__ = ["Bar", "Line", "bars", "lines"]
-
 COLOURS = ("#1f6f8b", "#c2571a", "#5f8f3e", "#7a5195", "#8a6d3b", "#3b6fb5")
 _MOST_POINTS = 400
 

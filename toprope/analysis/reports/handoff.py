@@ -16,8 +16,6 @@ from toprope.records.run.status import Status
 from toprope.records.sweep_journal import sweep_of
 from toprope.text_format import ago, clip, percent
 
-__all__ = ["LIVE", "Standing", "handoff"]
-
 _MOST_BYTES = 32_000
 LIVE, _LEARNED, _OPEN, _DRAFTS, _ENVIRONMENTS = 10, 12, 8, 6, 12
 

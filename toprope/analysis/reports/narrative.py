@@ -21,8 +21,6 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Finding, Status
 from toprope.text_format import accuracy, clip, duration, moment, percent, value
 
-__all__ = ["RunRecords", "compose_overview", "compose_run_report"]
-
 _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
     ("Reward and success", (Line("reward", "reward"), Line("success", "success")), True),
     (

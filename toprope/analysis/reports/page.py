@@ -15,8 +15,6 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-__all__ = ["Block", "Figure", "Heading", "Listed", "Paragraph", "Table", "to_html", "to_markdown"]
-
 
 @dataclass(frozen=True)
 class Heading:

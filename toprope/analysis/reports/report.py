@@ -41,8 +41,6 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
 from toprope.records.run.tested_models import TestedModel, read_answers, read_models
 
-__all__ = ["build", "curricula_of", "gather", "labels_to_tell", "rose_each"]
-
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
 _TIMING_EVENTS = ("first_step", "state")

@@ -9,19 +9,6 @@ from pydantic import BaseModel, ConfigDict
 from toprope.analysis.integrity import Integrity
 from toprope.analysis.statistics.intervals import Proportion
 
-__all__ = [
-    "RESULTS_VERSION",
-    "Accuracy",
-    "EnvironmentAccuracy",
-    "Evaluation",
-    "Example",
-    "ModelReport",
-    "Models",
-    "Point",
-    "Results",
-    "Seconds",
-]
-
 RESULTS_VERSION = 1
 """Newest version of results.json that this code reads."""
 

@@ -19,8 +19,6 @@ from toprope.analysis.statistics.intervals import Interval, mean_interval, paire
 from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import InvalidValue
 
-__all__ = ["Answers", "Comparison", "Cost", "Measured", "Side", "compare", "unlike"]
-
 SIGNIFICANT = 0.05
 _RESTS_ON = 0.5
 """A difference rests on one seed if less than this share of it remains without that seed."""

@@ -15,17 +15,6 @@ from statistics import NormalDist
 
 from toprope.errors import InvalidValue
 
-__all__ = [
-    "Interval",
-    "Proportion",
-    "mean_interval",
-    "paired_difference",
-    "rose",
-    "seeds_margin",
-    "t_quantile",
-    "wilson",
-]
-
 
 @dataclass(frozen=True)
 class Proportion:

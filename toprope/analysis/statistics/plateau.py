@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from toprope.analysis.statistics.intervals import t_quantile
 from toprope.records.experiments import Experiment
 
-__all__ = ["Plateau", "noise_floor", "plateau"]
-
 _Z = 1.96
 
 

@@ -15,8 +15,6 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.environment import EnvironmentSection, members_of, rewards_of
 
-__all__ = ["cost_of", "measured"]
-
 
 def measured(folder: RunFolder, state: str) -> Measured:
     """Read the samples of a run: its final held-out evaluation, or the validation tasks of a test.

@@ -12,8 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["sign_flip"]
-
 _MOST_WORK = 2_000_000
 """Additions above which the distribution is sampled instead; half a second of Python."""
 _SAMPLES = 10_000

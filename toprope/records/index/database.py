@@ -25,8 +25,6 @@ from typing import Any
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
 from toprope.records.index.migrations import MIGRATIONS
 
-__all__ = ["DraftRow", "EditRow", "Index", "StartRow"]
-
 _BUSY_MS = 5000
 _LITTLE = 1 << 20
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"

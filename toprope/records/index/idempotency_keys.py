@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from toprope.records.index.database import Index
 
-__all__ = ["StartKey", "forget", "take", "taken"]
-
 
 @dataclass(frozen=True)
 class StartKey:

@@ -9,8 +9,6 @@ file of its own, because `toprope doctor --repair` begins a new index.
 
 from __future__ import annotations
 
-__all__ = ["MIGRATIONS"]
-
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE drafts (

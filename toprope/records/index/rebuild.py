@@ -22,8 +22,6 @@ from toprope.records.index.database import Index
 from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = ["RebuiltIndex", "move_aside", "rebuild_index"]
-
 _SIDES = ("-wal", "-shm")
 _DRAFT_COLUMNS = "id, created_at, updated_at, preset, environment, knobs, config, revision"
 

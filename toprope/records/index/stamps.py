@@ -13,8 +13,6 @@ from typing import Any
 
 from toprope.records.index.database import Index
 
-__all__ = ["Stamp", "forget_stamps", "read_stamps", "write_stamps"]
-
 
 @dataclass(frozen=True)
 class Stamp:

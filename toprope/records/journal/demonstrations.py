@@ -15,8 +15,6 @@ from toprope.atomic import append
 from toprope.errors import Corrupt
 from toprope.records.run.folder import REPAIR_HINT
 
-__all__ = ["Trace", "append_traces", "read_traces"]
-
 _VERSION = 1
 
 

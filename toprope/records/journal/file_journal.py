@@ -35,8 +35,6 @@ from toprope.records.journal.journal import Record
 from toprope.records.journal.marks import GroupNote, Mark, Snapshot
 from toprope.records.run.full_disk import NO_ROOM
 
-__all__ = ["FileJournal", "Sync", "Unsynced"]
-
 _OPEN_SEGMENTS = 32
 _START = "start"
 """File that names the first segment that is still needed; written after the snapshot that replaces the earlier ones is

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from toprope.errors import TooNew
 
-__all__ = ["FRAME", "GROUP", "MARK", "Frame", "pack", "scan"]
-
 _MAGIC = b"\xffTJ1"
 """The last byte is the version of the frame."""
 FRAME = struct.Struct("<4sB3xQIIII")

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MASKED", "PROMPT_LOGPROB", "Batch", "Counts", "Group", "Outcome"]
-
 MASKED = -100
 """Value in `masks` at positions without loss (the prompt, tokens of the environment)."""
 

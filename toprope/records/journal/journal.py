@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 from toprope.records.journal.marks import GroupNote, Mark, Snapshot
 
-__all__ = ["Journal", "Record"]
-
 
 class Record(NamedTuple):
     """One entry of a journal: a group's note or a mark. `seq` is the number of the group, or of the last one."""

@@ -10,23 +10,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "Committed",
-    "Delivered",
-    "Disconnected",
-    "Dropped",
-    "EnvironmentRegistered",
-    "GroupNote",
-    "LaneState",
-    "Lost",
-    "Mark",
-    "Reset",
-    "Rewound",
-    "Snapshot",
-    "Tallied",
-    "TrainerRegistered",
-]
-
 
 class GroupNote(msgspec.Struct, omit_defaults=True):
     """The facts about a group that the queue needs without decoding it."""

@@ -25,8 +25,6 @@ from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.folder import RunFolder
 
-__all__ = ["RolloutPage", "Entry", "FoundGroup", "Order", "Query", "find_rollouts"]
-
 Order = Literal["best", "worst", "most_changed", "newest"]
 
 PARSED = "parsed"

@@ -21,18 +21,6 @@ from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, NotFound, TooNew
 from toprope.records.run.folder import RunFolder, checkpoints_in, read_json
 
-__all__ = [
-    "MANIFEST",
-    "STATE_VERSION",
-    "Checkpoint",
-    "Damage",
-    "newest_sound",
-    "no_sound_checkpoint",
-    "problem_of",
-    "seal",
-    "set_aside",
-]
-
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 STATE_VERSION = 2

@@ -14,8 +14,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
-__all__ = ["CurriculumState", "Curricula", "LevelMeasurement"]
-
 CURRICULUM_VERSION = 1
 _NAME = "curriculum.json"
 _MOST_MEASURES = 200

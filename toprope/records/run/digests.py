@@ -12,15 +12,6 @@ from pathlib import Path
 import toprope
 from toprope.records.run.specification import EnvironmentSource
 
-__all__ = [
-    "digest_of",
-    "environment_digest",
-    "evaluator_digest",
-    "join_digests",
-    "measurement_digests",
-    "rewards_digest",
-]
-
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _SDK = ("sdk", "sdk/authoring", "sdk/worker")
 _EVALUATOR = ("training/evaluation/evaluator.py", "training/rollouts/group_sampler.py")

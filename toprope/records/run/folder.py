@@ -35,19 +35,6 @@ from pydantic import ValidationError
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
-__all__ = [
-    "EVALUATION_VERSION",
-    "REPAIR_HINT",
-    "RUN_ID",
-    "WANDB_VERSION",
-    "RunFolder",
-    "check_version",
-    "checkpoints_in",
-    "create_runs_folder",
-    "describe_misfits",
-    "read_json",
-]
-
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
 _LONGEST_TMPDIR = 75

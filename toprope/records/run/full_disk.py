@@ -11,8 +11,6 @@ import os
 from collections import deque
 from pathlib import Path
 
-__all__ = ["NO_ROOM", "Ballast", "PatientLines"]
-
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write without room: the disk, a quota, or the limit on a file's size."""
 

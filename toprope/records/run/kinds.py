@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["KINDS", "KindName", "RunKind", "kind_named"]
-
 KindName = Literal["train", "sft", "test", "ask", "sweep"]
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 from toprope.records.run.status import Status
 
-__all__ = ["CHECKS", "Lifecycle", "State", "checks_of", "state_of"]
-
 State = Literal["created", "validating", "validated", "training", "trained", "evaluating", "complete", "error"]
 Lifecycle = Literal["open", "passed", "failed"]
 CHECKS = ("config", "agent", "dataset", "reward")

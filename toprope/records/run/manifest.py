@@ -16,8 +16,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
-__all__ = ["Manifest", "packages_in", "site_packages_of"]
-
 RUN_MANIFEST_VERSION = 1
 _NAME = "manifest.json"
 

@@ -21,8 +21,6 @@ import msgspec
 from toprope.errors import Corrupt
 from toprope.records.run.folder import REPAIR_HINT, check_version
 
-__all__ = ["METRICS_VERSION", "History", "header", "last_row", "read_history", "read_rows"]
-
 METRICS_VERSION = 1
 _WHOLE_BYTES = 1 << 20
 """A file up to this size is read whole."""

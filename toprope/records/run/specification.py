@@ -18,25 +18,6 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
-__all__ = [
-    "AskPlan",
-    "Dimension",
-    "DatasetSource",
-    "EnvironmentSource",
-    "FineTunePlan",
-    "ModelUnderTest",
-    "RewardSource",
-    "RunPlan",
-    "SeedGroup",
-    "Specification",
-    "SweepMember",
-    "SweepPlan",
-    "TestPlan",
-    "TrainPlan",
-    "TrainerSource",
-    "training_plan",
-]
-
 SPECIFICATION_VERSION = 1
 """Newest version of spec.json that this code reads."""
 

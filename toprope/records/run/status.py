@@ -27,22 +27,6 @@ from toprope.records.run.folder import REPAIR_HINT, RunFolder, check_version, de
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
-__all__ = [
-    "ENDED",
-    "LIVE",
-    "RESUMABLE",
-    "TRANSITIONS",
-    "CrewMember",
-    "Event",
-    "EventLog",
-    "Failure",
-    "Finding",
-    "FindingLevel",
-    "State",
-    "Status",
-    "read_events",
-]
-
 STATUS_VERSION = 1
 EVENT_VERSION = 1
 """Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""

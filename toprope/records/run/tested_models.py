@@ -10,16 +10,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 
-__all__ = [
-    "ENDPOINT_KEY",
-    "AnsweredConversation",
-    "TestedModel",
-    "read_answers",
-    "read_models",
-    "write_answers",
-    "write_models",
-]
-
 TESTED_VERSION = 1
 """Version of both files."""
 

@@ -14,8 +14,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 
-__all__ = ["Spent", "Usage", "day_of"]
-
 USAGE_VERSION = 1
 
 

@@ -25,8 +25,6 @@ from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.lock import RunLock, is_held
 
-__all__ = ["read_accounts", "folder_bytes", "gpu_names", "reserved", "processor_count", "ledger_lock"]
-
 _FOLDER = ".budget"
 _RESERVED = ".pencilled"
 """Suffix of a reservation file. Older versions write and read the same."""

@@ -34,8 +34,6 @@ from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.programs import members_of
 
-__all__ = ["Granted", "Machine", "Reservations", "Waiting"]
-
 RESERVATION_VERSION = 1
 _FOLDER = ".reservations"
 _DECIDE_WITHIN_S = 0.2

@@ -18,8 +18,6 @@ from toprope.supervisor import guard
 from toprope.supervisor.keeper.logs import read_tail
 from toprope.supervisor.keeper.spawner import Spawner, SpawnRequest
 
-__all__ = ["Component", "Exit", "reap_orphans"]
-
 _LONGEST_LINE = 1 << 20
 _MOST_UNSENT = 1 << 20
 _LAST_READS = 64

@@ -31,19 +31,6 @@ from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.run.folder import read_json
 from toprope.supervisor.lock import boot_id
 
-__all__ = [
-    "BUBBLEWRAP",
-    "ENV_CONTAINMENT",
-    "GUARD",
-    "Containment",
-    "Level",
-    "ContainmentSetting",
-    "wrap_command",
-    "choose_containment",
-    "level_from",
-    "probe_bubblewrap",
-]
-
 Level = Literal["bubblewrap", "guard"]
 ContainmentSetting = Literal["auto", "bubblewrap", "guard"]
 

@@ -24,8 +24,6 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import STARTS_RUNS, Programs, command_of
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
-__all__ = ["Crew"]
-
 _SECOND_GRACE_S = 0.5
 """The least that inference and api get to end, even if the members before them used up the grace."""
 _NOTHING_TO_SAVE_S = 2.0

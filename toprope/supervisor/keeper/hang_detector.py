@@ -12,8 +12,6 @@ from collections.abc import Callable, Set
 
 from toprope.records.messages import Beat, Report
 
-__all__ = ["HangDetector"]
-
 _SUSPENDED_S = 5.0
 """A gap this long between two checks, which come once a second, means that the keeper was suspended."""
 

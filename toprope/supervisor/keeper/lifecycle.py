@@ -39,8 +39,6 @@ from toprope.supervisor.runs.orders import StopOrder, take_orders
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
 
-__all__ = ["RunLifecycle", "failure_of_keeper"]
-
 _READ_ORDERS_EVERY_S = 0.04
 _CLAIM_EVERY_S = 0.25
 _WATCH_EVERY_S = 1.0

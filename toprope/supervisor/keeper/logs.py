@@ -15,8 +15,6 @@ from pathlib import Path
 
 from toprope.supervisor import guard
 
-__all__ = ["KeeperLog", "LogPage", "clean_line", "read_page", "read_tail"]
-
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _LINE_CHARACTERS = 500
 _READ_BYTES = 1 << 18

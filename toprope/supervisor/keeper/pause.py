@@ -13,8 +13,6 @@ from toprope.records.run.status import TRANSITIONS, State
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.status_writer import StatusWriter
 
-__all__ = ["PauseControl"]
-
 _MEMBERS = ("trainer", "environment")
 """The members that begin work; the others only answer requests."""
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from toprope.supervisor.lock import RunLock, boot_id
 
-__all__ = ["main"]
-
 ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
 

@@ -33,8 +33,6 @@ from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.programs import members_of, optional_members_of
 
-__all__ = ["ReportHandler"]
-
 _EVALUATE_AFTER = Evaluate("after")
 _DRIVER_ENDED = "the environment's driver ended"
 """The reason under which groups are given up when their driver ends."""

@@ -27,8 +27,6 @@ from toprope.supervisor.keeper.report_handler import ReportHandler
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.programs import optional_members_of
 
-__all__ = ["RestartPolicy"]
-
 _KILL_GUARD_AFTER_S = 5.0
 """A guard that has not ended a hung member after so long is killed itself."""
 _HASH_BYTES = 256 << 20

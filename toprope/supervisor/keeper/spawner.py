@@ -21,8 +21,6 @@ from toprope.supervisor import guard
 from toprope.supervisor.keeper.containment import GUARD, level_from, wrap_command
 from toprope.supervisor.lock import RunLock
 
-__all__ = ["LOG_BYTES", "LOG_KEEP", "LocalSpawner", "SpawnRequest", "SpawnedGuard", "Spawner"]
-
 LOG_BYTES = 4 << 20
 LOG_KEEP = 2
 """A component's log has at most three parts of 4 MiB: the newest and two before it."""

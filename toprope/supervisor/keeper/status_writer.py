@@ -20,8 +20,6 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM, Ballast
 from toprope.records.run.status import TRANSITIONS, CrewMember, EventLog, Failure, State, Status
 
-__all__ = ["StatusWriter"]
-
 _WRITE_EVERY_S = 0.25
 _RETRY_S = 1.0
 _FINAL_WRITE_S, _FINAL_RETRY_S = 30.0, 0.25

@@ -18,8 +18,6 @@ from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_stop_order
 
-__all__ = ["LocalLauncher"]
-
 _CONTAINMENT_CACHE = ".containment.json"
 """File beside the runs with the result of the last trial of bubblewrap."""
 

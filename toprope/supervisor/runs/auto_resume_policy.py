@@ -19,8 +19,6 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.lock import boot_id
 
-__all__ = ["ResumeDecision", "is_due", "decide_auto_resume", "stop_requested", "describe_keeper_loss"]
-
 _LONGEST_WAIT_S = 3600.0
 """Waiting times double up to this limit. A note further ahead was written before the clock was set back."""
 

@@ -30,16 +30,6 @@ from toprope.supervisor.runs.auto_resume_policy import (
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
-__all__ = [
-    "UNFINISHED",
-    "cancel_auto_resume",
-    "prepare_attempt",
-    "reap_crew",
-    "remove_unfinished",
-    "settle_run",
-    "write_end",
-]
-
 UNFINISHED = ".making-"
 """Prefix of folders in which front ends, also of older versions, create runs."""
 

@@ -6,8 +6,6 @@ from toprope.errors import NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
 
-__all__ = ["still_running", "cannot_write", "unreadable_status"]
-
 
 def cannot_write(folder: RunFolder, error: OSError) -> NotPossibleNow:
     """The disk is full, or the folder is not writable."""

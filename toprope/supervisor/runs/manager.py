@@ -40,8 +40,6 @@ from toprope.supervisor.runs.errors import cannot_write, still_running, unreadab
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
-__all__ = ["RunManager", "Until"]
-
 Until = Callable[[Status, Sequence[Event]], bool]
 """Decides whether a wait is over, given the status and the events since the wait began."""
 

@@ -18,8 +18,6 @@ from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.lock import is_held
 
-__all__ = ["Orders", "StopOrder", "stop_members", "take_orders", "write_stop_order"]
-
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
     """Stops the run, with `grace_s` seconds for a last checkpoint."""

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
 
-__all__ = ["reap_marked"]
-
 _ROUNDS = 5
 _WAIT_S = 2.0
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Event, Status, read_events
 
-__all__ = ["EventCache", "StatusCache"]
-
 _SETTLED_NS = 200_000_000
 """A younger file is not cached: if it is replaced within one tick of the file system's clock, it looks the same."""
 

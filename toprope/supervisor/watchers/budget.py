@@ -25,8 +25,6 @@ from toprope.supervisor.watchers.watcher import RunControl, Watcher
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["BudgetWatcher", "measure_cpu_and_memory"]
-
 _MEASURE_EVERY_S = 4.0
 _DISK_EVERY_S = 20.0
 _WRITE_EVERY_S = 10.0

@@ -17,8 +17,6 @@ from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Finding
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
-__all__ = ["DiagnosisWatcher"]
-
 
 class DiagnosisWatcher(Watcher):
     """Records the findings of one run."""

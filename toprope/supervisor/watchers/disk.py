@@ -17,8 +17,6 @@ from toprope.records.run.status import Finding
 from toprope.supervisor.capacity.reservations import Reservations
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
-__all__ = ["DiskWatcher", "default_floor"]
-
 _MB = 1_000_000
 _MOST_FLOOR, _FLOOR_SHARE = 500 * _MB, 0.02
 _PROCEED_FACTOR = 1.1

@@ -19,8 +19,6 @@ from toprope.supervisor.watchers.provenance import ProvenanceWatcher
 from toprope.supervisor.watchers.stall import StallWatcher
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
-__all__ = ["WatcherGroup", "create_watchers"]
-
 _MOST_FAILURES = 10
 
 

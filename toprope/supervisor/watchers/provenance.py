@@ -39,8 +39,6 @@ from toprope.settings.environment import members_of
 from toprope.supervisor.capacity.budget_ledger import gpu_names
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
-__all__ = ["CHANGES", "ProvenanceWatcher", "collect_manifest", "hash_policy"]
-
 CHANGES = "toprope.diff"
 """File in the run folder with the differences between the code and its commit."""
 _LIBRARIES = (

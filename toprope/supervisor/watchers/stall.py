@@ -16,8 +16,6 @@ from typing import Any
 from toprope.records.messages import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
-__all__ = ["StallWatcher"]
-
 _WATCHED_STATES = frozenset({"starting", "training", "evaluating"})
 _TRAINING_STATES = frozenset({"starting", "training"})
 _REMEMBERED = 101

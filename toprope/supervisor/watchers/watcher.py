@@ -11,8 +11,6 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.supervisor.runs.orders import StopOrder
 
-__all__ = ["RunControl", "Watcher"]
-
 
 @dataclass(frozen=True)
 class RunControl:

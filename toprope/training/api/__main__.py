@@ -36,8 +36,6 @@ from toprope.training.api.storage.store import TrajectoryStore
 from toprope.training.component.http_server import serve
 from toprope.training.component.member import send_heartbeats
 
-__all__ = ["ApiMember", "main", "protocol", "run", "vocabulary_size"]
-
 _COUNTS_EVERY_S = 1.0
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import uvicorn
 
-__all__ = ["serve"]
-
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager

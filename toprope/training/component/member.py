@@ -36,8 +36,6 @@ from toprope.records.messages import (
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 
-__all__ = ["CrewMember", "send_heartbeats"]
-
 _POLL_S = 0.25
 _HEARTBEAT_S = 1.0
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from toprope.errors import ComponentFailed
 
-__all__ = ["AWAY_S", "PATIENCE_S", "Address", "Backoff", "PeerAway", "resolver"]
-
 PATIENCE_S = 30.0
 """Seconds for which a call is repeated while the peer does not answer at its address."""
 AWAY_S = 3600.0

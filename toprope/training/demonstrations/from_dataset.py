@@ -19,8 +19,6 @@ from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.training.rollouts.environment_host import EnvironmentHost
 
-__all__ = ["content_id", "write_dataset_demonstrations"]
-
 _FLUSH_EVERY = 1000
 _HELDOUT_PIECE = 256
 

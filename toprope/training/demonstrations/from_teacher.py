@@ -26,8 +26,6 @@ from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.mixture_weights import MixtureEntry, mixture_shares
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 
-__all__ = ["DemonstrationCollector", "cache_path", "write_teacher_demonstrations"]
-
 _TASKS_AT_ONCE = 8
 _FLUSH_EVERY = 32
 """New demonstrations that are appended to the cache at once."""

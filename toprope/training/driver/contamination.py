@@ -25,8 +25,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 
-__all__ = ["ContaminationTracker", "normalized_words", "write_contamination"]
-
 _MIN_WORDS, _MAX_WORDS = 8, 13
 _TEMPLATE = 10
 _MOST_PASSAGES = 200_000

@@ -13,8 +13,6 @@ from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.training.rollouts.environment_host import EnvironmentHost
 
-__all__ = ["write_environment_report"]
-
 _MAX_LENGTH = 4000
 
 

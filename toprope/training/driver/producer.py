@@ -28,8 +28,6 @@ from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
 from toprope.training.rollouts.task_sampler import TaskChoice, TaskSampler
 
-__all__ = ["ErrorCounts", "GroupProducer", "failure_reason"]
-
 _MAX_FAILURES = 32
 """Groups in a row that may fail before the environment is given up."""
 _WAIT_S = 20.0

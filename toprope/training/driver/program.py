@@ -60,8 +60,6 @@ from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
-__all__ = ["Driver", "main"]
-
 
 class Driver:
     """Drives one run's rollouts, from the first load of its environments to the last evaluation."""

@@ -21,8 +21,6 @@ from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-__all__ = ["require_reward_signal"]
-
 _TASKS = 4
 _SECONDS = 20.0
 """Longest time for trying answers; after it the check judges by the answers so far."""

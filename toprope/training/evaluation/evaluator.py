@@ -31,18 +31,6 @@ from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SEALED, SampledGroup
 from toprope.training.trainer.batch_source import PARSED
 
-__all__ = [
-    "Evaluator",
-    "evaluate_repeatedly",
-    "example_record",
-    "failed_group",
-    "newest_version",
-    "results_by_task",
-    "status_summary",
-    "summarize",
-    "summarize_test",
-]
-
 _WRITE_AGAIN_S = 1.0
 _LOOK_EVERY_S = 0.25
 _MAX_ERROR_LENGTH = 500

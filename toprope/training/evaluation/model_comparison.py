@@ -21,8 +21,6 @@ from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFaile
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import Policy, SampledGroup
 
-__all__ = ["best_model", "compare_models"]
-
 _GROUPS_AT_ONCE = 16
 _EXAMPLES = 6
 _MAX_UNANSWERED = 0.1

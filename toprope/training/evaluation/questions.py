@@ -10,8 +10,6 @@ from toprope.records.run.tested_models import AnsweredConversation, write_answer
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.client import PolicyClient, Sampling
 
-__all__ = ["answer_questions"]
-
 _AT_ONCE = 8
 
 

@@ -53,8 +53,6 @@ from toprope.training.inference.sessions import (
 )
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, attach_tool_calls
 
-__all__ = ["InferenceServer"]
-
 _BODY_LIMIT = 32 * 2**20
 _CACHED_SIZE = 2**21
 """Characters and tokens of cached prompts: some tens of megabytes."""

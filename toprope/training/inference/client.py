@@ -15,8 +15,6 @@ from toprope.errors import ComponentFailed, InvalidValue
 from toprope.training.component.peer_addresses import Address, Backoff, resolver
 from toprope.training.inference.sessions import LIFE_HEADER, Turn, session_key
 
-__all__ = ["Answer", "PolicyClient", "PromptTooLong", "Sampling", "SessionLost"]
-
 _encode = msgspec.json.Encoder().encode
 _LIFE_PROBE = "~life"
 """The session of requests that only ask for the server's life."""

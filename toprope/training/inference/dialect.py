@@ -15,18 +15,6 @@ import msgspec
 
 from toprope.training.inference.engine import Sample, SamplingRequest
 
-__all__ = [
-    "BadRequest",
-    "ChatRequest",
-    "CompletionRequest",
-    "allowed_tools",
-    "completion_prompts",
-    "format_choice",
-    "format_events",
-    "format_response",
-    "to_request",
-]
-
 _encode = msgspec.json.Encoder().encode
 
 

@@ -22,8 +22,6 @@ from toprope.training.inference.engine import Done, FinishReason, Sample, Sampli
 if TYPE_CHECKING:
     from toprope.training.policy.weight_sync import WeightReader
 
-__all__ = ["EmbeddedEngine"]
-
 
 class EmbeddedEngine:
     """See `toprope.training.inference.engine.Engine` for the contract.

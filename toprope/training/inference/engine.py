@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Done", "Engine", "FinishReason", "Sample", "SamplingRequest"]
-
 FinishReason = Literal["stop", "length"]
 
 

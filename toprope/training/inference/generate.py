@@ -21,8 +21,6 @@ import msgspec
 from toprope.training.inference.dialect import BadRequest, CompletionRequest, to_request
 from toprope.training.inference.engine import Sample, SamplingRequest
 
-__all__ = ["GenerateRequest", "generate_answer", "generate_request", "parse_generate"]
-
 
 class _SglangSampling(msgspec.Struct):
     max_new_tokens: int = 128

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["MATCH_PATH", "MatchAnswer", "MatchRequest", "MatchedRow", "SampleIndex", "SoughtRow", "is_outside"]
-
 MATCH_PATH = "/v1/samples/match"
 _OUTSIDE = "outside"
 _DISTINCTIVE = 16

@@ -22,18 +22,6 @@ import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
 
-__all__ = [
-    "LIFE_HEADER",
-    "UNRECORDED",
-    "Segment",
-    "Session",
-    "SessionStore",
-    "Turn",
-    "is_session_key",
-    "join_turns",
-    "session_key",
-]
-
 LIFE_HEADER = "x-toprope-life"
 """Identifies one process of the server: its own in answers, the expected one in requests. A restarted server does not
 know earlier sessions, and would tokenise anew what had been sampled."""

@@ -18,8 +18,6 @@ from typing import Any
 from toprope.training.inference.dialect import BadRequest
 from toprope.training.inference.sessions import Turn
 
-__all__ = ["MessageRenderer", "answer_id", "attach_tool_calls", "parse_tool_calls"]
-
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 _INTRODUCTION = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -31,8 +31,6 @@ from toprope.training.policy.quantization import quantization_config
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OrchestratorPolicy"]
-
 SystemPrompt = Literal["descriptions", "names", "none"]
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from toprope.errors import InvalidValue
 
-__all__ = ["make_adamw_8bit", "quantization_config"]
-
 
 def quantization_config(field: str) -> Any:
     """The transformers configuration that loads a model in 8 bits (LLM.int8(), Dettmers et al. 2022).

@@ -30,8 +30,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["RECIPES", "Recipe", "build", "make_tokenizer", "warm_start_batch"]
-
 _VERSION = 1
 """Increase it when this module's code changes the result of `build` for an unchanged recipe."""
 

@@ -22,8 +22,6 @@ from toprope.atomic import write_json
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightFile", "WeightReader"]
-
 _HEADER = struct.Struct("<qq")
 """The version at which the file began, and its newest one; equal until the first publication."""
 _ALIGN = 64

@@ -9,8 +9,6 @@ from __future__ import annotations
 from toprope.records.run.curriculum import CurriculumState, LevelMeasurement
 from toprope.settings.mixture import Curriculum
 
-__all__ = ["CurriculumProgress", "level_variant"]
-
 
 def level_variant(number: int) -> str:
     """Name of a curriculum level's variant in the worker."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import httpx
     from openai._types import RequestOptions
 
-__all__ = ["EndpointClient", "ModelFailed", "Unanswered", "Usage"]
-
 _FATAL = {401, 402, 403, 404, 405}
 _REFUSED = {400, 413, 422}
 _LONGEST_TEXT = 200_000

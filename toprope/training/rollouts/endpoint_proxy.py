@@ -21,8 +21,6 @@ from toprope.training.inference.dialect import format_events
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 
-__all__ = ["EndpointProxy"]
-
 _BODY_LIMIT = 32 * 2**20
 _FORWARDED = ("messages", "tools", "tool_choice", "response_format", "stop", "parallel_tool_calls")
 _JUDGE = -1

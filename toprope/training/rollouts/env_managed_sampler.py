@@ -28,8 +28,6 @@ from toprope.training.rollouts.endpoint_proxy import EndpointProxy
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef, excerpt
 
-__all__ = ["EnvManagedSampler", "outcome_turns"]
-
 _GRACE_S = 10.0
 """Seconds beyond a rollout's own time limit after which its worker counts as hung."""
 

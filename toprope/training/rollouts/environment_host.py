@@ -31,8 +31,6 @@ from toprope.training.rollouts.group_sampler import GroupSampler, Policy
 from toprope.training.rollouts.memory_watch import ADDRESS_SPACE_FACTOR, watch_memory
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 
-__all__ = ["EnvironmentHost", "checks_summary", "environment_plans", "evaluator_digests"]
-
 
 def environment_plans(specification: Specification) -> list[tuple[MemberPlan, EnvironmentSource]]:
     """The environments of a run with the sources of their workers, the selected one first.

@@ -14,8 +14,6 @@ from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy, SampledGroup, TaskRef
 
-__all__ = ["EnvironmentSet"]
-
 
 class EnvironmentSet:
     """The environments of a run with the policy that samples them.

@@ -17,8 +17,6 @@ from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup,
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient
 
-__all__ = ["EnvironmentWorker"]
-
 _T = TypeVar("_T")
 
 

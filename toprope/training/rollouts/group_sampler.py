@@ -25,8 +25,6 @@ from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 
-__all__ = ["SEALED", "GroupSampler", "Policy", "SampledGroup", "TaskRef", "excerpt"]
-
 SEALED = "heldout"
 """The split whose texts nobody may see."""
 _TRAIN = "train"

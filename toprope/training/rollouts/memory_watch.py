@@ -14,8 +14,6 @@ import psutil
 
 from toprope.sdk.worker.client import WorkerClient
 
-__all__ = ["ADDRESS_SPACE_FACTOR", "resident_mb", "watch_memory"]
-
 ADDRESS_SPACE_FACTOR = 2.0
 """The kernel's bound as a multiple of the limit: address space that is never touched counts there, and not here."""
 _POLL_S = 0.5

@@ -18,8 +18,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MixtureEntry", "MixtureScheduler", "mixture_shares"]
-
 _WINDOW = 240
 """Groups over which a minimum share holds."""
 _FACTOR_STEP, _MAX_FACTOR = 1.25, 16.0

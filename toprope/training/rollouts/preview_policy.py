@@ -12,8 +12,6 @@ from pathlib import Path
 from toprope.settings.schema import Config
 from toprope.training.inference.client import PolicyClient
 
-__all__ = ["serve_policy"]
-
 
 @asynccontextmanager
 async def serve_policy(config: Config, cache: Path, report: Callable[[str], None]) -> AsyncIterator[PolicyClient]:

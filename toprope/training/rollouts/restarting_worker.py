@@ -18,8 +18,6 @@ from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
 from toprope.settings.launcher import LauncherSection, RestartAllowance
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
-__all__ = ["GROUPS_PER_FREE_RESTART", "RestartingWorker"]
-
 GROUPS_PER_FREE_RESTART = 100
 """A worker that sampled this many groups is replaced without using up a restart."""
 

@@ -29,8 +29,6 @@ from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler
 
-__all__ = ["TaskChoice", "TaskSampler", "share_metric"]
-
 MIXTURE_VERSION = 1
 _SAVE_EVERY_S = 1.0
 

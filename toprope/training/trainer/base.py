@@ -44,8 +44,6 @@ from toprope.training.trainer.checkpoint_io import (
 )
 from toprope.training.trainer.optimization import all_finite, learning_rate_factor, make_optimizer
 
-__all__ = ["Learner", "TrainingRun", "step_callback", "write_wandb_record"]
-
 SAVE_AGAIN_S = 2.0
 """Seconds between attempts to write a checkpoint to a full disk."""
 _ROWS_IN_MEMORY = 100_000

@@ -21,17 +21,6 @@ from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
 from toprope.training.trainer.environment_metrics import EnvironmentMetrics, has_equal_rewards, rollout_rewards
 
-__all__ = [
-    "PARSED",
-    "BatchSource",
-    "EndOfTraining",
-    "GroupBatch",
-    "GroupClient",
-    "TrainingRow",
-    "advantages",
-    "build_rows",
-]
-
 PARSED = "parsed"
 """Reward part by which an environment reports whether it could parse an answer: 1 or 0."""
 

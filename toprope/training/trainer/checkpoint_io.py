@@ -35,16 +35,6 @@ from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.full_disk import NO_ROOM
 
-__all__ = [
-    "CheckpointState",
-    "commit_checkpoint",
-    "load_checkpoint",
-    "load_moments",
-    "load_weights",
-    "read_state",
-    "save_checkpoint",
-]
-
 _HASH_BYTES = 1 << 26
 
 

@@ -8,8 +8,6 @@ import torch
 
 from toprope.training.trainer.batch_source import TrainingRow
 
-__all__ = ["BATCH_KEYS", "collate"]
-
 _T = TypeVar("_T")
 
 BATCH_KEYS = (

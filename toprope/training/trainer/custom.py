@@ -36,8 +36,6 @@ from toprope.training.trainer.batch_source import EndOfTraining, TrainingRow, bu
 from toprope.training.trainer.checkpoint_io import CheckpointState, commit_checkpoint, read_state
 from toprope.training.trainer.optimization import all_finite
 
-__all__ = ["OWN", "CustomRun", "train_config"]
-
 OWN = "own"
 """Label of the evaluation that the trainer itself reports."""
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from toprope.records.journal.groups import Group
 
-__all__ = ["EnvironmentMetrics", "has_equal_rewards", "rollout_rewards"]
-
 _WINDOW = 50
 """Steps over which shares are counted."""
 

@@ -28,8 +28,6 @@ from toprope.training.trainer.batch_source import GroupBatch, TrainingRow, build
 from toprope.training.trainer.collate import collate
 from toprope.training.trainer.step_metrics import VERSION_AGES, PolicyDrift, StepTimer, version_ages
 
-__all__ = ["GroupTrainer", "GrpoRun", "grpo_config"]
-
 _BATCHES_PER_EPOCH = 256
 """TRL's loader restarts at every epoch, which costs a few milliseconds: long epochs make that rare."""
 

@@ -9,8 +9,6 @@ import torch
 
 from toprope.settings.schema import Config
 
-__all__ = ["all_finite", "learning_rate_factor", "make_optimizer"]
-
 
 def learning_rate_factor(config: Config, step: int, elapsed_s: float) -> float:
     """Multiplier of the learning rate at `step`.

@@ -30,8 +30,6 @@ from toprope.training.trainer.optimization import make_optimizer
 from toprope.training.trainer.ppo_loss import Losses, Targets, compute_targets, step_loss
 from toprope.training.trainer.step_metrics import VERSION_AGES, PolicyDrift, StepTimer, version_ages
 
-__all__ = ["PpoLearner", "PpoRun", "ValueHead", "forward_with_values"]
-
 _VALUE_HEAD = "value_head"
 """Name of the value head's file in a checkpoint."""
 _MASKED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps")

@@ -18,8 +18,6 @@ import torch
 
 from toprope.settings.schema import PpoSection
 
-__all__ = ["Losses", "Targets", "compute_targets", "generalized_advantages", "rollout_tokens", "step_loss", "whiten"]
-
 
 @dataclass(frozen=True)
 class Targets:

@@ -14,8 +14,6 @@ from toprope.settings.algorithms import ALGORITHMS
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 
-__all__ = ["create_training", "main"]
-
 
 class _Training(Protocol):
     def run(self, checkpoint: Path | None = None) -> None: ...

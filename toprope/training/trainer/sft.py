@@ -28,8 +28,6 @@ from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner, TrainingRun, step_callback
 from toprope.training.trainer.checkpoint_io import CheckpointState
 
-__all__ = ["SftRun", "row_order", "tokenize_traces", "training_config"]
-
 _IGNORED = -100
 
 TokenizedRow = dict[str, list[int]]

@@ -13,8 +13,6 @@ import torch
 
 from toprope.training.trainer.batch_source import TrainingRow
 
-__all__ = ["VERSION_AGES", "PolicyDrift", "StepTimer", "version_ages"]
-
 VERSION_AGES = "ages"
 """Batch key that TRL does not read: R integers, versions since a row was sampled; -1 if unknown."""
 

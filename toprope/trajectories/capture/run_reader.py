@@ -22,8 +22,6 @@ from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.texts import Reader, kept_words, reader_of
 from toprope.trajectories.items import SEALED, TrajectoryItem
 
-__all__ = ["Captured", "RunReader", "read_run"]
-
 _EVALUATIONS = ("before", "after")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from toprope.errors import InvalidValue, shown
 from toprope.trajectories.items import SEALED, TrajectoryItem
 
-__all__ = ["Query", "best_of_tasks", "place_of"]
-
 
 @dataclass(frozen=True)
 class Query:

@@ -26,8 +26,6 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.items import TrajectoryItem, item_from
 
-__all__ = ["OwnCode", "TrajectoryStrategy", "WorkerObject", "WorkerStrategy", "batched", "worker"]
-
 _LOAD_S = 120.0
 _CALL_S = 120.0
 BATCH = 256

@@ -15,8 +15,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ChatTemplate"]
-
 _FIRST = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
 """Role sequences tried for the messages before the first answer."""
 _BETWEEN = (("user",), ("tool",), ("tool", "tool"), ("user", "user"), ("system",), ("tool", "user"))

@@ -27,8 +27,6 @@ from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.templates import ChatTemplate
 from toprope.trajectories.items import Message
 
-__all__ = ["CUT", "TextSource", "Words", "reader_of", "tokenizer_folder"]
-
 TextSource = Literal["messages", "tokens", "rendered", "kept", "cut", "none"]
 
 CUT = "\n[...]\n"

@@ -24,8 +24,6 @@ from toprope.trajectories.capture.strategy import TrajectoryStrategy, batched
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import TrajectoryItem, item_from
 
-__all__ = ["TrajectoryDataset", "read_items"]
-
 _LONGEST_LINE = 64 << 20
 
 Source = Callable[[], Iterable[TrajectoryItem]]

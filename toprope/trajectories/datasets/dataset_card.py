@@ -12,8 +12,6 @@ import yaml
 from toprope.trajectories.datasets.store import DatasetRecord
 from toprope.trajectories.items import TrajectoryItem, text_of
 
-__all__ = ["card_of"]
-
 _EXAMPLES = 3
 _LONGEST = 600
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))

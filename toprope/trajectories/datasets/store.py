@@ -31,8 +31,6 @@ from toprope.errors import Corrupt, InvalidValue, NotFound, shown
 from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.settings.yamlfiles import nearest
 
-__all__ = ["NAME", "DatasetRecord", "DatasetStore", "Stored", "Version", "digest_of"]
-
 NAME = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,63}$")
 _VERSION = re.compile(r"^v(\d{1,6})$")
 _RECORD, _CARD = "dataset.json", "README.md"

@@ -20,8 +20,6 @@ from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.datasets.store import DatasetStore, check_name
 from toprope.trajectories.items import TrajectoryItem, item_from
 
-__all__ = ["MOST_BYTES", "Inbox", "items_of_body"]
-
 MOST_BYTES = 64 << 20
 """Largest post in bytes."""
 _MOST_INBOX = 4 << 30

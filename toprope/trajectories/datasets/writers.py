@@ -26,8 +26,6 @@ from toprope.errors import DiskFull, InvalidValue
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.items import TrajectoryItem, as_messages
 
-__all__ = ["FORMATS", "ENDINGS", "Writer", "writing"]
-
 FORMATS = ("jsonl", "json", "csv", "parquet", "datasets")
 ENDINGS = {"jsonl": ".jsonl", "json": ".json", "csv": ".csv", "parquet": ".parquet", "datasets": ""}
 

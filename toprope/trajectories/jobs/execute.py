@@ -47,8 +47,6 @@ from toprope.trajectories.synthesis.pipeline import (
 )
 from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
 
-__all__ = ["Work"]
-
 _TELL_EVERY_S = 0.5
 _OPEN_S = 120.0
 _SPLIT_THRESHOLD = 0.85

@@ -29,8 +29,6 @@ from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.sdk.worker.client import worker_environment
 from toprope.trajectories.jobs.orders import Order, Outcome
 
-__all__ = ["Job", "Standing", "hold"]
-
 _START_S = 30.0
 _EVERY_S = 0.05
 _HOLD_S = 5.0

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.endpoints import Endpoint
 
-__all__ = ["Code", "Order", "Outcome"]
-
 
 class _Data(BaseModel):
     model_config = ConfigDict(extra="forbid")

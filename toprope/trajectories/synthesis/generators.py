@@ -12,8 +12,6 @@ from toprope.errors import InvalidValue
 from toprope.trajectories.items import Message, TrajectoryItem, as_messages, text_of
 from toprope.trajectories.synthesis.pipeline import DataSynthesiser, Round
 
-__all__ = ["Mutation", "TemplateSynthesiser", "add_noise", "swap_io"]
-
 _SLOT = re.compile(r"\{([A-Za-z_]\w*)\}")
 _KEYS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 _MOST_COMBINATIONS = 1_000_000

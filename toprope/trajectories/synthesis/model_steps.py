@@ -15,9 +15,6 @@ from toprope.trajectories.capture.strategy import WorkerObject
 from toprope.trajectories.items import TrajectoryItem, as_messages, item_from, text_of
 from toprope.trajectories.synthesis.pipeline import DataSynthesiser, PipelineStep, Round, TryAgain
 
-__all__ = ["EnvironmentScorer", "EnvironmentTasks", "OwnFilter", "OwnGenerator", "OwnScorer", "Teacher",
-           "TeacherAnswers", "TeacherQuestions"]  # fmt: skip
-
 _QUESTION = (
     "Here are tasks of one kind:\n\n{examples}\n\nWrite one new task of the same kind, different in content. Answer "
     "with the task alone."

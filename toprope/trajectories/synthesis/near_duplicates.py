@@ -23,8 +23,6 @@ from zlib import crc32
 from toprope.errors import InvalidValue
 from toprope.trajectories.items import TrajectoryItem, text_of
 
-__all__ = ["Deduplicator", "clusters", "deduplicate", "shingles", "similarity", "split_dataset", "whole_text"]
-
 _WORD = re.compile(r"\w+|[^\w\s]")
 _PERMUTATIONS = 128
 _SEED = 42

@@ -34,19 +34,6 @@ from toprope.sdk.errors import WorkerError
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.synthesis.near_duplicates import Deduplicator, whole_text
 
-__all__ = [
-    "DataSynthesiser",
-    "OtherPipeline",
-    "PipelineStep",
-    "Round",
-    "SynthesisConfig",
-    "SynthesisPipeline",
-    "SynthesisResult",
-    "TryAgain",
-    "filter_by_score",
-    "score_of",
-]
-
 _ROUND = 256
 """Most items at the beginning of a round, which is what an interruption can lose."""
 _IDLE_ROUNDS = 3

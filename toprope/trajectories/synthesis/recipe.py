@@ -23,8 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.errors import InvalidValue, shown
 
-__all__ = ["STEPS", "Recipe", "StepPlan", "parse_recipe"]
-
 
 class _Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)

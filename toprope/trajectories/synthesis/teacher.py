@@ -9,8 +9,6 @@ from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.trajectories.synthesis.pipeline import TryAgain
 
-__all__ = ["EndpointTeacher"]
-
 
 class EndpointTeacher:
     """Answers conversations with a model at an endpoint.

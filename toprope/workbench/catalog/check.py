@@ -29,8 +29,6 @@ from toprope.workbench.catalog.describe import WorkerOptions, failed, require_us
 from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
 from toprope.workbench.entries import Entry
 
-__all__ = ["FULL_S", "QUICK_S", "CheckReport", "check"]
-
 QUICK_S, FULL_S = 25.0, 45.0
 """Default time limit in seconds, below the minute after which clients drop a call."""
 

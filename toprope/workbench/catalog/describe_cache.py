@@ -16,8 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Described", "question"]
-
 _T = TypeVar("_T")
 _MOST = 64
 

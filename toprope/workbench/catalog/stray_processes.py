@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import secrets
 
-__all__ = ["MARK", "marked", "new_mark", "sweep"]
-
 MARK = "TOPROPE_WORKER"
 """Name of the variable."""
 

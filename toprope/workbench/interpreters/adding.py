@@ -31,8 +31,6 @@ from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
 from toprope.workbench.interpreters.words import excerpt, progress_of
 
-__all__ = ["Interpreters", "Order", "Outcome"]
-
 _LONGEST_S = 3600.0
 _LOOK_S = 60.0
 _IMPORT_S = 180.0

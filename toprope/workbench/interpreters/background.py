@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 
-__all__ = ["Installation", "Installations"]
-
 
 @dataclass
 class Installation:

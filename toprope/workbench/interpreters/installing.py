@@ -25,8 +25,6 @@ from toprope.errors import EnvironmentFailed
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.words import excerpt, failure
 
-__all__ = ["Installer", "Pin", "Wanted", "digest_of", "own_torch", "satisfied"]
-
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
 _SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "node_modules"}
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from toprope.workbench.interpreters.registry import Added
 
-__all__ = ["Known", "known_interpreters"]
-
 
 @dataclass(frozen=True)
 class Known:

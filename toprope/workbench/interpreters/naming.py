@@ -16,8 +16,6 @@ from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
 
-__all__ = ["Target", "checked_name", "is_project", "require_no_secret", "target_of"]
-
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 

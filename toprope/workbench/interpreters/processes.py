@@ -15,8 +15,6 @@ from pathlib import Path
 from toprope.errors import EnvironmentFailed, NotPossibleNow
 from toprope.sdk.worker.client import worker_environment
 
-__all__ = ["Commands", "variables"]
-
 _LOOK_S = 0.25
 _DISTURBING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
 _INSTALLERS = ("PIP_", "UV_")

@@ -16,8 +16,6 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 
-__all__ = ["Added", "Registry"]
-
 REGISTRY_VERSION = 1
 _WAIT_S = 30.0
 

@@ -23,8 +23,6 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 from toprope.supervisor.lock import RunLock, is_held
 
-__all__ = ["Made", "Store", "bytes_of", "digests_in_use"]
-
 MADE_VERSION = 1
 _MAKING, _GONE = ".making-", ".gone-"
 _FACTS = "interpreter.json"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from toprope.errors import EnvironmentFailed
 
-__all__ = ["excerpt", "failure", "progress_of"]
-
 _LONGEST = 900
 _NO_NETWORK = re.compile(
     r"Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|"

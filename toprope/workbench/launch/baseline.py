@@ -9,8 +9,6 @@ from pathlib import Path
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 
-__all__ = ["Baseline", "baseline_of"]
-
 _MOST_READ = 300
 
 

@@ -17,8 +17,6 @@ from toprope.sdk.discovery import parse
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import nearest
 
-__all__ = ["trainer_of"]
-
 _FORM = re.compile(r"(?P<file>[^:\\]+\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 

@@ -37,8 +37,6 @@ from toprope.workbench.launch.lineage import base_of, with_dataset
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
 from toprope.workbench.launch.requirements import require_interpreters, require_wandb
 
-__all__ = ["freeze", "freeze_again", "freeze_drafts", "freeze_question", "new_run_id"]
-
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 
 

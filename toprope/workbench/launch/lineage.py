@@ -12,8 +12,6 @@ from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
 from toprope.trajectories.datasets.store import DatasetStore
 
-__all__ = ["RUN", "base_of", "with_dataset"]
-
 RUN = "run:"
 """Prefix of a run's name in place of a model's."""
 

@@ -23,8 +23,6 @@ from toprope.settings.schema import Config
 from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
 
-__all__ = ["Ingredients", "blend", "hold_locks", "own_source", "reward_source"]
-
 
 @dataclass(frozen=True)
 class Ingredients:

@@ -16,8 +16,6 @@ from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
 from toprope.workbench.launch.reserve_budget import may_go_on
 
-__all__ = ["CONDUCTOR", "machine_of", "open_runs", "variables_of", "variables_to_resume"]
-
 CONDUCTOR = "conductor"
 """The member of a sweep that starts runs and must know where the owner's files are."""
 

@@ -25,8 +25,6 @@ from toprope.records.run.specification import Specification
 from toprope.settings.limits import FrozenLimits, Limits
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 
-__all__ = ["Estimate", "Preview", "needs_confirmation", "preview"]
-
 _MOST_READ = 300
 _MOST_USED = 20
 _FEWEST_STEPS = 5

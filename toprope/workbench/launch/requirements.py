@@ -14,8 +14,6 @@ from toprope.records.run.specification import Specification
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.schema import Config
 
-__all__ = ["require_interpreters", "require_wandb"]
-
 _KEY = "WANDB_API_KEY"
 _HOST = "wandb"
 

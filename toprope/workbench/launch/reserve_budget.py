@@ -15,8 +15,6 @@ from toprope.supervisor.capacity.budget_ledger import gpu_names, processor_count
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.programs import members_of
 
-__all__ = ["NoRoomWithin", "demand", "gpu_of", "may_go_on", "reserve"]
-
 
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
     """Return the name of the GPU that a run would use: empty if unknown, None if it uses none."""

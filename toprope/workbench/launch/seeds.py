@@ -17,8 +17,6 @@ from toprope.records.run.specification import SeedGroup, Specification
 from toprope.settings.locks import Locks
 from toprope.workbench.drafts import Draft
 
-__all__ = ["MOST_SEEDS", "as_group", "check_seeds", "expand", "group_of", "members", "seeded"]
-
 MOST_SEEDS = 16
 _MEMBER = re.compile(r"^(?P<group>.+-\d{6}-\d{4}-[a-z0-9]{4})-s(?P<index>\d{1,2})$")
 _LARGEST_SEED = 2**31 - 1

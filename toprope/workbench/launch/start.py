@@ -31,8 +31,6 @@ from toprope.workbench.launch.reserve_budget import demand, reserve
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 from toprope.workbench.launch.sweep_budget import require_room_for_members
 
-__all__ = ["ConfirmationNeeded", "RunStarter", "StartRequest", "Started"]
-
 _APPEARS_WITHIN_S = 10.0
 """A run that was recorded so recently may not have its folder yet; it counts as live."""
 _POLL_S = 0.02

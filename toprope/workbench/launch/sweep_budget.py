@@ -27,8 +27,6 @@ from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.preview import Preview, preview
 from toprope.workbench.launch.reserve_budget import NoRoomWithin, demand, reserve
 
-__all__ = ["draft_of_sweep", "require_room_for_members"]
-
 
 def draft_of_sweep(sweep: Specification, config: Config) -> Draft:
     """Return the draft that a sweep was started from, with the configuration of one of its runs."""

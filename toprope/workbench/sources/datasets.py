@@ -27,8 +27,6 @@ from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.workbench.entries import Entry, Names
 from toprope.workbench.sources.targets import declared_adapter
 
-__all__ = ["DatasetSource", "NamedDataset", "dataset_target", "named_datasets", "plain_dataset"]
-
 PLAIN = "dataset"
 
 

@@ -17,8 +17,6 @@ from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
-__all__ = ["FileReader", "FolderSource"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Read:

@@ -10,8 +10,6 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, State
 from toprope.workbench.interpreters.known import Known
 
-__all__ = ["entry_of", "home_of", "install_command"]
-
 _NEEDS: dict[str, State] = {"install": "needs install", "network": "needs network", "key": "needs key"}
 
 

@@ -11,8 +11,6 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import orchestrator
 from toprope.workbench.entries import Entry, Names
 
-__all__ = ["OrchestratorSource"]
-
 _HOLDER = "Toprope itself"
 
 

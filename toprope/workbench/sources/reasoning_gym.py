@@ -11,8 +11,6 @@ from toprope.workbench.entries import Entry, Names
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import install_command
 
-__all__ = ["ReasoningGymSource"]
-
 _ADAPTER = "reasoning_gym"
 
 

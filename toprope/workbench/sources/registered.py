@@ -20,8 +20,6 @@ from toprope.workbench.sources.datasets import dataset_target
 from toprope.workbench.sources.folders import FileReader, FolderSource
 from toprope.workbench.sources.listing import home_of, install_command
 
-__all__ = ["RegisteredSource"]
-
 
 class RegisteredSource:
     """See the module.

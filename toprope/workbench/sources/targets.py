@@ -27,8 +27,6 @@ from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
-__all__ = ["TargetSource", "declared_adapter"]
-
 _TARGETED = ("trl", "score", "nemo_gym", "reasoning_gym")
 _OURS = ("adapter", "interpreter")
 _PATHS = ("file", "rows")

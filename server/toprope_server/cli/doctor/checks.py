@@ -25,8 +25,6 @@ from toprope.settings.owner import Home
 from toprope.settings.presets import list_presets, load_preset
 from toprope.shipped import CONSTRAINTS
 
-__all__ = ["CHECKS", "Finding"]
-
 Level = Literal["ok", "note", "warning", "broken"]
 
 _REINSTALL = f"Install Toprope again: make setup in a checkout, or: {sys.executable} -m pip install --upgrade toprope"

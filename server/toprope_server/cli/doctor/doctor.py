@@ -24,8 +24,6 @@ from toprope.settings.owner import Home
 from toprope_server.cli.doctor.checks import CHECKS, Finding, every
 from toprope_server.cli.install import CLIENTS, NAME, configuration_file, server_command
 
-__all__ = ["examine", "main"]
-
 _MARKS = {
     "ok": ("ok", "green"),
     "note": ("note", "cyan"),

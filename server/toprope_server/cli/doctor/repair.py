@@ -15,8 +15,6 @@ from toprope.records.index.database import Index
 from toprope.records.index.rebuild import RebuiltIndex, move_aside, rebuild_index
 from toprope.settings.owner import Home
 
-__all__ = ["main", "problem_of"]
-
 _NAMED = 20
 
 

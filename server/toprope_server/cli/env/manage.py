@@ -12,8 +12,6 @@ import typer
 
 from toprope_server.cli.context import open_workshop
 
-__all__ = ["add", "list_environments", "remove"]
-
 _EVERY_S = 2.0
 """Between two lines of progress in a log."""
 

@@ -9,8 +9,6 @@ import typer
 
 from toprope_server.cli.context import reporting_errors
 
-__all__ = ["new", "write_template"]
-
 _ENVIRONMENT = '''"""{title}: an environment for Toprope. docs/environments.md describes what else it can have."""
 
 from __future__ import annotations

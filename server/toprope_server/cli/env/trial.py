@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from toprope.training.rollouts.group_sampler import SampledGroup
     from toprope.workbench.entries import Entry
 
-__all__ = ["check", "try_environment"]
-
 SOLVER = "solver"
 _LONGEST = 2000
 _CALL_S = 60.0

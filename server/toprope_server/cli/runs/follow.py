@@ -19,8 +19,6 @@ from toprope.supervisor.keeper.logs import clean_line, read_page
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["LogTail", "follow_logs"]
-
 _CHECK_EVERY_S = 0.2
 _CHUNK = 1 << 18
 

@@ -30,8 +30,6 @@ from toprope.workbench.interpreters.adding import Interpreters
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["Leftover", "age_seconds", "leftovers", "main", "old_runs", "size"]
-
 DEFAULT_AGE = "30d"
 _GONE = ".pruned-"
 _UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

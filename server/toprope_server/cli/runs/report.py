@@ -22,8 +22,6 @@ from toprope.records.run.status import read_events
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["write_report"]
-
 _MOST_RUNS = 200
 
 

@@ -26,8 +26,6 @@ from toprope.text_format import clip, duration, number, percent
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-__all__ = ["watch"]
-
 CHECK_EVERY_S = 0.25
 LINE_EVERY_S = 2.0
 """In a pipe: the least time between two lines of numbers of a run; events and states are printed at once."""

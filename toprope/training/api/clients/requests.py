@@ -22,8 +22,6 @@ from toprope.records.journal.groups import Batch, Counts, Group
 from toprope.training.api.http.errors import Refused
 from toprope.training.component import peer_addresses as peers
 
-__all__ = ["PATIENCE_S", "READ_TIMEOUT_S", "ApiRequest", "Backoff", "MissingRows"]
-
 PATIENCE_S = peers.PATIENCE_S
 """Seconds for which a request is repeated while the API cannot be reached or cannot store."""
 

@@ -15,8 +15,6 @@ from toprope.training.api.clients import requests
 from toprope.training.api.http.errors import Refused
 from toprope.training.component.peer_addresses import Address, resolver
 
-__all__ = ["SyncApiClient"]
-
 _T = TypeVar("_T")
 
 

@@ -17,8 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toprope.training.api.http.errors import Refused
 
-__all__ = ["LOOPBACK", "AuthMiddleware", "on_undelivered", "track_delivery"]
-
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _CALLBACK = "toprope.on_undelivered"
 _LOST = "toprope.connection_lost"

@@ -6,8 +6,6 @@ import msgspec
 
 from toprope.errors import DiskFull, InvalidValue, NotPossibleNow
 
-__all__ = ["Refused", "to_refusal"]
-
 
 class Refused(InvalidValue):
     """A request that the API does not carry out; nothing was changed.

@@ -25,8 +25,6 @@ from toprope.training.api.intake.version_matching import VersionMatcher
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 
-__all__ = ["MAX_WAIT_S", "GroupEndpoints", "integer_parameter", "query_parameters", "wait_for", "wait_parameter"]
-
 MAX_WAIT_S = 60.0
 """Longest wait of one request; a client that wants to wait longer asks again."""
 

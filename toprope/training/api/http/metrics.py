@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from toprope.training.api.storage.store import TrajectoryStore
 
-__all__ = ["render_metrics"]
-
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 

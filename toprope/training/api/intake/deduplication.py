@@ -16,8 +16,6 @@ from toprope.records.journal.journal import Journal
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.intake.validation import PostedGroup
 
-__all__ = ["WINDOW_S", "DuplicateDetector", "digest"]
-
 WINDOW_S = 600.0
 """Seconds after which an equal body is always another group."""
 _REMEMBERED = 1024

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from toprope.records.journal.groups import MASKED
 
-__all__ = ["MatrixScanner", "Scan"]
-
 _MIN_ROW_BYTES = 128
 """Average row length from which scanning is faster than decoding."""
 _PLACEHOLDER = b"[[0]]"

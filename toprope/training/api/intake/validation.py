@@ -25,8 +25,6 @@ from toprope.training.api.http.errors import Refused
 if TYPE_CHECKING:
     from toprope.training.api.intake.fast_validation import MatrixScanner
 
-__all__ = ["GroupValidator", "Limits", "PostedGroup", "lane_name", "read_body"]
-
 _FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")
 _SCANNED_BYTES = 16_384
 """Smaller bodies are decoded as fast as they are scanned."""

@@ -22,8 +22,6 @@ from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group
 from toprope.training.api.intake.validation import PostedGroup
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchedRow, MatchRequest, SoughtRow
 
-__all__ = ["InferenceMatcher", "VersionMatcher", "sampled_spans"]
-
 _TIMEOUT_S = 5.0
 _PAUSE_S = 5.0
 """Pause after a failure: posts must not wait for a server that is gone."""

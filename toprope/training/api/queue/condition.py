@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["Condition"]
-
 
 class Condition:
     """Wakes each waiter once its predicate holds. `len()` is the number of waiters."""

@@ -34,8 +34,6 @@ import msgspec
 
 from toprope.records.journal.marks import LaneState
 
-__all__ = ["PATIENCE", "FairScheduler", "Lane", "Selection", "WaitingGroup"]
-
 PATIENCE = 8
 """Consecutive batches that may skip the neediest lane in order to be exact."""
 

@@ -20,8 +20,6 @@ from toprope.records.journal.marks import GroupNote, Snapshot
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.queue.fair_scheduler import FairScheduler, WaitingGroup
 
-__all__ = ["BatchPlan", "GroupQueue"]
-
 _REMEMBERED_KEYS = 65_536
 
 

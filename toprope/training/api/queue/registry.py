@@ -18,8 +18,6 @@ from toprope.training.api.intake.validation import lane_name
 from toprope.training.api.queue.fair_scheduler import Lane
 from toprope.training.api.queue.group_queue import GroupQueue
 
-__all__ = ["EnvironmentRegistration", "Registry", "TrainerRegistration", "can_fill", "decode"]
-
 _MIN_SHARE = 0.01
 """Smallest `env_weight` in /status-env: Atropos environments divide by it."""
 

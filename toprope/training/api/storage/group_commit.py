@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from toprope.errors import NotPossibleNow
 from toprope.records.journal.file_journal import FileJournal
 
-__all__ = ["GroupCommit"]
-
 _TURNS = 3
 """Turns of the event loop without a new waiter before a flush: one finds readable sockets, one starts their requests,
 one accepts their groups."""

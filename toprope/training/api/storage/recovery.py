@@ -32,8 +32,6 @@ from toprope.training.api.intake.deduplication import DuplicateDetector
 from toprope.training.api.queue.group_queue import GroupQueue
 from toprope.training.api.queue.registry import EnvironmentRegistration, Registry, TrainerRegistration
 
-__all__ = ["RecoveredState", "recover", "reset"]
-
 
 @dataclass
 class RecoveredState:

@@ -25,8 +25,6 @@ from toprope.training.api.queue.group_queue import BatchPlan, GroupQueue
 from toprope.training.api.queue.registry import EnvironmentRegistration, Registry, TrainerRegistration
 from toprope.training.api.storage.recovery import recover, reset
 
-__all__ = ["DeliveredBatch", "TrajectoryStore"]
-
 _REASON = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,63}$")
 _MAX_REASONS = 64
 
