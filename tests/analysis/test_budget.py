@@ -1,4 +1,4 @@
-"""What may start under the owner's limits, and why not: limit, value, who set it, what would fit."""
+"""The owner's limits: reservations of runs, and refusals that name limit, value and a fitting change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def account(run_id="other", live=True, reserved=None, used=None, **usage):
     return Account(run_id, live, True, Usage(**usage), used or {}, reserved or {})
 
 
-def test_what_a_run_may_use_is_reserved_by_its_own_budget(tmp_path):
+def test_limits_reserve_budget_of_run(tmp_path):
     found = freeze_limits(limits(tmp_path, "per_day: {cpu_hours: 20}"), DEMAND, [])
     assert isinstance(found, FrozenLimits)
     # 3600 + 1200 s of wall time on 4 processors.
@@ -32,11 +32,11 @@ def test_what_a_run_may_use_is_reserved_by_its_own_budget(tmp_path):
     assert found.caps["cpu_hours"].limit == "per_day.cpu_hours"
 
 
-def test_reservations_of_live_runs_and_what_was_used_today_count_together(tmp_path):
+def test_live_reservations_and_usage_today_count_together(tmp_path):
     owner = limits(tmp_path, "per_day: {cpu_hours: {max: 10, reason: Nights are loud.}}")
     live = account(reserved={"cpu_hours": 4.0}, used={"cpu_hours": 1.0}, cpu_s=3600.0)
     ended = account("old", live=False, reserved={"cpu_hours": 9.0}, used={"cpu_hours": 2.0})
-    # 1 used and 3 to come of the live one, 2 of the one that ended: 4 left, and this may use 5.33.
+    # The live run used 1 and reserves 3 more, the ended one used 2: 4 are left, and this run needs 5.33.
     [refusal] = freeze_limits(owner, DEMAND, [live, ended])
     assert refusal.limit == "per_day.cpu_hours"
     assert "10 CPU-hours" in refusal.text and str(tmp_path / "limits.yaml") in refusal.text
@@ -48,14 +48,14 @@ def test_reservations_of_live_runs_and_what_was_used_today_count_together(tmp_pa
     assert isinstance(freeze_limits(owner, tighter, [live, ended]), list)
 
 
-def test_a_group_reserves_for_all_its_runs(tmp_path):
+def test_limits_count_every_run_of_a_group(tmp_path):
     owner = limits(tmp_path, "per_day: {cpu_hours: 12}\nconcurrent_runs: 2")
     found = freeze_limits(owner, DEMAND, [], 3)
     assert {refusal.limit for refusal in found} == {"per_day.cpu_hours", "concurrent_runs"}
     assert "At most 2 more fit" in next(one for one in found if one.limit == "concurrent_runs").fits
 
 
-def test_a_run_without_bounds_may_have_what_the_day_has_left(tmp_path):
+def test_unbounded_run_reserves_rest_of_day(tmp_path):
     endless = Demand(steps=1000, processors=4)
     found = freeze_limits(limits(tmp_path, "per_day: {cpu_hours: 10}"), endless, [account(used={"cpu_hours": 4.0})])
     assert found.reserved == {"cpu_hours": 6.0} and found.caps["cpu_hours"].value == 6.0
@@ -63,7 +63,7 @@ def test_a_run_without_bounds_may_have_what_the_day_has_left(tmp_path):
     assert "max_train_seconds" in refusal.fits
 
 
-def test_a_limit_on_cost_needs_the_price(tmp_path):
+def test_cost_limit_requires_price(tmp_path):
     text = "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0.1, gpu_hour_usd: {A100: 1.5}}"
     owner = limits(tmp_path, text)
     on_cpu = freeze_limits(owner, DEMAND, [])
@@ -77,13 +77,13 @@ def test_a_limit_on_cost_needs_the_price(tmp_path):
     assert "prices.cpu_hour_usd" in nothing[0].text
 
 
-def test_the_cost_of_a_run_is_bounded_by_its_own_cap(tmp_path):
+def test_cost_reservation_is_bounded_by_run_cap(tmp_path):
     text = "per_run: {cost_usd: 0.2}\nper_day: {cost_usd: 1}\nprices: {cpu_hour_usd: 0.1}"
     found = freeze_limits(limits(tmp_path, text), DEMAND, [])
     assert found.reserved == {"cost_usd": 0.2} and found.caps["cost_usd"].limit == "per_run.cost_usd"
 
 
-def test_steps_runs_a_day_and_disk(tmp_path):
+def test_limits_on_steps_daily_runs_and_disk(tmp_path):
     text = "per_run: {steps: 500, disk_gb: 2}\nper_day: {runs: 1}\ndisk_gb: 3"
     found = freeze_limits(limits(tmp_path, text), DEMAND, [account(live=False, disk_bytes=int(1.5e9))])
     by_limit = {refusal.limit: refusal for refusal in found}
@@ -93,7 +93,7 @@ def test_steps_runs_a_day_and_disk(tmp_path):
     assert room.caps["disk_gb"].value == pytest.approx(2.0)
 
 
-def test_the_longest_name_that_fits_is_a_gpus_price(tmp_path):
+def test_gpu_price_is_that_of_longest_matching_name(tmp_path):
     prices = limits(tmp_path, 'prices: {gpu_hour_usd: {H100: 2, "H100 80GB": 3, "*": 1}}').prices
     assert [prices.of_gpu(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "T4", "")] == [3, 2, 1, 1]
 
@@ -110,12 +110,12 @@ def test_the_longest_name_that_fits_is_a_gpus_price(tmp_path):
         ("concurrent_runs: {max: 3, why: because}", "why"),
     ],
 )
-def test_a_file_that_is_wrong_stops_every_start(tmp_path, text, says):
+def test_invalid_limits_file_is_refused(tmp_path, text, says):
     with pytest.raises(InvalidValue, match=says):
         limits(tmp_path, text)
 
 
-def test_the_shipped_limits_can_be_read_and_ask_nobody():
+def test_shipped_limits_are_valid_and_need_no_consent():
     shipped = Limits.read(Path(__file__).resolve().parents[2] / "configs" / "limits.yaml", owners=False)
     assert shipped.confirm == "never"
     assert isinstance(freeze_limits(shipped, DEMAND, []), FrozenLimits)

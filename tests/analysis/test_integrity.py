@@ -1,4 +1,4 @@
-"""What a report says of whether its figures may be believed: each check finds what it is for."""
+"""Integrity checks of a report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(copies=0, sharing=0):
     return {"attempts": {"1": one | {"train_not_looked_at": 0}}}
 
 
-def test_what_was_not_recorded_is_unknown_and_never_fine(folder):
+def test_unrecorded_facts_are_unknown(folder):
     assert {check.state for check in checks(folder).values()} == {"unknown"}
     write_json(folder.path / "contents.json", {"attempts": {"1": "nonsense"}})
     assert (
@@ -58,7 +58,7 @@ def test_what_was_not_recorded_is_unknown_and_never_fine(folder):
     )
 
 
-def test_overlap_of_splits_is_warned_of(folder):
+def test_overlapping_splits_are_a_warning(folder):
     write_json(folder.path / "contents.json", contents())
     assert checks(folder)["splits"].state == "ok"
     write_json(folder.path / "contents.json", contents(copies=3, sharing=2))
@@ -67,7 +67,7 @@ def test_overlap_of_splits_is_warned_of(folder):
     assert "3 train and heldout copies" in found.what and "2 held-out tasks that share a passage" in found.what
 
 
-def test_a_source_that_changed_is_warned_of(folder):
+def test_changed_evaluator_source_is_a_warning(folder):
     assert checks(folder, {"before": evaluation(), "after": evaluation()})["evaluator"].state == "ok"
     between = checks(folder, {"before": evaluation(), "after": evaluation("y")})["evaluator"]
     assert between.state == "warning" and "Different code" in between.what
@@ -77,7 +77,7 @@ def test_a_source_that_changed_is_warned_of(folder):
     assert under.state == "warning" and "changed on disk during the run" in under.what
 
 
-def test_answers_that_change_their_length_or_form_are_warned_of(folder):
+def test_changed_answer_length_or_format_is_a_warning(folder):
     rows = [{"completions/mean_length": length} for length in (10, 10, 12, 14, 25, 30)]
     assert checks(folder, rows=rows)["length"].state == "warning"
     assert checks(folder, rows=rows[:3])["length"].state == "ok"
@@ -89,7 +89,7 @@ def test_answers_that_change_their_length_or_form_are_warned_of(folder):
     assert checks(folder, better)["format"].state == "ok"
 
 
-def test_weights_are_traced_back_over_the_runs_they_came_from(folder):
+def test_lineage_follows_weights_through_runs(folder):
     runs = folder.path.parent
     grandparent = RunFolder.create(runs, "first-run")
     specification("first-run", "some/model").write(grandparent)
@@ -103,7 +103,7 @@ def test_weights_are_traced_back_over_the_runs_they_came_from(folder):
     ]
     told = checks(folder, model=model)["lineage"]
     assert told.state == "unknown" and "step 200 of second-run, which started from step 100 of first-run" in told.what
-    # A folder that is its own ancestor ends as well.
+    # A cycle ends too.
     specification("first-run", model).write(grandparent)
     assert len(lineage_of(folder, model)) <= 20
 
@@ -112,7 +112,7 @@ def measured(name, wins):
     return Measured(name, 0, {}, {}, Answers(tuple(f"t{index}" for index in range(len(wins))), tuple(wins)))
 
 
-def test_a_win_that_one_seed_alone_makes_is_warned_of():
+def test_win_of_one_seed_alone_is_a_warning():
     low, high = [1] * 10 + [0] * 90, [1] * 60 + [0] * 40
     lucky = lone_wins("c", [measured("a", low), measured("b", low), measured("c", high)])
     assert lucky.state == "warning" and lucky.observed["alone"] == 50

@@ -1,4 +1,4 @@
-"""Wheels made on the spot: an index in a folder, for tests that install without a network."""
+"""Small wheels, generated for tests that install without a network."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from pathlib import Path
 
 
 def make_wheel(
-    folder: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "", python: str = ""
+    folder: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = ""
 ) -> Path:
-    """A pure wheel of one module.
+    """Write a pure wheel of one module and return its path.
 
     Args:
-        folder: Where it goes.
-        name: Of distribution and module.
-        version: Its version.
-        requires: What it depends on.
-        code: The module's text.
-        python: What it says of the Python that it needs.
+        folder: Folder of the wheel.
+        name: Name of distribution and module.
+        version: Version of the distribution.
+        requires: Requirements of the distribution.
+        code: Text of the module.
     """
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
-    metadata += [f"Requires-Dist: {one}" for one in requires] + ([f"Requires-Python: {python}"] if python else [])
+    metadata += [f"Requires-Dist: {one}" for one in requires]
     files = {
         f"{name}.py": code or f"VERSION = {version!r}\n",
         f"{info}/METADATA": "\n".join(metadata) + "\n",

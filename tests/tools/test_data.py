@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import make_workshop
-from tests.support.trajectories_house import place_tokenizer, words_run
+from tests.support.trajectory_runs import place_tokenizer, words_run
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.settings.owner import HttpSettings
 from toprope.trajectories.datasets.dataset import read_items

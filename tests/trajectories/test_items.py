@@ -1,4 +1,4 @@
-"""Rollouts as items: words out of tokens, what is sealed, filters, and five formats that hold the same."""
+"""Items from rollouts: decoded texts, sealed tasks, filters and export formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from tests.support.trajectories_house import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
+from tests.support.trajectory_runs import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
 from toprope.errors import InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.journal.groups import MASKED, Outcome
@@ -26,12 +26,12 @@ from toprope.trajectories.items import TrajectoryItem, item_from
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("house")
+    place = tmp_path_factory.mktemp("home")
     place_tokenizer(place / "policies")
     return place
 
 
-def test_a_rollouts_words_are_those_of_its_tokens_and_whole(home: Path):
+def test_reader_decodes_whole_texts_from_tokens(home: Path):
     folder = make_run(home / "runs", "long")
     question = "Spell: " + "x" * 5000
     talk = asked(question, "first", "second")
@@ -57,12 +57,12 @@ def test_a_rollouts_words_are_those_of_its_tokens_and_whole(home: Path):
     assert (told["success"], told["turns"], told["parts"], told["split"]) == (True, 2, {"exact": 1.0}, "train")
 
 
-def test_segments_of_a_rollout_are_one_conversation(home: Path):
-    """Where the template rewrites what was before, a rollout has several rows, each with a prompt of its own."""
+def test_reader_joins_segments_of_a_rollout(home: Path):
+    """If the template rewrites earlier messages, a rollout has several rows, each with its own prompt."""
     folder = make_run(home / "runs", "segments")
     first, second = asked("q", "thought and answer"), asked("q", "answer", "end")
     rows = [row(first), row(second)]
-    rows[1] = (rows[1][0], [MASKED] * (len(rows[1][0]) - 4) + rows[1][0][-4:])  # of the second only "end" was sampled
+    rows[1] = (rows[1][0], [MASKED] * (len(rows[1][0]) - 4) + rows[1][0][-4:])  # only "end" was sampled in the second
     one = group(1, [first], [1.0], rollouts=[0, 0], versions=[[(4, 3)], [(6, 3)]])
     one.tokens, one.masks, one.scores = [r[0] for r in rows], [r[1] for r in rows], [1.0, 1.0]
     journal(folder, [one])
@@ -71,7 +71,7 @@ def test_segments_of_a_rollout_are_one_conversation(home: Path):
     assert item.metadata["version"] == 4 and item.metadata["text"] == "tokens"
 
 
-def test_an_export_is_whole_or_not_there(tmp_path: Path):
+def test_failed_export_leaves_no_file(tmp_path: Path):
     (tmp_path / "a.parquet").write_text("before")
     for form in ("jsonl", "json", "csv", "parquet", "datasets"):
         with pytest.raises(RuntimeError), writing(tmp_path / "a.parquet", form) as writer:
@@ -81,7 +81,7 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path):
     assert (tmp_path / "a.parquet").read_text() == "before"
 
 
-def test_what_does_not_fit_a_column_is_not_lost(tmp_path: Path):
+def test_parquet_keeps_values_that_do_not_fit_a_column(tmp_path: Path):
     with writing(tmp_path / "odd.parquet", "parquet") as writer:
         writer.write([TrajectoryItem("q", "a", 1.0, {"tokens": 10**30, "success": "perhaps", "turns": 2})])
     [row] = pyarrow.parquet.read_table(tmp_path / "odd.parquet").to_pylist()
@@ -89,7 +89,7 @@ def test_what_does_not_fit_a_column_is_not_lost(tmp_path: Path):
     assert json.loads(row["more"]) == {"tokens": 10**30, "success": "perhaps"}
 
 
-def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: Path):
+def test_export_replaces_only_its_own_folder(tmp_path: Path):
     dataset = TrajectoryDataset()
     dataset.capture(TrajectoryItem("q", "a", 1.0))
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_an_export_replaces_an_earlier_one_and_no_folder_of_anybodys(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] and len(_loaded(tmp_path / "mine")) == 1
 
 
-def test_without_a_tokenizer_an_item_says_that_its_words_were_kept_or_cut(tmp_path: Path):
+def test_items_without_tokenizer_say_if_text_was_cut(tmp_path: Path):
     folder = make_run(tmp_path / "runs")
     talk = asked("short", "answer")
     lost = group(3, [talk], [0.0], prompt=None, answers=None)
@@ -114,7 +114,7 @@ def test_without_a_tokenizer_an_item_says_that_its_words_were_kept_or_cut(tmp_pa
     assert [one.metadata["group"] for one in Query.of({"whole": True}).select(lambda: RunReader(folder))] == [1]
 
 
-def test_a_rollout_without_a_token_is_an_item_and_damage_is_counted(home: Path):
+def test_reader_keeps_failed_rollouts_and_counts_damage(home: Path):
     folder = make_run(home / "runs", "failed")
     outcomes = [Outcome(1.0, success=True), Outcome(0.0, error="it raised")]
     one = group(1, [asked("q", "a")], [1.0], rollouts=[0], outcomes=outcomes, answers=["a", ""])
@@ -131,7 +131,7 @@ def test_a_rollout_without_a_token_is_an_item_and_damage_is_counted(home: Path):
     assert reader.captured.unreadable == 1 and reader.captured.items == 3
 
 
-def test_held_out_tasks_are_sealed(home: Path):
+def test_reader_leaves_out_sealed_tasks(home: Path):
     folder = make_run(home / "runs", "sealed")
     journal(folder, [group(1, [asked("q1", "a")], [1.0]), group(2, [asked("q2", "b")], [1.0])])
     hold_out(folder, "task-2")
@@ -144,7 +144,7 @@ def test_held_out_tasks_are_sealed(home: Path):
     assert not Query().matches(TrajectoryItem("a", "b", 1.0, {"split": "heldout"}))
 
 
-def test_a_teachers_demonstrations_are_rollouts_too(home: Path):
+def test_reader_includes_teacher_demonstrations(home: Path):
     folder = make_run(home / "runs", "taught", kind="sft")
     append_traces(folder.path / "traces.jsonl", [Trace("t", 0, asked("q", "a", "b"), 1.0, {}, 2, "solver")])
     [item] = RunReader(folder)
@@ -158,7 +158,7 @@ CHATML = (
 )
 
 
-def test_templates_are_taken_apart_or_said_to_be_beyond_it():
+def test_chat_template_is_parsed_or_refused():
     template = ChatTemplate(CHATML, ["<|im_start|>", "<|im_end|>"], {})
     text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\n\nb<|im_end|>\n<|im_start|>assistant\n"
     assert template.before(text) == [{"role": "system", "content": "S"}, {"role": "user", "content": "a\n\nb"}]
@@ -170,7 +170,7 @@ def test_templates_are_taken_apart_or_said_to_be_beyond_it():
     assert hostile.before("x") is None
 
 
-def test_filters_are_checked_by_name_and_type(home: Path):
+def test_query_filters_items_and_refuses_wrong_filters(home: Path):
     folder = words_run(home / "runs", 4, "filtered")
 
     def tasks(**where):
@@ -197,7 +197,7 @@ class Solved(TrajectoryStrategy):
         return item
 
 
-def test_the_best_of_a_task_are_found_whatever_outsiders_call_their_tasks():
+def test_per_task_filter_takes_best_of_any_task_id():
     def told(reward, **metadata):
         return TrajectoryItem(f"q{reward}", "a", reward, metadata)
 
@@ -206,19 +206,19 @@ def test_the_best_of_a_task_are_found_whatever_outsiders_call_their_tasks():
     assert [item.reward for item in found] == [0.9, 0.3]
 
 
-def test_a_data_set_captures_by_its_strategy_and_counts():
+def test_dataset_captures_by_strategy():
     dataset = TrajectoryDataset(Solved())
     assert dataset.capture(TrajectoryItem("2+2?", "4", 1.0)) and not dataset.capture(TrajectoryItem("2+2?", "5", 0.0))
     assert len(dataset) == 1 and dataset.items()[0].metadata == {"seen": True}
     assert len(TrajectoryDataset()) == 0
 
 
-def test_every_format_holds_the_same_items(home: Path, tmp_path: Path):
+def test_every_format_holds_same_items(home: Path, tmp_path: Path):
     dataset = TrajectoryDataset.of_runs([words_run(home / "runs", 5, "formats")])
     items = dataset.items()
     for form in ("jsonl", "json", "csv", "parquet"):
         assert getattr(dataset, f"export_{form}")(tmp_path / f"a.{form}") == 10, form
-        assert dataset.export(tmp_path / f"a.{form}") == 10, "the ending tells the format"
+        assert dataset.export(tmp_path / f"a.{form}") == 10, "the suffix gives the format"
     dataset.export_datasets(tmp_path / "folder")
     assert [item_from(one, "") for one in json.loads((tmp_path / "a.json").read_text())] == items
     assert list(read_items(tmp_path / "a.jsonl")) == items
@@ -242,7 +242,7 @@ def _loaded(folder: Path) -> list[dict]:
     return list(datasets.load_from_disk(str(folder)))
 
 
-def test_items_from_outside_come_in_three_shapes_or_are_refused():
+def test_item_from_reads_three_shapes_and_refuses_others():
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
     item = item_from({"messages": talk, "reward": 1}, "line 1")
     assert item.state == talk[:1] and item.action[0]["tool_calls"] == [{"id": "1"}] and item.reward == 1.0
@@ -259,7 +259,7 @@ def test_items_from_outside_come_in_three_shapes_or_are_refused():
             item_from(wrong, "line 1")
 
 
-def test_the_room_loads_nothing_heavy():
+def test_trajectories_import_no_heavy_package():
     program = """
 import sys
 import toprope.trajectories.datasets.dataset, toprope.trajectories.jobs.execute

@@ -1,4 +1,4 @@
-"""Near duplicates, splits that share none, augmentation, and pipelines that count, try again and go on."""
+"""Near duplicates, splits, augmentation, and pipelines: counts, retries and resumption."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def items(states: list[str]) -> list[TrajectoryItem]:
     return [TrajectoryItem(state, "yes", 1.0) for state in states]
 
 
-def test_near_duplicates_go_and_the_first_stays():
+def test_deduplicate_keeps_first_of_near_duplicates():
     made = texts(40)
     near = [one.rsplit(" ", 1)[0] + " other" for one in made[:10]]
     kept, left = deduplicate(items([*made, *near, made[3].upper() + "!"]), 0.7)
@@ -59,7 +59,7 @@ def test_near_duplicates_go_and_the_first_stays():
         Deduplicator(0)
 
 
-def test_every_pair_above_the_threshold_is_found():
+def test_deduplicator_finds_every_pair_above_threshold():
     dice, made = random.Random(3), texts(150, 20)
     for one in list(made):
         said = one.split()
@@ -75,13 +75,13 @@ def test_every_pair_above_the_threshold_is_found():
             kept.append(words)
 
 
-def test_what_a_template_says_makes_no_duplicates():
+def test_shared_template_text_makes_no_duplicates():
     states = [f"Spell this word backward, letter by letter (example: sun becomes nus): {word}" for word in WORDS]
     kept, left = deduplicate(items([*states, *states[:5]]), 0.85)
     assert (len(kept), left) == (len(WORDS), 5)
 
 
-def test_splits_share_no_near_duplicate_and_no_task():
+def test_split_dataset_separates_near_duplicates_and_tasks():
     made = texts(300, 10)
     states = [*made, *(one + " again" for one in made[:100])]
     whole = items(states)
@@ -101,7 +101,7 @@ def test_splits_share_no_near_duplicate_and_no_task():
         split_dataset(whole, {"train": 0.0})
 
 
-def test_an_item_and_what_was_made_from_it_are_in_one_split():
+def test_split_dataset_keeps_derived_items_together():
     seeds = [TrajectoryItem(state, f"answer {state}", 1.0) for state in texts(60, 10)]
     made = add_noise(seeds, 0.5)
     split = split_dataset([*seeds, *made, *swap_io(made)], {"train": 0.5, "validation": 0.5}, seed=3)
@@ -109,7 +109,7 @@ def test_an_item_and_what_was_made_from_it_are_in_one_split():
     assert [len(held) for held in split.values()] == [90, 90] and not firsts["train"] & firsts["validation"]
 
 
-def test_noise_touches_as_much_as_was_asked_and_only_questions():
+def test_add_noise_changes_given_share_of_questions_only():
     [plain] = items(["The quick brown fox jumps over the lazy dog again and again"])
     assert add_noise([plain], 0.0)[0].state == plain.state
     [noisy] = add_noise([plain], 0.2, seed=1)
@@ -122,7 +122,7 @@ def test_noise_touches_as_much_as_was_asked_and_only_questions():
         add_noise([plain], 1.5)
 
 
-def test_question_and_answer_swap_and_lose_their_score():
+def test_swap_io_drops_score():
     [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True})])
     assert (swapped.state, swapped.action, swapped.reward) == ("4", "2+2?", 0.0)
     first = TrajectoryItem("2+2?", "4", 1.0).id
@@ -133,7 +133,7 @@ def test_question_and_answer_swap_and_lose_their_score():
 SUMS = {"a": [1, 2, 3, 4, 5], "b": [{"b": "6", "sum": "x"}, {"b": "7", "sum": "y"}]}
 
 
-def test_templates_fill_slots_with_values_that_belong_together_and_end():
+def test_templates_fill_linked_slots_and_end():
     maker = TemplateSynthesiser([{"state": "{a} + {b} {", "action": "{sum}"}], SUMS)
     made = asyncio.run(maker.generate(100))
     assert len(made) == 10 and {(item.state, item.action) for item in made} == {
@@ -144,13 +144,13 @@ def test_templates_fill_slots_with_values_that_belong_together_and_end():
         TemplateSynthesiser(["{c}"], {"a": [1]})
 
 
-def pipeline(state: Path | None = None, **config) -> SynthesisPipeline:
-    made = SynthesisPipeline(SynthesisConfig(dedup_threshold=None, **config), state=state)
+def pipeline(state: Path | None = None, progress=lambda result: None, **config) -> SynthesisPipeline:
+    made = SynthesisPipeline(SynthesisConfig(dedup_threshold=None, **config), state=state, progress=progress)
     many = {"a": [str(n) for n in range(60)], "b": [str(n) for n in range(60)]}
     return made.add_step(TemplateSynthesiser(["{a} + {b}"], many))
 
 
-def test_a_pipeline_generates_scores_filters_and_counts_why():
+def test_pipeline_generates_scores_and_counts_filtered():
     seeds = [TrajectoryItem("seed", "s", 0.9), TrajectoryItem("seed", "s", 0.9), TrajectoryItem("bad", "s", 0.1)]
 
     async def score(made):
@@ -168,7 +168,7 @@ def test_a_pipeline_generates_scores_filters_and_counts_why():
         SynthesisConfig(target_size=0)
 
 
-def test_an_interrupted_pipeline_goes_on_behind_its_last_round(tmp_path: Path):
+def test_interrupted_pipeline_resumes_after_last_round(tmp_path: Path):
     whole = asyncio.run(pipeline(target_size=600).run())
     assert (len(whole.items), whole.rounds, whole.generated_count) == (600, 3, 600)
 
@@ -187,8 +187,7 @@ def test_an_interrupted_pipeline_goes_on_behind_its_last_round(tmp_path: Path):
     with pytest.raises(Stopped):
         asyncio.run(pipeline(state, target_size=600).add_step(stopping).run())
     told = []
-    again = pipeline(state, target_size=600).add_step(lambda made: made)
-    again._progress = lambda result: told.append(len(result.items))
+    again = pipeline(state, lambda result: told.append(len(result.items)), target_size=600).add_step(lambda made: made)
     result = asyncio.run(again.run())
     assert [text_of(item.state) for item in result.items] == [text_of(item.state) for item in whole.items]
     assert told == [512, 600] and result.generated_count == 600
@@ -201,7 +200,7 @@ class Broken(Exception):
 
 
 def breaking_at(number):
-    """A step that raises in the round with this number, from 1."""
+    """Return a step that raises in this round, counted from 1."""
     rounds = []
 
     def step(made):
@@ -213,10 +212,10 @@ def breaking_at(number):
     return step
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._ROUND", 16)
+def test_interrupted_pipeline_resumes_every_generator(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline.ROUND_SIZE", 16)
     state = tmp_path / "state.jsonl"
-    state.write_text('{"version": 1, "dig')  # nobody lived to finish the first line
+    state.write_text('{"version": 1, "dig')  # torn while the first line was written
 
     def two(last):
         made = SynthesisPipeline(SynthesisConfig(target_size=40, dedup_threshold=None), state=state)
@@ -246,8 +245,8 @@ class Sparse(Environment):
 """
 
 
-def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_answers(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._ROUND", 8)
+def test_environment_tasks_come_once_despite_sparse_solver(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline.ROUND_SIZE", 8)
     (tmp_path / "sparse.py").write_text(SPARSE)
     source = {"file": str(tmp_path / "sparse.py"), "attribute": "Sparse"}
 
@@ -270,7 +269,7 @@ def test_an_environments_tasks_come_once_each_however_few_of_them_its_solver_ans
 
     whole, again = asyncio.run(work())
     states = [text_of(item.state) for item in whole.items]
-    assert len(states) == len(set(states)) > 24 and not whole.complete  # of 67 those that are in the train split
+    assert len(states) == len(set(states)) > 24 and not whole.complete  # at most 67
     assert [text_of(item.state) for item in again.items] == states
 
 
@@ -296,7 +295,7 @@ class Calling(Environment):
 
 
 @pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine cannot deny a network")
-def test_the_owners_locks_hold_for_environments_of_a_recipe(tmp_path: Path):
+def test_recipe_environments_obey_locks_and_have_no_network(tmp_path: Path):
     (tmp_path / "calling.py").write_text(CALLING)
     source = EnvironmentSource(name="calling", file=str(tmp_path / "calling.py"), attribute="Calling")
     locks = {"environment.knobs.length": {"max": 5, "reason": "Short ones only."}}
@@ -315,7 +314,7 @@ def test_the_owners_locks_hold_for_environments_of_a_recipe(tmp_path: Path):
     assert len(found) == 3 and all(text_of(item.state).startswith("offline") for item in found)
 
 
-def test_an_order_that_was_broken_off_is_begun_anew_when_a_file_of_it_was_mended(tmp_path: Path):
+def test_failed_order_restarts_after_its_file_was_fixed(tmp_path: Path):
     (tmp_path / "given.jsonl").write_text('{"state": "q", "action": "a", "reward": 1}\n')
     own = tmp_path / "own.py"
     own.write_text("class Keep:\n    def keep(self, item): return item['nothing']\n")
@@ -331,7 +330,7 @@ def test_an_order_that_was_broken_off_is_begun_anew_when_a_file_of_it_was_mended
 
 
 class Teacher:
-    """Answers at the second asking, and never about what is impossible; counts how many are asked beside each other."""
+    """Answers each question at the second request, "impossible" never; counts concurrent requests."""
 
     def __init__(self):
         self.asked, self.now, self.most = {}, 0, 0
@@ -341,15 +340,15 @@ class Teacher:
         self.asked[question] = self.asked.get(question, 0) + 1
         self.now += 1
         self.most = max(self.most, self.now)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # others ask meanwhile
         self.now -= 1
         if "impossible" in question or self.asked[question] < 2:
             raise TryAgain("later")
         return f"```\nas {len(self.asked)}\n```" if "Write one new" in question else "an answer"
 
 
-def test_a_teacher_is_asked_again_and_what_it_never_answers_is_left_out(monkeypatch):
-    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline._PAUSE_S", 0.001)
+def test_teacher_is_retried_and_unanswered_items_dropped(monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline.RETRY_PAUSE_S", 0.001)
     teacher = Teacher()
     seeds = [TrajectoryItem(f"q{n}", "", 0.0, {"unscored": True}) for n in range(20)]
     seeds += [TrajectoryItem("impossible", "", 0.0), TrajectoryItem("known", "mine", 1.0)]
@@ -361,7 +360,7 @@ def test_a_teacher_is_asked_again_and_what_it_never_answers_is_left_out(monkeypa
     anew = SynthesisPipeline(SynthesisConfig(target_size=1, dedup_threshold=None))
     solved = TrajectoryItem("q", "mine", 1.0, {"success": True, "parts": {"exact": 1.0}})
     [item] = asyncio.run(anew.add_step(TeacherAnswers(Teacher(), again=True)).run([solved])).items
-    assert item.action == "an answer" and not item.success  # what was said of the former answer went with it
+    assert item.action == "an answer" and not item.success  # facts about the former answer are dropped
 
     written = SynthesisPipeline(SynthesisConfig(target_size=30, dedup_threshold=None))
     written.add_step(TeacherQuestions(Teacher()))
@@ -384,7 +383,7 @@ class Wrong:
 """
 
 
-def test_users_code_runs_in_a_worker(tmp_path: Path):
+def test_user_code_runs_in_worker(tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text(OWN)
 
@@ -415,7 +414,7 @@ def test_users_code_runs_in_a_worker(tmp_path: Path):
     assert "own" not in __import__("sys").modules
 
 
-def test_mutations_draw_on_the_seeds():
+def test_mutation_derives_items_from_seeds():
     made = SynthesisPipeline(SynthesisConfig(target_size=12)).add_step(Mutation("noise", 0.3))
     found = asyncio.run(made.run(items(texts(4)))).items
     assert len(found) == 12 and sum(item.metadata.get("origin") == "noise" for item in found) == 8
@@ -436,6 +435,6 @@ def test_mutations_draw_on_the_seeds():
         ({"steps": [{"write": "answers"}]}, "has none of the step fields"),
     ],
 )
-def test_recipes_are_checked_before_anything_is_made(recipe, said):
+def test_invalid_recipe_is_refused(recipe, said):
     with pytest.raises(InvalidValue, match=said):
         parse_recipe(recipe)

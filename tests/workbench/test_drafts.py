@@ -18,7 +18,7 @@ def preset(knobs=None, **values):
     return Preset("p", "", {name.replace("__", "."): one for name, one in values.items()}, {"words": knobs or {}})
 
 
-def test_a_draft_starts_from_its_preset_and_keeps_every_knob(tmp_path):
+def test_create_draft_takes_preset_and_every_knob(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     draft, moved = drafts.create(SOURCE, preset({"length": "5"}, budget__steps=7), KNOBS, NONE)
     assert draft.id.startswith("draft-")
@@ -29,7 +29,7 @@ def test_a_draft_starts_from_its_preset_and_keeps_every_knob(tmp_path):
     assert drafts.history(draft.id) == []
 
 
-def test_locks_move_what_a_preset_has_and_the_answer_can_tell(tmp_path):
+def test_create_draft_reports_values_moved_by_locks(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     locks = Locks(
         {"budget.steps": Lock("budget.steps", "r", max=5), "policy.model": Lock("policy.model", "r", True, "m")}
@@ -41,14 +41,14 @@ def test_locks_move_what_a_preset_has_and_the_answer_can_tell(tmp_path):
     }  # fmt: skip
 
 
-def test_a_preset_that_does_not_fit_the_environment_makes_no_draft(tmp_path):
+def test_create_draft_refuses_preset_with_unknown_knob(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     with pytest.raises(InvalidValue, match="preset p does not fit words.*length"):
         drafts.create(SOURCE, preset({"lenght": 5}), KNOBS, NONE)
     assert drafts.recent() == []
 
 
-def test_edits_are_all_or_nothing_and_stay_in_the_history(tmp_path):
+def test_edit_is_atomic_and_recorded_in_history(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
     edited, changed = drafts.edit(draft.id, {"budget.steps": "9", "environment.knobs.easy": "false"}, NONE)
@@ -64,7 +64,7 @@ def test_edits_are_all_or_nothing_and_stay_in_the_history(tmp_path):
     assert [edit.changes for edit in drafts.history(draft.id)] == [changed]
 
 
-def test_an_unknown_draft_is_answered_with_the_nearest_or_the_latest(tmp_path):
+def test_unknown_draft_names_existing_ones(tmp_path):
     drafts = Drafts(Index(tmp_path / "index.db"))
     with pytest.raises(NotFound, match="no drafts yet"):
         drafts.get("draft-1")
@@ -74,7 +74,7 @@ def test_an_unknown_draft_is_answered_with_the_nearest_or_the_latest(tmp_path):
             use("nonsense")
 
 
-def test_a_draft_that_does_not_fit_the_schema_is_corrupt_and_left(tmp_path):
+def test_corrupt_draft_is_refused_and_left_unchanged(tmp_path):
     index = Index(tmp_path / "index.db")
     drafts = Drafts(index)
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)

@@ -1,4 +1,4 @@
-"""Configurations over time: at a revision, back to one, forked from a run, side by side."""
+"""Revisions of a draft, forks of a run, and differences between configurations."""
 
 import time
 
@@ -39,7 +39,7 @@ def run_of(config, **fields):
     )  # fmt: skip
 
 
-def test_every_revision_can_be_looked_at(drafts):
+def test_draft_returns_every_revision(drafts):
     draft_id = edited(drafts)
     assert [drafts.at(draft_id, number).budget.steps for number in (1, 2, 3)] == [7, 9, 20]
     assert drafts.at(draft_id, 1).environment.knobs == {"length": 3, "easy": True}
@@ -49,7 +49,7 @@ def test_every_revision_can_be_looked_at(drafts):
             drafts.at(draft_id, none)
 
 
-def test_going_back_is_an_edit_and_loses_nothing(drafts):
+def test_revert_adds_a_revision(drafts):
     draft_id = edited(drafts)
     back, changed, moved = drafts.revert(draft_id, 2, NONE)
     assert (back.revision, back.config.budget.steps, moved) == (4, 9, [])
@@ -61,7 +61,7 @@ def test_going_back_is_an_edit_and_loses_nothing(drafts):
     assert (same.revision, changed) == (again.revision, [])
 
 
-def test_a_lock_that_is_newer_than_the_revision_holds(drafts):
+def test_revert_applies_newer_lock(drafts):
     draft_id = edited(drafts)
     locks = Locks({"budget.steps": Lock("budget.steps", "short", max=8)})
     back, _, moved = drafts.revert(draft_id, 2, locks)
@@ -69,7 +69,7 @@ def test_a_lock_that_is_newer_than_the_revision_holds(drafts):
     assert moved == [Change("budget.steps", 9, 8)]
 
 
-def test_a_fork_has_the_runs_configuration_under_the_locks_of_now(drafts):
+def test_fork_copies_run_configuration_under_current_locks(drafts):
     config = Config()
     config.budget.steps, config.environment.knobs = 50, {"length": 4, "gone": 1}
     locks = Locks({"budget.steps": Lock("budget.steps", "short", max=30)})
@@ -82,7 +82,7 @@ def test_a_fork_has_the_runs_configuration_under_the_locks_of_now(drafts):
     assert drafts.forked_from("draft-none") is None
 
 
-def test_the_difference_names_fields_and_knobs_of_either_side():
+def test_difference_names_fields_and_knobs_of_both_sides():
     a, b = Config(), Config()
     a.environment.knobs, b.environment.knobs = {"x": 1, "only": 2}, {"x": 2}
     b.optimizer.learning_rate = 0.5
@@ -94,7 +94,7 @@ def test_the_difference_names_fields_and_knobs_of_either_side():
     assert difference(a, a) == []
 
 
-def test_beside_a_preset_stands_what_was_changed():
+def test_beside_preset_returns_changed_fields():
     preset = Preset("p", "", {"budget.steps": 7}, {"words": {"length": 5}})
     config = preset.config("words")
     config.environment.knobs = {"length": 6, "easy": True}
@@ -103,7 +103,7 @@ def test_beside_a_preset_stands_what_was_changed():
     assert beside_preset(config, None, "words") == {}
 
 
-def test_a_run_is_frozen_again_unless_the_owner_forbids_it_now():
+def test_freeze_again_applies_current_locks():
     run = run_of(Config())
     again = freeze_again(run, NONE)
     assert again.reproduces == run.run_id and again.run_id != run.run_id

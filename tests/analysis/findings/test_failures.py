@@ -1,4 +1,4 @@
-"""Names of failures, from what members really print when they end."""
+"""Classification of failures, from real output of components."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "line"), CASES)
-def test_a_log_names_its_failure(kind: str, line: str) -> None:
+def test_classify_names_failure_from_log_line(kind: str, line: str) -> None:
     found = classify("trainer", 1, None, [*TRACE, line])
     assert found.kind == kind
     assert found.evidence == line and found.hint and found.confidence != "low"
 
 
-def test_signals_and_exit_codes_speak_where_no_line_does() -> None:
+def test_classify_uses_signal_and_exit_code_without_log() -> None:
     assert classify("trainer", None, "SIGKILL", ["step 3"]).kind == "killed"
     assert classify("trainer", 137).kind == "killed"
     assert classify("inference", None, "SIGSEGV").kind == "crashed"
@@ -65,12 +65,12 @@ def test_signals_and_exit_codes_speak_where_no_line_does() -> None:
     assert classify("trainer", None, "SIGKILL", ["MemoryError"]).kind == "out_of_memory"
 
 
-def test_the_specific_counts_before_the_general_and_the_last_before_the_first() -> None:
+def test_classify_prefers_specific_and_last_line() -> None:
     lines = ["OSError: [Errno 28] No space left on device", "WorkerFailure: the worker died"]
     assert classify("environment", 1, None, lines).kind == "disk_full"
     lines = ["warning: connection refused, trying again", "torch.OutOfMemoryError: CUDA out of memory."]
     assert classify("trainer", 1, None, lines).kind == "gpu_out_of_memory"
-    # An unexplained error is the environment's where the environment's program raises it, nobody's elsewhere.
+    # An unexplained error is the environment's fault only in the environment's process.
     assert classify("environment", 1, None, [*TRACE, "KeyError: 'x'"]).kind == "environment_error"
     other = classify("api", 1, None, [*TRACE, "KeyError: 'x'"])
     assert (other.kind, other.evidence, other.confidence) == ("unknown", "KeyError: 'x'", "low")
@@ -86,16 +86,16 @@ def test_the_specific_counts_before_the_general_and_the_last_before_the_first() 
         "100%|████| 28/28 [00:01<00:00]",
     ],
 )
-def test_harmless_lines_name_nothing(line: str) -> None:
+def test_classify_ignores_harmless_lines(line: str) -> None:
     assert classify("trainer", 1, None, [line]).kind == "unknown"
 
 
-def test_kinds_are_all_reachable() -> None:
+def test_every_failure_kind_is_covered() -> None:
     reached = {kind for kind, _ in CASES} | {"killed", "crashed", "unknown"}
     assert reached == set(KINDS)
 
 
-def test_a_failure_is_named_and_keeps_the_hint_that_a_member_gave() -> None:
+def test_named_keeps_hint_of_component() -> None:
     own = named(Failure(component="trainer", reason="The loss at step 9 is not a number.", hint="Lower the rate."))
     assert (own.kind, own.hint) == ("nan", "Lower the rate.")
     general = Failure(

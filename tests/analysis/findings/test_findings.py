@@ -1,5 +1,4 @@
-"""Diagnosis: every rule on a trajectory that triggers it and one that does not, real recorded ones, how findings come
-and go."""
+"""Diagnosis: rules on generated and recorded metrics, and how findings begin and end."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from benchmarks.findings.findings import judge
 from toprope.analysis.failures import KINDS
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
 from toprope.analysis.findings.rules import Rule, Symptom
-from toprope.analysis.findings.standstill import LEAST_GROUPS, standstill
 from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
@@ -37,8 +35,7 @@ def config(steps: int = 200, **changes: Any) -> Config:
 
 
 def healthy(rows: int = 100, **series: Callable[[int], Any] | float | None) -> Iterator[Row]:
-    """A run that learns as real ones do, with some of its metrics replaced: by numbers, or by what a function of the
-    row (0, 1, ...) says; None leaves the metric out."""
+    """Yield the metrics of a learning run, some replaced: by a number or a function of the row; None omits a metric."""
     dice = random.Random(0)
     lost = 0.0
     for row in range(rows):
@@ -105,7 +102,7 @@ def _metric(name: str) -> str:
 FLAT = {"reward": 0.2, "success": 0.2, "entropy": 0.6}
 NOTHING = {"reward": 0.0, "success": 0.0, "reward_std": 0.0, "zero": 1.0, "wrong": 1.0}
 
-# rule: what triggers it, at which level, and what comes close and does not.
+# Rule: metrics that trigger it, its level, and metrics that almost do.
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "nan": ({"nan": lambda row: row > 40}, "critical", {"grad_norm": 40.0}),
     "scorer_errors": ({"errors": lambda row: 0.3 if row > 20 else 0.0}, "critical", {"errors": 0.02}),
@@ -171,38 +168,38 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-def test_every_rule_has_its_trajectories() -> None:
+def test_every_rule_has_cases() -> None:
     assert {rule.id for rule in RULES} == set(CASES)
 
 
-def test_the_page_names_every_rule_and_every_kind_of_failure() -> None:
+def test_findings_page_names_every_rule_and_failure_kind() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "findings.md").read_text(encoding="utf-8")
     assert [name for name in (*CASES, "no_signal", *KINDS) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_a_rule_sees_what_it_is_for(rule: str) -> None:
+def test_rule_reports_its_symptom(rule: str) -> None:
     series, level, _ = CASES[rule]
     told = [finding for finding in diagnose(healthy(**series), config()) if finding.rule == rule]
-    assert told, "not seen"
+    assert told, "not reported"
     assert max(told, key=lambda one: ["over", "note", "warning", "critical"].index(one.level)).level == level
     first = told[0]
     assert first.what and first.next and first.threshold and first.source and first.observed and first.step
-    # What check_status shows of a finding is cut at these lengths.
+    # check_status cuts these texts at this length.
     assert len(first.what) <= 240 and len(first.next) <= 240, (len(first.what), len(first.next))
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_a_rule_is_silent_where_it_only_comes_close(rule: str) -> None:
+def test_rule_is_silent_on_near_miss(rule: str) -> None:
     assert rule not in {finding.rule for finding in diagnose(healthy(**CASES[rule][2]), config())}
 
 
-def test_a_healthy_run_is_told_nothing() -> None:
+def test_healthy_run_has_no_findings() -> None:
     assert diagnose(healthy(200), config()) == []
     assert diagnose(healthy(2000), config(2000)) == []
 
 
-def test_causes_stand_before_what_follows_from_them() -> None:
+def test_headline_prefers_cause_to_consequence() -> None:
     thrown_off = {"moved": lambda row: 3.0 if row < 10 else 1e-6, "cut": 1.0, **NOTHING}
     found = headline(diagnose(healthy(**thrown_off), config()))
     assert found is not None and found.rule == "learning_rate_high"
@@ -212,14 +209,14 @@ def test_causes_stand_before_what_follows_from_them() -> None:
     assert cut is not None and (cut.rule, cut.level) == ("truncated", "critical")
 
 
-def test_the_advised_rate_follows_from_how_far_a_step_moved_the_policy() -> None:
+def test_learning_rate_advice_follows_policy_movement() -> None:
     [high] = [one for one in diagnose(healthy(moved=2.8, **FLAT), config()) if one.rule == "learning_rate_high"]
-    assert "optimizer.learning_rate to 3e-05" in high.next  # a step made 1 nat, 0.03 is wanted
+    assert "optimizer.learning_rate to 3e-05" in high.next  # a step moved the policy by 1 nat instead of 0.03
     [low] = [one for one in diagnose(healthy(moved=2.8e-5, **FLAT), config()) if one.rule == "learning_rate_low"]
     assert "optimizer.learning_rate to 0.01" in low.next
 
 
-def test_where_no_group_is_old_entropy_tells_that_nothing_moves() -> None:
+def test_flat_entropy_reveals_low_learning_rate() -> None:
     still = {"policy/moved": None, **FLAT, "entropy": lambda row: 0.6 + 0.005 * (row % 2)}
     [low] = [one for one in diagnose(healthy(200, **still), config()) if one.rule == "learning_rate_low"]
     assert low.confidence == "low" and low.step and low.step <= 100
@@ -227,11 +224,11 @@ def test_where_no_group_is_old_entropy_tells_that_nothing_moves() -> None:
     assert diagnose(healthy(200, **moving), config()) == []
 
 
-# How findings come and go
+# Beginning and end of findings
 
 
 def rule_of(levels: dict[int, str]) -> Rule:
-    """A rule that sees, at these rows and until the next, this level ('' for none)."""
+    """Return a rule that reports these levels, each from its row on ('' for none)."""
 
     def look(history: Any) -> Symptom | None:
         level = levels[max(row for row in levels if row <= history.rows)]
@@ -246,22 +243,22 @@ def told_by(levels: dict[int, str], rows: int = 400) -> list[tuple[str, int | No
     return [(finding.level, finding.step) for finding in told]
 
 
-def test_a_finding_is_told_once_again_when_it_gets_worse_and_when_it_is_over() -> None:
+def test_finding_is_reported_at_start_worsening_and_end() -> None:
     levels = {0: "", 10: "warning", 40: "critical", 70: "warning", 100: ""}
     assert told_by(levels) == [("warning", 12), ("critical", 42), ("over", 119)]
 
 
-def test_what_does_not_last_is_not_told() -> None:
+def test_brief_symptom_is_not_reported() -> None:
     assert told_by({row: "critical" if row % 3 else "" for row in range(400)}) == []
 
 
-def test_what_comes_and_goes_is_told_ever_more_rarely() -> None:
+def test_recurring_symptom_is_reported_ever_more_rarely() -> None:
     told = told_by({row: "warning" if row % 40 < 10 else "" for row in range(2000)}, 2000)
     assert 2 < len(told) < 12
     assert told[-1][1] is not None and told[-1][1] < 1000
 
 
-def test_the_open_ones_are_ranked_and_the_headline_is_no_note() -> None:
+def test_open_findings_are_ranked_and_notes_make_no_headline() -> None:
     diagnosis = Diagnosis(config())
     for row in healthy(age=9.0, wait=0.04, errors=1.0):
         diagnosis.see(row)
@@ -273,7 +270,7 @@ def test_the_open_ones_are_ranked_and_the_headline_is_no_note() -> None:
     assert headline(diagnose(healthy(wait=0.04), config())) is None
 
 
-def test_memory_does_not_grow_with_the_run_and_strange_rows_hurt_nothing() -> None:
+def test_diagnosis_bounds_memory_and_survives_odd_rows() -> None:
     diagnosis = Diagnosis(config(100_000))
     sizes = []
     for row in healthy(3000):
@@ -284,7 +281,7 @@ def test_memory_does_not_grow_with_the_run_and_strange_rows_hurt_nothing() -> No
         assert all(finding.rule != "nan" for finding in diagnosis.see(row))
 
 
-# Real runs, thinned out: every second or fourth row, three digits
+# Recorded runs: every second or fourth row, three digits
 
 
 def recorded(name: str) -> tuple[list[Row], Config]:
@@ -319,13 +316,13 @@ REAL = {
     "slow": "trainer_waits",
     "old-groups": "clip_fraction",
 }
-"""Recorded runs, and a rule that sees what is wrong with each. `hack` pays for vowels, `stuck` had a trainer that kept
-its weights for itself, `slow` a scorer that sleeps."""
+"""Recorded runs and the rule that must report each. `hack` rewards vowels, `stuck` had a trainer that published no
+weights, `slow` a scorer that sleeps."""
 HEADLINES = {"collapse": "learning_rate_high", "kl": "learning_rate_high", "old-groups": "staleness"}
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_real_sick_run_is_named(name: str) -> None:
+def test_recorded_sick_run_is_named(name: str) -> None:
     rows, made = recorded(name)
     told = [one for one in diagnose(rows, made) if one.level != "over"]
     assert REAL[name] in {one.rule for one in told}
@@ -335,18 +332,18 @@ def test_a_real_sick_run_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["template", "sort-places", "ppo-spell"])
-def test_a_real_healthy_run_is_not_called_critical(name: str) -> None:
+def test_recorded_healthy_run_has_no_critical_finding(name: str) -> None:
     assert [finding for finding in diagnose(*recorded(name)) if finding.level == "critical"] == []
 
 
-def test_a_run_of_ppo_that_learns_is_not_called_sick_for_its_own_numbers() -> None:
-    """0.03 to 0.92 of held-out words; its value loss, several passes a batch, and low entropy at the end are usual."""
+def test_learning_ppo_run_has_no_warning() -> None:
+    """It rose from 0.03 to 0.92; its value loss, several passes per batch and low final entropy are usual."""
     rows, made = recorded("ppo-spell")
     assert rows[-1]["success"] > 0.85 and made.algorithm.name == "ppo"
     assert [one.rule for one in diagnose(rows, made) if one.level in ("warning", "critical")] == []
 
 
-def test_low_entropy_is_no_lack_of_exploring_where_nearly_all_is_right() -> None:
+def test_low_entropy_is_fine_if_nearly_all_is_right() -> None:
     def told(success: float) -> set[str]:
         rows = healthy(reward=success, success=success, entropy=lambda row: 0.6 if row < 10 else 0.03)
         return {one.rule for one in diagnose(rows, config())}
@@ -354,7 +351,7 @@ def test_low_entropy_is_no_lack_of_exploring_where_nearly_all_is_right() -> None
     assert "entropy_gone" in told(0.7) and "entropy_gone" not in told(0.87)
 
 
-def test_what_ppo_is_advised_about_kl_is_its_own_field() -> None:
+def test_kl_advice_for_ppo_names_ppo_field() -> None:
     made = config(algorithm__name="ppo", ppo__kl_coef=0.02)
     [told] = [one for one in diagnose(healthy(kl=lambda row: 0.9), made) if one.rule == "kl" and one.level != "over"][
         :1
@@ -362,33 +359,10 @@ def test_what_ppo_is_advised_about_kl_is_its_own_field() -> None:
     assert "ppo.kl_coef to 0.04" in told.next
 
 
-# Runs without steps
+# The judgement of the benchmark
 
 
-def test_groups_that_all_go_to_waste_are_a_standstill() -> None:
-    made = config(rollout__groups_per_step=4)
-    enough = LEAST_GROUPS * 4
-    assert standstill({"zero_signal": enough - 1}, made) is None
-
-    def found(**dropped: int) -> Finding:
-        accuracy = dropped.pop("accuracy", None)
-        finding = standstill(dropped, made, accuracy=accuracy)
-        assert finding is not None and finding.level == "critical" and finding.next
-        return finding
-
-    assert found(zero_signal=enough).rule == "no_signal"
-    assert found(zero_signal=enough, accuracy=0).rule == "all_wrong"
-    assert found(zero_signal=enough, accuracy=1).rule == "all_right"
-    stale = found(stale=enough, zero_signal=2)
-    assert stale.rule == "dropped_stale" and stale.observed["dropped_stale"] == enough
-    later = standstill({"zero_signal": enough}, made, step=50, accuracy=0.0)
-    assert later is not None and later.rule == "no_signal" and "since step 50" in later.what
-
-
-# The benchmark's judgement
-
-
-def test_a_run_is_named_by_what_was_told_before_it_was_half_over() -> None:
+def test_judge_counts_findings_of_first_half() -> None:
     case = Case("x", "stale")
 
     def told(rule: str, level: str, step: int) -> Finding:
@@ -398,14 +372,14 @@ def test_a_run_is_named_by_what_was_told_before_it_was_half_over() -> None:
     assert judge(case, [early]).right and not judge(case, [late]).right and not judge(case, []).right
     graver = judge(case, [early, told("all_wrong", "critical", 70)])
     assert (graver.named, graver.right, graver.criticals) == ("all_wrong", False, ("all_wrong",))
-    # What is over by then still was told, where nothing else holds.
+    # A finding that is over by then still counts if no other is open.
     assert judge(case, [early, told("staleness", "over", 90)]).right
     healthy_case = Case("y", "healthy")
     assert judge(healthy_case, [early]).right
     assert not judge(healthy_case, [told("kl", "critical", 190)]).right
 
 
-def test_half_of_each_label_is_kept_out_and_stays_so() -> None:
+def test_heldout_cases_are_half_of_each_label() -> None:
     apart = heldout()
     assert len(CASES_OF_BENCH) >= 40 and len({case.name for case in CASES_OF_BENCH}) == len(CASES_OF_BENCH)
     for label in RIGHT:

@@ -1,4 +1,4 @@
-"""The picture of a run, drawn by its program."""
+"""The plot of a run, drawn by its own process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw(folder: RunFolder) -> subprocess.CompletedProcess[str]:
 
 
 def pixels(folder: RunFolder) -> tuple[int, int, set[bytes]]:
-    """Width, height and the colours of the picture."""
+    """Return width, height and colours of the plot."""
     from PIL import Image
 
     with Image.open(folder.plot) as image:
@@ -41,7 +41,7 @@ def pixels(folder: RunFolder) -> tuple[int, int, set[bytes]]:
     return image.width, image.height, {bytes(colour) for _, colour in found}
 
 
-def test_rewards_successes_and_held_out_accuracies_are_drawn(folder):
+def test_plot_draws_rewards_successes_and_accuracies(folder):
     for label, wins in (("before", 5), ("after", 150)):
         write_json(folder.evaluation(label), evaluation(label, wins, wins))
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(50)))
@@ -53,19 +53,19 @@ def test_rewards_successes_and_held_out_accuracies_are_drawn(folder):
     assert not list(folder.path.glob(".plot*"))
 
 
-def test_a_run_with_nothing_measured_has_a_picture_that_says_so(folder):
+def test_run_without_measurements_still_gets_a_plot(folder):
     done = draw(folder)
     assert done.returncode == 0, done.stderr
     _, _, colours = pixels(folder)
     assert bytes.fromhex("c2571a") not in colours
 
 
-def test_a_folder_that_is_no_run_is_told(tmp_path):
+def test_plot_of_missing_run_fails_with_reason(tmp_path):
     done = draw(RunFolder(tmp_path / "none"))
     assert done.returncode == 1 and "does not exist" in done.stderr
 
 
-def test_smoothing_keeps_the_length_and_the_level():
+def test_smoothing_keeps_length_and_level():
     assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
     assert smoothed([2.0] * 7, 4) == [2.0] * 7
     assert smoothed([3.0], 9) == [3.0] and smoothed([], 5) == [] and smoothed([1.0, 5.0], 1) == [1.0, 5.0]

@@ -1,4 +1,4 @@
-"""The report says what the records hold, and no more."""
+"""Reports of runs, built from their records."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rows(count: int) -> list[dict]:
     ]
 
 
-def test_accuracies_have_intervals_and_a_rise_is_said(specification, status):
+def test_report_has_intervals_and_says_if_accuracy_rose(specification, status):
     found = build(
         specification, status, {"before": evaluation("before", 6, 2), "after": evaluation("after", 170, 180)}, []
     )
@@ -85,7 +85,7 @@ def test_accuracies_have_intervals_and_a_rise_is_said(specification, status):
     assert build(specification, status, {}, []).rose is None
 
 
-def test_times_steps_and_history(specification, status):
+def test_report_has_times_steps_and_history(specification, status):
     events = [
         Event(seq=1, at=108.0, kind="state", data={"from": "starting", "to": "training"}),
         Event(seq=2, at=150.0, kind="state", data={"from": "training", "to": "evaluating"}),
@@ -100,7 +100,7 @@ def test_times_steps_and_history(specification, status):
     assert len(build(specification, status, {}, rows(3)).history) == 3
 
 
-def test_examples_stand_side_by_side(specification, status):
+def test_report_pairs_examples_before_and_after(specification, status):
     found = build(specification, status, {"after": evaluation("after", 1), "before": evaluation("before", 1)}, [])
     by_task = {example.task_id: example for example in found.examples}
     assert [example.task_id for example in found.examples] == ["b", "only before", "only after"]
@@ -109,7 +109,7 @@ def test_examples_stand_side_by_side(specification, status):
     assert by_task["only after"].before is None and by_task["only after"].reference == "7"
 
 
-def test_a_tests_interval_counts_tasks_and_not_rollouts(specification, status):
+def test_test_run_interval_counts_tasks_not_rollouts(specification, status):
     content = {"sampled": sampled(80, 20, rollouts=160, pass_at_k=0.7, all_wrong_share=0.3, all_right_share=0.1)}
     found = build(specification, status.model_copy(update={"kind": "test"}), {"test": content}, [])
     share = found.evaluations["test"].sampled
@@ -117,25 +117,25 @@ def test_a_tests_interval_counts_tasks_and_not_rollouts(specification, status):
     assert share.low == pytest.approx(0.2993, abs=1e-4)
 
 
-def test_an_evaluation_without_tasks_measures_nothing(specification, status):
+def test_evaluation_without_tasks_has_no_share(specification, status):
     content = {"sampled": {"split": "heldout", "tasks": 0, "successes": 0, "accuracy": None}}
     assert build(specification, status, {"after": content}, []).evaluations["after"].sampled is None
 
 
 @pytest.mark.parametrize("content", [{}, {"sampled": 3}, {"sampled": {"tasks": 2}}, {"sampled": {"tasks": "many"}}])
-def test_an_evaluation_that_is_none_is_named(specification, status, content):
+def test_invalid_evaluation_is_named(specification, status, content):
     with pytest.raises(Corrupt, match="'after'"):
         build(specification, status, {"after": content}, [])
 
 
-def test_rows_of_a_resumed_run_count_once_and_torn_lines_not_at_all(tmp_path):
+def test_read_rows_takes_last_of_each_step_and_skips_torn_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1,"reward":1}\n{"step":2,"reward":2}\n{"step":2,"reward":3}\n[]\n{"step":3,"rew')
     assert read_rows(path) == [{"step": 1, "reward": 1}, {"step": 2, "reward": 3}]
     assert read_rows(tmp_path / "none") == []
 
 
-def test_a_folder_is_read_and_its_report_survives_json(tmp_path, specification, status):
+def test_gather_reads_folder_and_results_round_trip(tmp_path, specification, status):
     folder = RunFolder.create(tmp_path / "runs", specification.run_id)
     for label, wins in (("before", 5), ("after", 150)):
         write_json(folder.evaluation(label), evaluation(label, wins))
@@ -149,7 +149,7 @@ def test_a_folder_is_read_and_its_report_survives_json(tmp_path, specification, 
     assert gather(folder, specification, status).checkpoint is None
 
 
-def test_the_time_between_attempts_is_no_training(specification, status):
+def test_training_time_excludes_time_between_attempts(specification, status):
     events = [
         Event(seq=1, at=108.0, kind="first_step", data={"step": 1}),
         Event(seq=2, at=120.0, kind="state", data={"from": "training", "to": "lost"}),
@@ -161,7 +161,7 @@ def test_the_time_between_attempts_is_no_training(specification, status):
     assert (found.seconds.to_first_step, found.seconds.training) == (8.0, 21.5)
 
 
-def test_the_page_of_a_run_with_many_evaluations_has_the_last_one(specification, status):
+def test_page_with_many_evaluations_shows_the_last(specification, status):
     labels = ["after", "before", *(f"step-{number}" for number in range(1, 400))]
     found = build(specification, status, {label: evaluation(label, 6, 7) for label in labels}, [])
     table = next(

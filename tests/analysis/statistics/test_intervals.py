@@ -1,4 +1,4 @@
-"""Wilson's interval against published values, and when a share has risen."""
+"""The Wilson interval against published values, and the criterion for a rise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from toprope.errors import InvalidValue
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_the_published_intervals(successes, n, low, high):
+def test_wilson_matches_published_intervals(successes, n, low, high):
     found = wilson(successes, n)
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
     assert found.value == successes / n and found.n == n
 
 
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
-def test_an_interval_holds_its_share_within_zero_and_one(case, confidence):
+def test_wilson_interval_contains_share_within_zero_and_one(case, confidence):
     found = wilson(*case, confidence)
     assert 0 <= found.low <= found.value <= found.high <= 1
     assert found.low < found.high
@@ -35,7 +35,7 @@ def test_an_interval_holds_its_share_within_zero_and_one(case, confidence):
     assert mirrored.low == pytest.approx(1 - found.high, abs=1e-12)
 
 
-def test_more_tasks_make_it_narrower_and_more_confidence_wider():
+def test_wilson_narrows_with_tasks_and_widens_with_confidence():
     assert wilson(50, 1000).high - wilson(50, 1000).low < wilson(5, 100).high - wilson(5, 100).low
     assert wilson(5, 100, 0.99).low < wilson(5, 100, 0.95).low
 
@@ -46,7 +46,7 @@ def test_wilson_refuses_invalid_counts(successes, n, confidence):
         wilson(successes, n, confidence)
 
 
-def test_a_share_rose_only_if_the_intervals_do_not_meet():
+def test_rose_requires_disjoint_intervals():
     assert rose(wilson(5, 100), wilson(90, 100))
     assert not rose(wilson(5, 100), wilson(8, 100))
     assert not rose(wilson(90, 100), wilson(5, 100))

@@ -1,4 +1,4 @@
-"""The noise floor, and when the last experiments stay below it."""
+"""The noise floor, and plateaus of experiments below it."""
 
 import pytest
 
@@ -19,21 +19,21 @@ def trial(number, *accuracies, tasks=200, configuration=None):
     )  # fmt: skip
 
 
-def test_the_floor_is_what_two_shares_of_so_many_tasks_may_differ_by():
+def test_noise_floor_shrinks_with_number_of_tasks():
     floor, from_seeds = noise_floor([trial(1, 0.5)])
     assert floor == pytest.approx(1.96 * (2 * 0.25 / 200) ** 0.5, rel=0.01) and not from_seeds
     assert noise_floor([trial(1, 0.5, tasks=2000)])[0] < floor / 3
-    assert noise_floor([trial(1, 1.0)])[0] > 0  # the normal form would be empty there
+    assert noise_floor([trial(1, 1.0)])[0] > 0  # the normal interval would be empty here
     assert noise_floor([trial(1)]) is None
 
 
-def test_seeds_of_one_configuration_raise_the_floor():
+def test_spread_of_seeds_raises_noise_floor():
     floor, from_seeds = noise_floor([trial(1, 0.3, 0.6, 0.5, tasks=5000)])
     # t(0.975, 2) = 4.303; the standard deviation of .3, .6, .5 is .1528
     assert floor == pytest.approx(4.303 * 2**0.5 * 0.1528, rel=0.01) and from_seeds
 
 
-def test_small_gains_are_a_plateau_and_large_ones_are_none():
+def test_plateau_holds_for_small_gains_only():
     flat = [trial(1, 0.3), trial(2, 0.5), trial(3, 0.51), trial(4, 0.49), trial(5, 0.52)]
     found = plateau(flat[::-1])
     assert (found.count, found.best_before, found.best_since, found.stands) == (3, 0.5, 0.52, True)
@@ -42,7 +42,7 @@ def test_small_gains_are_a_plateau_and_large_ones_are_none():
     assert not plateau([*flat, trial(6, 0.7), trial(7, 0.2)]).stands
 
 
-def test_too_few_experiments_say_nothing():
+def test_too_few_experiments_give_no_plateau():
     assert plateau([trial(number, 0.5) for number in (1, 2, 3)]) is None
     assert plateau([trial(number) for number in range(9)]) is None
     assert plateau([]) is None

@@ -1,4 +1,4 @@
-"""The data set environment: files of every kind, columns, folders, and scorers that cannot be fooled cheaply."""
+"""The adapter `dataset`: file formats, columns, allowed folders and scorers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
-def test_files_of_every_kind_give_the_same_tasks(tmp_path: Path, kind: str) -> None:
+def test_dataset_formats_give_same_tasks(tmp_path: Path, kind: str) -> None:
     name = write(tmp_path, kind)
     environment = opened(tmp_path, path=name, prompt="What is {q}?", reference="sum", scorer="numeric", system="Add.")
     tasks = list(environment.tasks())
@@ -67,7 +67,7 @@ def test_files_of_every_kind_give_the_same_tasks(tmp_path: Path, kind: str) -> N
     assert scored(environment, tasks[13], "no idea").parts == {"correct": 0.0, "parsed": 0.0}
 
 
-def test_splits_share_no_content_however_often_a_row_is_repeated(tmp_path: Path) -> None:
+def test_repeated_rows_stay_in_one_split(tmp_path: Path) -> None:
     texts = [f"  Word {n % 150} ".upper() if n % 2 else f"word {n % 150}" for n in range(600)]
     lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in texts]
     (tmp_path / "twice.jsonl").write_text("".join(lines))
@@ -77,7 +77,7 @@ def test_splits_share_no_content_however_often_a_row_is_repeated(tmp_path: Path)
     assert all(found.values())
 
 
-def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
+def test_invalid_knobs_name_valid_choices(tmp_path: Path) -> None:
     write(tmp_path, "jsonl")
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -102,7 +102,7 @@ def test_mistakes_name_what_there_is(tmp_path: Path) -> None:
         next(iter(opened(tmp_path).tasks()))
 
 
-def test_only_files_that_the_owner_allows_are_read(tmp_path: Path) -> None:
+def test_dataset_reads_only_allowed_files(tmp_path: Path) -> None:
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     allowed.mkdir()
     other.mkdir()
@@ -116,7 +116,7 @@ def test_only_files_that_the_owner_allows_are_read(tmp_path: Path) -> None:
     assert [task.reference for task in named.tasks()] == ["a"]
 
 
-def test_an_owners_values_are_the_knobs_defaults(tmp_path: Path) -> None:
+def test_target_knobs_become_defaults(tmp_path: Path) -> None:
     write(tmp_path, "csv")
     environment = make(target(tmp_path, name="sums", knobs={"path": "sums.csv", "prompt": "q", "reference": "sum"}))
     assert environment.name == "sums" and len(list(configure(environment).tasks())) == len(ROWS)
@@ -131,7 +131,7 @@ def test_an_owners_values_are_the_knobs_defaults(tmp_path: Path) -> None:
      ("so \\boxed{\\frac{8}{2}}, that is \\boxed{4}", True), ("4,000e-3", True), ("8/2", True),
      ("The answer is 5, not 4.", False), ("four", False), ("", False), ("1/0", False)],
 )  # fmt: skip
-def test_numbers_are_found_where_models_put_them(text: str, right: bool) -> None:
+def test_numeric_scorer_finds_number_in_answer(text: str, right: bool) -> None:
     found = grading.extract(text, "auto") or text
     if text.startswith("The answer is 5"):
         assert grading.numeric("5", 4, 1e-6) == (True, False)
@@ -139,7 +139,7 @@ def test_numbers_are_found_where_models_put_them(text: str, right: bool) -> None
         assert grading.numeric(found, "4", 1e-6)[1] is right
 
 
-def test_tolerance_choices_patterns_and_mathematics() -> None:
+def test_scorers_of_numbers_choices_patterns_and_math() -> None:
     assert grading.numeric("3.1416", 3.14159265, 1e-3) == (True, True)
     assert grading.numeric("3.2", 3.14159265, 1e-3) == (True, False)
     options = ["Paris", "London", "Rome"]
@@ -166,13 +166,13 @@ def test_tolerance_choices_patterns_and_mathematics() -> None:
      ("import os; os._exit(0)", False), ("import sys; sys.exit(0)", False), ("while True: pass", False),
      ("f = 'a' * (1 << 33)", False), ("print('x' * 99); f = lambda x: x + 1", True)],
 )  # fmt: skip
-def test_code_passes_its_tests_or_not(code: str, passes: bool) -> None:
+def test_unit_tests_scorer_bounds_time_and_memory(code: str, passes: bool) -> None:
     began = time.monotonic()
     assert grading.unit_tests(code, "assert f(1) == 2", 0.6, 256) == (True, passes)
     assert time.monotonic() - began < 4
 
 
-def test_code_may_write_its_folder_and_sees_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_tests_code_writes_own_folder_and_sees_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -185,7 +185,7 @@ def test_code_may_write_its_folder_and_sees_no_key(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_code_reaches_no_process_file_or_network(tmp_path: Path) -> None:
+def test_unit_tests_code_reaches_no_process_file_or_network(tmp_path: Path) -> None:
     try:
         run_python("1")
     except Unconfined as why:
@@ -200,11 +200,11 @@ def test_code_reaches_no_process_file_or_network(tmp_path: Path) -> None:
     assert secret.read_text() == "x"
 
 
-def test_code_imports_installed_packages() -> None:
+def test_unit_tests_code_imports_installed_packages() -> None:
     assert grading.unit_tests("import numpy", "assert numpy.arange(3).sum() == 3", 20.0, 4096) == (True, True)
 
 
-def test_options_are_put_below_the_question_and_solutions_are_tried(tmp_path: Path) -> None:
+def test_choices_follow_question_and_solutions_are_tried(tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text(
         '{"q": "Capital of France?", "options": ["Rome", "Paris"], "answer": 1}\n'
         '{"q": "?", "options": [1], "answer": 0}\n'

@@ -1,7 +1,6 @@
-"""Adapters of verifiers, OpenEnv, inspect-ai and Atropos: with the real packages, and what runs without them.
+"""Adapters of verifiers, OpenEnv, inspect-ai and Atropos, with the real packages.
 
-The packages lie in interpreters of their own (`make test-engines` installs them); where one is missing its
-tests are skipped.
+The packages are in separate interpreters (`make test-engines` installs them); tests of a missing one are skipped.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ async def reference(link: WorkerClient) -> str:
 
 
 @pytest.mark.engines
-def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Path) -> None:
+def test_verifiers_rewards_and_metrics_become_weighted_parts(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         weights = {name: part["weight"] for name, part in card["parts"].items()}
         assert (
@@ -92,14 +91,14 @@ def test_verifiers_rewards_and_metrics_are_parts_with_their_weights(tmp_path: Pa
 
 
 @pytest.mark.engines
-def test_an_openenv_server_is_started_waited_for_where_it_is_full_and_ended(tmp_path: Path) -> None:
+def test_openenv_server_is_started_shared_and_ended(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         assert card["parts"].keys() == {"reward"} and card["max_turns"] == 16
         found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
         word = found["tasks"][0]["messages"][0]["content"].removeprefix("Copy: ")
         good, bad = await scores(link, word, "zz")
         assert good["reward"] == 1.0 and good["success"] and good["turns"] == 1
-        assert bad["reward"] == 0.0 and bad["turns"] == 2, "a second step is a second turn"
+        assert bad["reward"] == 0.0 and bad["turns"] == 2, "each step is a turn"
         played = await run(link, word, 8)  # the server allows three at a time
         assert [(outcome["error"], outcome["reward"]) for outcome in played["outcomes"]] == [(None, 1.0)] * 8
 
@@ -120,7 +119,7 @@ def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
-def test_an_atropos_environment_is_played_without_an_api(tmp_path: Path, tiny_policy: Path) -> None:
+def test_atropos_environment_runs_without_its_api(tmp_path: Path, tiny_policy: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         right = await reference(link)
         good, bad = await scores(link, right, "zz")
@@ -133,7 +132,7 @@ def test_an_atropos_environment_is_played_without_an_api(tmp_path: Path, tiny_po
 
 
 @pytest.mark.parametrize("adapter", [verifiers, openenv, inspect_ai, atropos])
-def test_each_declares_what_pip_is_given_and_finds_its_sample_by_reading(adapter: Any, tmp_path: Path) -> None:
+def test_adapter_declares_requirements_and_finds_sample(adapter: Any, tmp_path: Path) -> None:
     name = adapter.__name__.rpartition(".")[2]
     sample = BY_NAME[name]
     target = write(sample, tmp_path)["target"]
@@ -145,7 +144,7 @@ def test_each_declares_what_pip_is_given_and_finds_its_sample_by_reading(adapter
         adapter.make("/nowhere/at/all.py:X")
 
 
-def test_installed_packages_are_listed_by_their_files(tmp_path: Path) -> None:
+def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     def package(name: str, requires: str, text: str) -> None:
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
@@ -179,7 +178,7 @@ def session() -> Iterator[Session]:
         yield one
 
 
-def test_the_policy_is_asked_from_within_a_rollout(session: Session) -> None:
+def test_ask_queries_policy_or_says_it_is_unreachable(session: Session) -> None:
     said = asyncio.run(ask(session, [{"role": "user", "content": "x"}]))
     assert said == {"role": "assistant", "content": "so be it", "finish_reason": "stop"}
     nowhere = Session("http://127.0.0.1:9/v1", "k", "m")
@@ -190,7 +189,7 @@ def test_the_policy_is_asked_from_within_a_rollout(session: Session) -> None:
     assert asyncio.run(ask(wrong, []))["content"] == "so be it"
 
 
-def test_what_an_atropos_environment_asks_belongs_to_the_rollout_that_it_goes_on_from(session: Session) -> None:
+def test_atropos_requests_belong_to_the_rollout_they_continue(session: Session) -> None:
     group = Group([session] * 3)
     first = group.take(3, "prompt")
     assert first == group.rollouts
@@ -201,5 +200,5 @@ def test_what_an_atropos_environment_asks_belongs_to_the_rollout_that_it_goes_on
     assert again is group.rollouts[1]
     again.said.append("second 1")
     assert group.whose(["x answer 2", "x answer 1 go on second 1", "nothing known"]) == [2, 1, 0]
-    assert group.whose(["a", "b"]) == [0, 1], "what cannot be told goes by its place"
+    assert group.whose(["a", "b"]) == [0, 1], "texts without a known answer are assigned by position"
     assert len(group.take(5, "")) == 5

@@ -1,4 +1,4 @@
-"""The adapters' own code, with stand-ins for the packages that they adapt: runs wherever these are not installed."""
+"""Adapters of verifiers, OpenEnv, inspect-ai and Atropos, with stand-ins for these packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **holds: Any) -> None:
-    """Puts a module, and the packages above it, where imports find them."""
+    """Install a stand-in module and its parent packages in `sys.modules`."""
     words = name.split(".")
     for place in range(1, len(words) + 1):
         known = ".".join(words[:place])
@@ -36,7 +36,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **holds: Any) -> None:
         monkeypatch.setattr(sys.modules[name], key, value, raising=False)
 
 
-# A stand-in for websockets: the server's side of OpenEnv's protocol, without a socket.
+# A stand-in for websockets: the server side of the OpenEnv protocol, without a socket.
 
 
 class ConnectionClosed(Exception):
@@ -44,14 +44,15 @@ class ConnectionClosed(Exception):
 
 
 class Episode:
-    """Says its seed, wants it back; two at a time."""
+    """An episode that states its seed and rewards repeating it; two may be open at a time."""
 
-    open = 0
+    open = refused = 0
 
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = []
         self.full = Episode.open >= 2
         Episode.open += not self.full
+        Episode.refused += self.full
 
     async def send(self, text: str) -> None:
         asked = json.loads(text)
@@ -73,7 +74,7 @@ class Episode:
         return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done}}
 
     async def recv(self) -> str:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
         return json.dumps(self.answers.pop(0))
 
     async def close(self) -> None:
@@ -87,7 +88,7 @@ async def connect(url: str, **options: Any) -> Episode:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What OpenEnv says over HTTP; the rest is `Episode`."""
+    """The HTTP part of an OpenEnv server; `Episode` is the rest."""
     text = {"type": "string"}
     schema = {
         "action": {"properties": {"message": text, "metadata": {}}, "required": ["message"]},
@@ -107,7 +108,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
     module(monkeypatch, "websockets.asyncio.client", connect=connect)
     module(monkeypatch, "websockets.exceptions", ConnectionClosed=ConnectionClosed, WebSocketException=ConnectionClosed)
-    Episode.open = 0
+    Episode.open = Episode.refused = 0
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -122,11 +123,11 @@ def played(environment: Environment, task: Task, answer: str, size: int) -> list
         return asyncio.run(sample_group(environment, task, [session] * size)).outcomes
 
 
-def test_openenv_fields_come_from_the_schema_and_a_full_server_is_waited_for(server: str) -> None:
+def test_openenv_reads_schema_and_waits_for_full_server(server: str) -> None:
     environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}, "tasks": 6})
     tasks = list(environment.tasks())
     assert [task.messages[0]["content"] for task in tasks] == [f"say {seed}" for seed in range(6)]
-    assert [one.reward for one in played(environment, tasks[4], "4", 5)] == [1.0] * 5
+    assert [one.reward for one in played(environment, tasks[4], "4", 5)] == [1.0] * 5 and Episode.refused
     [bad] = played(environment, tasks[4], "5", 1)
     assert (bad.reward, bad.error, bad.success, bad.turns) == (0.0, None, False, 1)
     [broken] = played(environment, tasks[4], "boom", 1)
@@ -134,7 +135,7 @@ def test_openenv_fields_come_from_the_schema_and_a_full_server_is_waited_for(ser
     assert Episode.open == 0, "every episode is closed"
 
 
-def test_openenv_says_which_field_is_wrong(server: str) -> None:
+def test_openenv_refuses_unknown_field_and_reward_range(server: str) -> None:
     environment = configure(openenv.make(server), knobs={"observation": "txt", "action": "message"})
     with pytest.raises(EnvironmentMistake, match="Fields: text"):
         next(iter(environment.tasks()))
@@ -144,7 +145,7 @@ def test_openenv_says_which_field_is_wrong(server: str) -> None:
 
 def reward(name: str, weight: float, gives: Any) -> Any:
     def function() -> None:
-        """What it is."""
+        """A reward."""
 
     function.__name__, function._vf_weight = name, weight  # type: ignore[attr-defined]
     function.__annotations__ = {"return": gives} if gives else {}
@@ -168,7 +169,7 @@ def trace(rewards: dict[str, tuple[float, float]], trainable: bool = True, **mor
     return Thing(agent=Thing(trainable=trainable), rewards=given, **rest | more)
 
 
-def test_verifiers_parts_are_known_before_anything_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifiers_declares_parts_and_reads_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "verifiers.v1.dialects.chat", message_to_wire=lambda message: message)
     environment = vf()
     hooks = {
@@ -190,7 +191,7 @@ def test_verifiers_parts_are_known_before_anything_is_played(monkeypatch: pytest
     assert failed.error == "TaskError: no file"
 
 
-def test_a_reward_that_nobody_declared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifiers_refuses_undeclared_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = vf()
     environment.parts = environment._parts(
         Thing(hooks={"reward": [reward("exact", 1.0, float)], "metric": []}.get, plugged_judges=lambda: [])
@@ -205,7 +206,7 @@ def session(**other: Any) -> Session:
     return Session(**{"base_url": "http://x/v1", "api_key": "k", "model": "m"} | other)
 
 
-def test_inspect_plays_one_evaluation_at_a_time_and_what_waits_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_batches_alike_rollouts_into_one_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     running = 0
 
@@ -235,7 +236,7 @@ def test_inspect_plays_one_evaluation_at_a_time_and_what_waits_goes_together(mon
         assert await asyncio.gather(*first, *second, warm) == [
             *("a by 0", "a by 1", "a by 2", "b by 0", "b by 1", "c by k"),
         ]
-        assert calls == [3, 2, 1], "what is sampled otherwise goes by itself"
+        assert calls == [3, 2, 1], "rollouts with other sampling settings run separately"
         with pytest.raises(RuntimeError, match="no such tool"):
             await ask("bad")
         assert await ask("d") == "d by k"
@@ -243,7 +244,7 @@ def test_inspect_plays_one_evaluation_at_a_time_and_what_waits_goes_together(mon
     asyncio.run(work())
 
 
-def test_inspect_scores_become_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_converts_scores_to_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"C": 1.0, "I": 0.0}
     module(monkeypatch, "inspect_ai.scorer", value_to_float=lambda: lambda value: values.get(value, value))
     environment = object.__new__(inspect_ai.Inspect)
@@ -265,7 +266,7 @@ def test_inspect_scores_become_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Collects:
-    """As much of an Atropos environment as is played."""
+    """An Atropos environment with the members that the adapter uses."""
 
     tokenizer = Thing(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -295,7 +296,7 @@ class Collects:
         (None, [{}, {}, {}], "dropped the group"),
     ],
 )
-def test_atropos_scores_find_their_rollouts(scores: Any, parts: list[Any], said: str) -> None:
+def test_atropos_assigns_scores_to_rollouts(scores: Any, parts: list[Any], said: str) -> None:
     environment = object.__new__(atropos.Atropos)
     environment.knobs = atropos.AtroposKnobs()
     environment._loop, environment._env = atropos._Loop(), Collects(scores)
@@ -306,14 +307,14 @@ def test_atropos_scores_find_their_rollouts(scores: Any, parts: list[Any], said:
     assert any(said in error for error in errors)
 
 
-def test_atropos_items_become_prompts() -> None:
+def test_atropos_converts_items_to_prompts() -> None:
     message = frozenset({"role": "user", "content": "hi"}.items())
     assert atropos._shown(((message,), "gold")) == [{"role": "user", "content": "hi"}]
     assert atropos._shown({"question": "how many?"}) == "how many?" and atropos._shown(7) == "7"
     assert atropos._reference(((message,), "gold")) == "gold" and atropos._reference({"answer": "3"}) == "3"
 
 
-def test_a_file_that_is_no_program_is_no_tool_server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifiers_refuses_tool_server_that_is_not_a_program(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "served.py"
     made = types.ModuleType("served")
     made.__file__ = str(file)

@@ -1,10 +1,9 @@
-"""NeMo Gym's resources servers by address, against a small one that speaks their protocol."""
+"""The adapter of NeMo Gym, against a small resources server that speaks its protocol."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,11 +16,11 @@ from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
 
 RESPONSE = {"id", "created_at", "object", "model", "output", "parallel_tool_calls", "tool_choice", "tools"}
-"""Fields that a response of OpenAI's must have."""
+"""Required fields of an OpenAI response."""
 
 
 class Gym(ThreadingHTTPServer):
-    """A counter with a session each: the reward is 1 when it stands at the row's `target`."""
+    """A counter per session; the reward is 1 if the count equals the `target` of the row."""
 
     daemon_threads = True
 
@@ -30,9 +29,12 @@ class Gym(ThreadingHTTPServer):
         self.counts: dict[str, int] = {}
         self.verified: list[dict[str, Any]] = []
         self.answers: dict[str, tuple[int, Any]] = {}
-        """What to answer to a path instead."""
-        self.slow = 0.0
-        self.busy = self.most = 0
+        """Answers by path that replace the normal ones."""
+        self.open = threading.Event()
+        """Verification waits until this is set."""
+        self.open.set()
+        self.together = threading.Barrier(1)
+        """Verifications that must be in progress at once."""
         self.lock = threading.Lock()
 
     @property
@@ -51,14 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         sent = SimpleCookie(self.headers.get("Cookie", ""))
         session = sent["session"].value if "session" in sent else ""
-        with self.server.lock:
-            self.server.busy += 1
-            self.server.most = max(self.server.most, self.server.busy)
-        try:
-            status, value, cookie = self.answer(self.path, body, session)
-        finally:
-            with self.server.lock:
-                self.server.busy -= 1
+        status, value, cookie = self.answer(self.path, body, session)
         data = json.dumps(value).encode() if not isinstance(value, str) else value.encode()
         self.send_response(status)
         if cookie:
@@ -81,7 +76,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.counts[session] += body["by"]
             return 200, {"count": self.server.counts[session]}, ""
         if path == "/verify":
-            time.sleep(self.server.slow)
+            self.server.open.wait(60)
+            self.server.together.wait(30)
             missing = RESPONSE - body["response"].keys()
             if missing or body["response"]["object"] != "response":
                 return 422, {"detail": f"missing {missing}"}, ""
@@ -134,7 +130,7 @@ def say(service: Service, *moves: list[Any]) -> list[dict[str, Any]]:
 CALL = '<tool_call>{"name": "increment", "arguments": {"by": %s}}</tool_call>'
 
 
-def test_each_rollout_has_its_session_its_tools_and_its_verdict(gym: Gym, tmp_path: Path) -> None:
+def test_nemo_gym_rollouts_have_own_session_tools_and_reward(gym: Gym, tmp_path: Path) -> None:
     service = opened(gym, tmp_path, shown=["score", "nothing"])
     (a, b), first = begun(service, 2)
     assert first[0]["content"].startswith("Count.\n\n# Tools") and '"increment"' in first[0]["content"]
@@ -142,7 +138,7 @@ def test_each_rollout_has_its_session_its_tools_and_its_verdict(gym: Gym, tmp_pa
     start = int(first[1]["content"].split()[1])
     one, two = say(service, [a, "Adding. " + CALL % 3], [b, CALL % '"x"'])
     assert json.loads(one["messages"][0]["content"]) == {"count": start + 3}
-    assert "by must be a number" in two["messages"][0]["content"]  # what a server refuses is for the policy to see
+    assert "by must be a number" in two["messages"][0]["content"]  # the policy sees the refusal
     say(service, [b, "I give up"])
     [last] = say(service, [a, "Done"])
     [early] = service.answer("settle", {"rollouts": [b]})
@@ -156,15 +152,15 @@ def test_each_rollout_has_its_session_its_tools_and_its_verdict(gym: Gym, tmp_pa
     assert body["target"] == start + 3 and body["response"]["tools"] == [TOOL]
 
 
-def test_a_group_is_verified_beside_each_other(gym: Gym, tmp_path: Path) -> None:
-    gym.slow = 0.2
-    service = opened(gym, tmp_path)
+def test_nemo_gym_verifies_group_concurrently(gym: Gym, tmp_path: Path) -> None:
+    gym.together = threading.Barrier(2)
+    service = opened(gym, tmp_path, timeout_s=60)
     handles, _ = begun(service, 6)
     turns = say(service, *([handle, "3"] for handle in handles))
-    assert all(turn["outcome"]["error"] is None for turn in turns) and gym.most > 1
+    assert all(turn["outcome"]["error"] is None for turn in turns)
 
 
-def test_an_answer_that_was_cut_off_is_incomplete(gym: Gym, tmp_path: Path) -> None:
+def test_nemo_gym_marks_truncated_answer_incomplete(gym: Gym, tmp_path: Path) -> None:
     service = opened(gym, tmp_path)
     (a,), _ = begun(service, 1)
     service.answer("advance", {"moves": [[a, "half a", True]]})
@@ -183,7 +179,7 @@ def test_an_answer_that_was_cut_off_is_incomplete(gym: Gym, tmp_path: Path) -> N
         ("/verify", (200, {"reward": 0, "mask_sample": True, "failure_reason": "judge is out"}), "judge is out"),
     ],
 )
-def test_a_rollout_that_cannot_be_verified_says_why(
+def test_nemo_gym_reports_failed_verification(
     gym: Gym, tmp_path: Path, path: str, answer: tuple[int, Any], said: str
 ) -> None:
     service = opened(gym, tmp_path)
@@ -193,19 +189,20 @@ def test_a_rollout_that_cannot_be_verified_says_why(
     assert said in turn["outcome"]["error"] and turn["outcome"]["reward"] == 0.0
 
 
-def test_a_server_that_is_not_there_or_too_slow_is_named(gym: Gym, tmp_path: Path) -> None:
+def test_nemo_gym_names_missing_or_slow_server(gym: Gym, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="Nothing answers at http://127.0.0.1:9: .* Start the resources server first"):
         opened(gym, tmp_path, url="http://127.0.0.1:9")
     service = opened(gym, tmp_path, timeout_s=0.2)
     (a,), _ = begun(service, 1)
-    gym.slow = 2.0
+    gym.open.clear()
     [turn] = say(service, [a, "x"])
+    gym.open.set()
     assert "/verify did not answer within 0.2 s" in turn["outcome"]["error"]
     gym.answers["/seed_session"] = (422, {"detail": "no start"})
     with pytest.raises(Exception, match="/seed_session answered 422"):
         begun(service, 1)
     gym.answers["/seed_session"] = (404, {})
-    assert begun(service, 1)  # a server without state
+    assert begun(service, 1)  # a server without state has no such path
 
 
 @pytest.mark.parametrize(
@@ -218,12 +215,12 @@ def test_a_server_that_is_not_there_or_too_slow_is_named(gym: Gym, tmp_path: Pat
         ({"colour": 1}, "The target of nemo_gym has no 'colour'"),
     ],
 )
-def test_wrong_targets_say_what_is_right(gym: Gym, tmp_path: Path, target: dict[str, Any], said: str) -> None:
+def test_nemo_gym_refuses_invalid_target(gym: Gym, tmp_path: Path, target: dict[str, Any], said: str) -> None:
     with pytest.raises(LoadError, match=said):
         opened(gym, tmp_path, **target)
 
 
-def test_inputs_of_every_kind_become_messages_or_an_error(gym: Gym, tmp_path: Path) -> None:
+def test_nemo_gym_converts_inputs_or_explains(gym: Gym, tmp_path: Path) -> None:
     given = [
         {"role": "user", "content": "Go on"}, {"type": "reasoning", "summary": []},
         {"type": "function_call", "name": "increment", "arguments": '{"by": 1}', "call_id": "c"},

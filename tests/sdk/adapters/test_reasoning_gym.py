@@ -1,10 +1,11 @@
-"""reasoning-gym's tasks as environments: the list without an import, knobs, scoring, splits, and a real worker."""
+"""The adapter of reasoning-gym: listing without import, knobs, scoring and splits, in a real worker."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from toprope.sdk.worker.client import WorkerClient
 
 SOME = ["spell_backward", "chain_sum", "boxnet", "prime_factorization", "game_of_life_halting", "word_sorting", "acre",
         "word_ladder", "time_intervals", "intermediate_integration"]  # fmt: skip
-"""Oddities: no reference, scorers that raise or reward junk, enumerations, dates, sets, a tuple that is none."""
+"""Unusual tasks: no reference, scorers that raise or reward junk, enumerations, dates, sets, a false tuple."""
 
 
 def opened(target: str, **settings: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def opened(target: str, **settings: Any) -> dict[str, Any]:
 
 
 async def outcomes(link: WorkerClient, target: str, answers: list[str], **settings: Any) -> list[dict[str, Any]]:
-    """The first training task's outcome for each answer; `{}` in one stands for the reference."""
+    """Return the outcome of each answer to the first training task; `{}` in an answer is the reference."""
     await link.call("open", **opened(target, **settings))
     begun = await link.call("begin", split="train", index=0, count=len(answers))
     reference = (await link.call("tasks", split="train", start=0, count=1))["tasks"][0]["reference"]
@@ -34,7 +35,7 @@ async def outcomes(link: WorkerClient, target: str, answers: list[str], **settin
     return [turn["outcome"] for turn in await link.call("advance", moves=moves)]
 
 
-def test_the_list_is_what_the_package_registers_and_nothing_is_imported() -> None:
+def test_listing_matches_registered_tasks_without_import() -> None:
     code = (
         "import sys; from toprope.sdk.adapters.reasoning_gym import Listing; tasks = Listing().tasks();"
         "assert 'reasoning_gym' not in sys.modules; from reasoning_gym.factory import DATASETS;"
@@ -46,7 +47,7 @@ def test_the_list_is_what_the_package_registers_and_nothing_is_imported() -> Non
     subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root})
 
 
-def test_the_list_follows_the_files(tmp_path: Path) -> None:
+def test_listing_follows_changed_files(tmp_path: Path) -> None:
     (tmp_path / "games" / "deep").mkdir(parents=True)
     file = tmp_path / "games" / "deep" / "new.py"
     file.write_text('"""Play."""\nDATASET_NAME = "new"\nregister_dataset(DATASET_NAME, NewDataset, NewConfig)\n')
@@ -59,7 +60,7 @@ def test_the_list_follows_the_files(tmp_path: Path) -> None:
     assert (task.name, task.description) == ("newer", "Other.")
 
 
-def test_odd_tasks_open_with_their_own_values_begin_and_take_junk() -> None:
+def test_unusual_tasks_open_with_defaults_and_score_junk() -> None:
     async def body() -> None:
         async with await WorkerClient.start() as link:
             for target in SOME:
@@ -75,7 +76,7 @@ def test_odd_tasks_open_with_their_own_values_begin_and_take_junk() -> None:
     asyncio.run(body())
 
 
-def test_scoring_says_what_is_rewarded_and_never_what_succeeds() -> None:
+def test_scoring_knob_changes_reward_but_not_success() -> None:
     async def body() -> None:
         expected = {"exact": [1.0, 0.0], "partial": [1.0, 0.6], "both": [1.0, 0.3]}
         async with await WorkerClient.start() as link:
@@ -91,7 +92,7 @@ def test_scoring_says_what_is_rewarded_and_never_what_succeeds() -> None:
     asyncio.run(body())
 
 
-def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
+def test_knobs_have_package_comments_and_limits() -> None:
     async def body() -> None:
         async with await WorkerClient.start() as link:
             card = await link.call("open", **opened("spell_backward", knobs={"min_word_len": 4}))
@@ -113,7 +114,7 @@ def test_knobs_carry_the_package_s_comments_and_its_refusals() -> None:
     asyncio.run(body())
 
 
-def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> None:
+def test_splits_are_disjoint_and_equal_for_every_seed() -> None:
     async def read(seed: int) -> dict[str, list[str]]:
         async with await WorkerClient.start() as link:
             knobs = {"min_word_len": 3, "max_word_len": 3}
@@ -136,7 +137,7 @@ def test_splits_are_disjoint_and_alike_in_every_worker_and_for_every_seed() -> N
     assert len(one["train"]) > 6 * len(one["heldout"]) > 200
 
 
-async def levels(link: WorkerClient) -> None:
+async def check_difficulty(link: WorkerClient) -> None:
     async def knobs_of(target: str, **knobs: Any) -> dict[str, Any]:
         card = await link.call("open", **opened(target, knobs=knobs))
         return {knob["name"]: knob for knob in card["knobs"]}
@@ -151,17 +152,17 @@ async def levels(link: WorkerClient) -> None:
     assert "word_len" in knob["description"]
     assert await longest(max_word_len=4) == 4 and await longest() <= 10
     lengths = [await longest(difficulty=level, max_word_len=4) for level in range(1, 6)]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # it governs what was configured
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]  # difficulty overrides the knob
     cipher, knight = await knobs_of("caesar_cipher"), await knobs_of("knight_swap")
     assert cipher["difficulty"]["le"] == 2 and "is refused" in cipher["difficulty"]["description"]
-    assert "difficulty" not in knight  # none of its levels is accepted by its own configuration
+    assert "difficulty" not in knight  # its configuration refuses every level
     own = await knobs_of("bitwise_arithmetic", level=1)
     assert own["difficulty"]["default"] == 2 and own["level"]["ge"] == 0
     with pytest.raises(WorkerError, match="must be between 0 and 5"):
         await knobs_of("spell_backward", difficulty=6)
 
 
-async def mixture(link: WorkerClient) -> None:
+async def check_composite(link: WorkerClient) -> None:
     tasks = [{"name": "spell_backward", "weight": 3, "knobs": {"min_word_len": 3, "max_word_len": 3}},
              {"name": "gcd", "knobs": {"difficulty": 1}}]  # fmt: skip
     card = await link.call("open", **opened("composite", knobs={"tasks": tasks, "scoring": "exact"}))
@@ -194,10 +195,10 @@ async def mixture(link: WorkerClient) -> None:
         await link.call("open", **opened("{}"))
 
 
-def test_difficulty_is_the_level_that_a_task_accepts_and_a_composite_mixes_tasks() -> None:
+@pytest.mark.parametrize("check", [check_difficulty, check_composite])
+def test_difficulty_knob_and_composite_of_tasks(check: Callable[[WorkerClient], Awaitable[None]]) -> None:
     async def body() -> None:
         async with await WorkerClient.start() as link:
-            await levels(link)
-            await mixture(link)
+            await check(link)
 
     asyncio.run(body())

@@ -1,4 +1,4 @@
-"""A plain score function with its prompts, as an environment."""
+"""The adapter `score`: an environment of a score function and a file of prompts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def outcome(tmp_path: Path, answer: str, index: int = 0, **target: Any) -> Any:
     return rollout.advance(answer.replace("{}", str(task.reference))).outcome
 
 
-def test_a_function_and_a_file_of_rows_are_an_environment(tmp_path: Path) -> None:
+def test_score_function_with_rows_is_an_environment(tmp_path: Path) -> None:
     right = outcome(tmp_path, " {} ", 1)
     assert (right.reward, right.success) == (1.0, True)
     assert outcome(tmp_path, "3").reward == 0.0
     assert score.make(json.dumps({"file": str(tmp_path / "grade.py")})).__doc__ == "Sums, graded."
 
 
-def test_the_range_is_declared_and_kept(tmp_path: Path) -> None:
+def test_score_outside_range_is_refused_or_clipped(tmp_path: Path) -> None:
     assert "slowly() gave 1.2, beyond 0 to 1" in outcome(tmp_path, "x" * 12, function="slowly").error
     clipped = outcome(tmp_path, "x" * 12, function="slowly", clip=True)
     assert clipped.reward == 1.0 and clipped.success
@@ -64,7 +64,7 @@ def test_the_range_is_declared_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"), [("nan", "nan, which is not finite"), ("none", "None, which is not a number"), ("text", "'1'")]
 )
-def test_what_is_no_number_is_the_rollouts_error(tmp_path: Path, answer: str, said: str) -> None:
+def test_score_that_is_not_a_number_is_rollout_error(tmp_path: Path, answer: str, said: str) -> None:
     assert said in outcome(tmp_path, answer, function="odd").error
 
 
@@ -79,20 +79,20 @@ def test_what_is_no_number_is_the_rollouts_error(tmp_path: Path, answer: str, sa
         ({"colour": 1}, "The target of score has no 'colour'"),
     ],
 )
-def test_wrong_targets_say_what_is_right(tmp_path: Path, target: dict[str, Any], said: str) -> None:
+def test_score_refuses_invalid_target(tmp_path: Path, target: dict[str, Any], said: str) -> None:
     with pytest.raises(Exception, match=".") as caught:
         outcome(tmp_path, "x", **target)
     assert said in str(caught.value)
     assert "wants 'missing', which is not a column" in outcome(tmp_path, "x", function="asks").error
 
 
-def test_a_target_that_is_no_object_is_an_error() -> None:
+def test_score_target_must_be_json_object() -> None:
     for target in ("", "[]", "x"):
         with pytest.raises(LoadError, match="JSON object"):
             score.make(target)
 
 
-def test_files_are_found_without_running_them(tmp_path: Path) -> None:
+def test_score_files_are_listed_without_import(tmp_path: Path) -> None:
     file = tmp_path / "grade.py"
     file.write_text(textwrap.dedent(GRADE) + "\nraise SystemExit\n")
     [bare] = score.declared(file, parse(file))

@@ -1,4 +1,4 @@
-"""TextArena's games for one player: a package of the same shape stands in for it; the real one where it is there."""
+"""The adapter of TextArena: single-player games of a stand-in package, and of the real one if it is installed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ WORDS = """
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with a small `textarena`."""
+    """Return a folder of packages with a small stand-in for `textarena`."""
     folder = tmp_path_factory.mktemp("packages")
     single = "from textarena.core import SinglePlayerState\n"
     files = {
@@ -203,7 +203,7 @@ def source(target: str) -> dict[str, Any]:
 async def begun(link: WorkerClient, count: int, index: int = 0, **knobs: Any) -> tuple[list[int], list[dict[str, Any]]]:
     await link.call("open", **source("Guess-v0"), knobs=knobs)
     answer = await link.call("begin", split="train", index=index, count=count)
-    assert "per_rollout" not in answer  # a group plays one game
+    assert "per_rollout" not in answer  # one game per group
     return answer["rollouts"], answer["messages"]
 
 
@@ -211,7 +211,7 @@ async def say(link: WorkerClient, *moves: list[Any]) -> list[dict[str, Any]]:
     return await link.call("advance", moves=[[*move, False] for move in moves])
 
 
-def test_games_are_listed_with_what_is_known_against_them(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_games_are_listed_with_their_problems(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(packages / "nobody"))
     listed = {one.name: one for one in textarena.installed(packages)}
     assert {name: (one.needs, bool(one.problem)) for name, one in listed.items()} == {
@@ -227,7 +227,7 @@ def test_games_are_listed_with_what_is_known_against_them(packages: Path, monkey
     assert textarena.installed(packages / "nowhere") == []
 
 
-def test_a_group_plays_one_game_turn_by_turn(packages: Path) -> None:
+def test_group_plays_one_game_with_own_random_state(packages: Path) -> None:
     async def body(link: WorkerClient) -> None:
         (a, b, c), first = await begun(link, 3)
         assert first == [{"role": "user", "content": "Guess from 1 to 9."}]
@@ -235,17 +235,17 @@ def test_a_group_plays_one_game_turn_by_turn(packages: Path) -> None:
         assert one["messages"] == two["messages"] and one["messages"][0]["content"].startswith("No. 0.")
         assert one["messages"][0]["content"].endswith(" 5000") and three["messages"][0]["content"] == "Invalid."
         second, forfeit = await say(link, [a, "0"], [c, "[what]"])
-        assert second["messages"] != one["messages"]  # its luck goes on
+        assert second["messages"] != one["messages"]  # the random state advances
         assert forfeit["outcome"]["parts"] == {"reward": -1.0, "won": 0.0, "forfeited": 1.0, "invalid_moves": 2.0}
         [last] = await say(link, [a, "0"])
         assert last["outcome"]["reward"] == 0.25 and not last["outcome"]["success"]
         [again] = await say(link, [b, "0"])
-        assert again["messages"] == second["messages"]  # and is not disturbed by the others'
+        assert again["messages"] == second["messages"]  # independent of the other rollouts
 
     with_games(packages, body)
 
 
-def test_who_guesses_wins_and_what_is_cut_short_gets_its_share(packages: Path) -> None:
+def test_winner_succeeds_and_truncated_game_gets_progress(packages: Path) -> None:
     async def body(link: WorkerClient) -> None:
         handles, _ = await begun(link, 9, turns=2)
         outcomes = [turn["outcome"] for turn in await say(link, *([one, str(n + 1)] for n, one in enumerate(handles)))]
@@ -258,7 +258,7 @@ def test_who_guesses_wins_and_what_is_cut_short_gets_its_share(packages: Path) -
     with_games(packages, body)
 
 
-def test_games_that_begin_alike_are_one_task_unless_all_do(packages: Path) -> None:
+def test_games_with_equal_start_are_one_task_unless_all_are(packages: Path) -> None:
     async def body(link: WorkerClient) -> None:
         for target, least, most in (("Guess-v0", 9, 9), ("Same-v0", 60, 10_000)):
             card = await link.call("open", **source(target))
@@ -273,7 +273,7 @@ def test_games_that_begin_alike_are_one_task_unless_all_do(packages: Path) -> No
     with_games(packages, body)
 
 
-def test_what_does_not_start_says_why(packages: Path) -> None:
+def test_game_that_does_not_start_says_why(packages: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         ("Gues-v0", {}, "load", "no game 'Gues-v0'. Did you mean 'Guess-v0'?"),
         ("Two-v0", {}, "load", "several players"),
@@ -293,7 +293,7 @@ def test_what_does_not_start_says_why(packages: Path) -> None:
 
 
 @pytest.mark.engines
-def test_the_real_games_play(tmp_path: Path) -> None:
+def test_installed_games_run_to_the_end(tmp_path: Path) -> None:
     python = REAL / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no TextArena at {REAL}: python -m venv {REAL} && {REAL}/bin/pip install textarena==0.7.4 numpy")

@@ -1,4 +1,4 @@
-"""What was written for TRL runs as it is: rewards over a batch, environment classes whose methods are tools."""
+"""The adapter of TRL: reward functions over a batch, and environment classes whose methods are tools."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def module(service: Service) -> Any:
     return service.environment._user.module
 
 
-def test_reward_functions_get_the_whole_group_in_one_call_as_trl_gives_it(tmp_path: Path) -> None:
+def test_trl_rewards_get_whole_group_in_one_call(tmp_path: Path) -> None:
     target = {"file": written(tmp_path), "reward_funcs": ["accuracy", "brief", "rank"], "weights": [1, 0.5, 0],
               "ranges": {"brief": [-1, 0]}, "success": "accuracy"}  # fmt: skip
     service = opened(target)
@@ -155,7 +155,7 @@ def test_reward_functions_get_the_whole_group_in_one_call_as_trl_gives_it(tmp_pa
     assert [one["parts"]["accuracy"] for one in outcomes] == [1.0, 0.0, 0.0]
     assert outcomes[1]["parts"] == {"accuracy": 0.0, "brief": -0.06, "Rank": 1.0}
     assert outcomes[0]["reward"] == pytest.approx(1 - 0.5 * len(right) / 100) and outcomes[0]["success"]
-    assert outcomes[2]["parts"]["brief"] == 0.0 and outcomes[2]["error"] is None  # None: does not apply
+    assert outcomes[2]["parts"]["brief"] == 0.0 and outcomes[2]["error"] is None  # None: the reward does not apply
 
 
 @pytest.mark.parametrize(
@@ -167,21 +167,19 @@ def test_reward_functions_get_the_whole_group_in_one_call_as_trl_gives_it(tmp_pa
         (["never"], "x", "no reward applies to this rollout"),
     ],
 )
-def test_a_reward_that_cannot_be_used_is_the_rollouts_error(
-    tmp_path: Path, funcs: list[str], answer: str, said: str
-) -> None:
+def test_trl_unusable_reward_is_rollout_error(tmp_path: Path, funcs: list[str], answer: str, said: str) -> None:
     outcomes = played(opened({"file": written(tmp_path), "reward_funcs": funcs}), [answer, answer])
     assert all(said in one["error"] and one["reward"] == 0.0 for one in outcomes), outcomes
 
 
-def test_a_value_beyond_can_be_clipped(tmp_path: Path) -> None:
+def test_trl_reward_outside_range_can_be_clipped(tmp_path: Path) -> None:
     service = opened(
         {"file": written(tmp_path), "reward_funcs": ["brief"], "ranges": {"brief": [-0.1, 0]}, "clip": True}
     )
     assert [one["reward"] for one in played(service, ["x" * 30, "x"])] == [-0.1, -0.01]
 
 
-def test_rows_come_from_functions_lists_and_files(tmp_path: Path) -> None:
+def test_trl_rows_come_from_function_list_or_file(tmp_path: Path) -> None:
     file = written(tmp_path)
     assert (
         task(opened({"file": file, "reward_funcs": ["accuracy"], "rows": "endless"}), 3)["messages"][0]["role"]
@@ -211,7 +209,7 @@ def test_rows_come_from_functions_lists_and_files(tmp_path: Path) -> None:
         ({"environment": "rank"}, "accuracy"),
     ],
 )
-def test_wrong_targets_say_what_is_right(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_trl_refuses_invalid_target(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     target = {"file": written(tmp_path), "reward_funcs": ["accuracy"], **change}
     with pytest.raises((LoadError, Exception), match=".") as caught:
         made = trl.make(json.dumps(target))
@@ -220,7 +218,7 @@ def test_wrong_targets_say_what_is_right(tmp_path: Path, change: dict[str, Any],
         assert isinstance(caught.value, LoadError) and said in str(caught.value)
 
 
-def test_an_environments_methods_are_tools_and_it_owns_its_reward(tmp_path: Path) -> None:
+def test_trl_environment_methods_are_tools_and_give_reward(tmp_path: Path) -> None:
     file = written(tmp_path, GAME, "game.py")
     rows = [{"prompt": [{"role": "user", "content": f"Play {n}."}], "high": 9} for n in range(20)]
     target = {"file": file, "environment": "Guess", "reward_funcs": ["polite", "calls"], "ranges": {"calls": [0, 9]},
@@ -228,7 +226,7 @@ def test_an_environments_methods_are_tools_and_it_owns_its_reward(tmp_path: Path
     service = opened(target)
     begun = service.answer("begin", {"split": "train", "index": 0, "count": 2})
     first = begun["messages"]
-    assert "per_rollout" not in begun  # a group plays one task: reset() drew the same secret
+    assert "per_rollout" not in begun  # one task per group: every reset() drew the same secret
     assert first[1]["content"].startswith("Play ") and "It is between 1 and 9." in first[1]["content"]
     assert '"guess"' in first[0]["content"] and '"What it may be."' in first[0]["content"]
     assert not any(f'"{name}"' in first[0]["content"] for name in ("reset", "get_reward", "_hidden"))
@@ -238,12 +236,14 @@ def test_an_environments_methods_are_tools_and_it_owns_its_reward(tmp_path: Path
     wrong = call % ("guess", json.dumps({"number": secret % 9 + 1}))
     one, two = service.answer("advance", {"moves": [[a, "please " + call % ("hint", "{}") + wrong], [b, wrong]]})
     assert one["messages"][0] == {"role": "tool", "name": "hint", "content": str({"even": secret % 2 == 0})}
-    assert one["messages"][1]["content"] == two["messages"][0]["content"]  # and its luck is the same in both
+    assert one["messages"][1]["content"] == two["messages"][0]["content"]  # both rollouts draw the same random numbers
     right = call % ("guess", json.dumps({"number": secret}))
     none, bad = service.answer("advance", {"moves": [[a, right], [b, call % ("guess", '{"number": "x"}')]]})
     assert none["messages"][0]["content"] == "right" and bad["messages"][0]["content"].startswith("{'error': ")
     [first_done] = service.answer("advance", {"moves": [[a, "done"]]})
-    assert first_done["done"] and first_done["outcome"] is None  # waits for the other: one call for the group
+    assert (
+        first_done["done"] and first_done["outcome"] is None
+    )  # waits for the other rollout: one call scores the group
     [last] = service.answer("advance", {"moves": [[b, "done"]]})
     [early] = service.answer("settle", {"rollouts": [a]})
     assert {name: early["parts"][name] for name in ("Guess", "polite", "calls")} == {
@@ -258,7 +258,7 @@ def test_an_environments_methods_are_tools_and_it_owns_its_reward(tmp_path: Path
     assert count == len(module(service).made) == 2  # constructed once, reset often
 
 
-def test_an_environment_may_own_the_tasks_too_and_rows_may_choose_it(tmp_path: Path) -> None:
+def test_trl_environment_owns_tasks_or_is_chosen_by_row(tmp_path: Path) -> None:
     file = written(tmp_path, GAME, "game.py")
     service = opened({"file": file, "environment": "Guess", "tasks": 30})
     assert service.answer("survey", {"limit": 50, "seconds": 5.0})["train"]["known"] >= 15
@@ -277,7 +277,7 @@ def test_an_environment_may_own_the_tasks_too_and_rows_may_choose_it(tmp_path: P
         assert (outcome["parts"]["Other"], outcome["reward"]) == ((0.5, 0.5) if other else (0.0, 0.0)), outcome
 
 
-def test_a_call_that_hangs_costs_the_environment_its_place_in_the_pool(tmp_path: Path) -> None:
+def test_trl_environment_with_hung_call_is_not_reused(tmp_path: Path) -> None:
     file = written(tmp_path, GAME, "game.py")
     service = opened({"file": file, "environment": "Guess"})
     service.environment.tool_timeout_s = 0.05
@@ -289,7 +289,7 @@ def test_a_call_that_hangs_costs_the_environment_its_place_in_the_pool(tmp_path:
     assert service.environment._pool[None] == []
 
 
-def test_the_global_generator_is_the_rollouts_own() -> None:
+def test_own_random_isolates_global_generators() -> None:
     import random
 
     import numpy
@@ -311,7 +311,7 @@ def test_the_global_generator_is_the_rollouts_own() -> None:
         assert random.random() == drawn[2]
 
 
-def test_files_are_found_without_running_them(tmp_path: Path) -> None:
+def test_trl_files_are_listed_without_import(tmp_path: Path) -> None:
     def found(name: str) -> Any:
         return trl.declared(tmp_path / name, parse(tmp_path / name))
 
@@ -335,7 +335,7 @@ def test_files_are_found_without_running_them(tmp_path: Path) -> None:
     assert found("none.py") == []
 
 
-def test_trls_own_rewards_run_in_a_worker(tmp_path: Path) -> None:
+def test_trl_builtin_rewards_run_in_worker(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         """

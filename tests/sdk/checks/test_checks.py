@@ -1,4 +1,4 @@
-"""The rules of a check, over what was seen; and when two texts are the same task."""
+"""The rules of a check on given observations, and the comparison of texts that finds copied tasks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SOUND = [
 ]
 
 
-def test_a_sound_environment_has_no_findings() -> None:
+def test_sound_environment_has_no_findings() -> None:
     assert named(seen_with(*SOUND)) == {}
 
 
-def test_a_reward_that_never_varies_refuses_where_a_right_answer_was_tried() -> None:
+def test_constant_reward_refuses_if_right_answer_was_tried() -> None:
     same = [Scored(task, kind, 0.5) for task in range(2) for kind in ("reference", "empty", "junk")]
     [finding] = [one for one in judge(seen_with(*same)) if one.rule == "never_varies"]
     assert finding.refuses and finding.level == "critical"
@@ -56,18 +56,18 @@ def test_a_reward_that_never_varies_refuses_where_a_right_answer_was_tried() -> 
     assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
 
 
-def test_answers_that_a_column_seems_to_hold_refuse_nothing() -> None:
-    """A scorer may want them boxed, or in tags; only rollouts tell."""
+def test_guessed_references_refuse_nothing() -> None:
+    """The scorer may require another form of the answer (boxed, in tags), so this is a warning at most."""
     same = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "empty", "junk")]
     [finding] = [one for one in judge(seen_with(*same, guessed=True)) if one.rule == "never_varies"]
     assert (finding.level, finding.refuses) == ("warning", False) and "another form" in finding.what
     assert named(seen_with(*same, guessed=True))["reference_fails"] == "warning"
     full = [Scored(task, kind, 1.0) for task in range(2) for kind in ("reference", "empty", "junk")]
     [finding] = [one for one in judge(seen_with(*full, guessed=True)) if one.rule == "never_varies"]
-    assert finding.refuses, "whatever is said has the highest reward"
+    assert finding.refuses, "every answer has the highest reward"
 
 
-def test_errors_of_one_rollout_alone_refuse_no_environment_that_plays_by_itself() -> None:
+def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
     raised = [Scored(0, kind, 0.0, error="RuntimeError: left out") for kind in ("reference", "junk", "empty")]
     [alone] = [one for one in judge(seen_with(*raised, own_loop=True)) if one.rule == "never_varies"]
     assert (alone.level, alone.refuses) == ("warning", False) and "tried alone" in alone.what
@@ -95,12 +95,12 @@ def test_errors_of_one_rollout_alone_refuse_no_environment_that_plays_by_itself(
         ([Scored(0, "junk", 0.0, seconds=7.0)], "slow", "warning"),
     ],
 )
-def test_what_a_scorer_makes_of_an_answer_is_judged(scores: list[Scored], rule: str, level: str) -> None:
+def test_judge_names_rule_and_level_of_scores(scores: list[Scored], rule: str, level: str) -> None:
     others = [Scored(9, "reference", 1.0, True), Scored(9, "empty", 0.0)] if rule != "reference_fails" else []
     assert named(seen_with(*others, *scores, Scored(0, "empty", 0.0)))[rule] == level
 
 
-def test_other_processes_tell_a_hash_seed_from_chance() -> None:
+def test_repeats_tell_hash_seed_from_randomness() -> None:
     by_hash = seen_with(*SOUND, again=[Again("1", 20, 5), Again("0", 20, 0)])
     assert named(by_hash) == {"hash_seed": "warning"}
     chance = seen_with(*SOUND, again=[Again("1", 20, 0, 9, 2), Again("0", 20, 0, 9, 1)])
@@ -108,7 +108,7 @@ def test_other_processes_tell_a_hash_seed_from_chance() -> None:
     assert named(seen_with(*SOUND, again=[Again("1", 20, 0, 9, 0)])) == {}
 
 
-def test_splits_and_conduct_are_judged() -> None:
+def test_judge_names_split_and_process_problems() -> None:
     many = [f"Say {number} twice" for number in range(40)]
     clean = {"train": split(*many, known=400), "heldout": split("Say 99 twice", reference="y", known=30)}
     assert named(seen_with(*SOUND, splits=clean)) == {}
@@ -147,11 +147,11 @@ def test_splits_and_conduct_are_judged() -> None:
         ("Count: ##  # #", "Count: #  ## #", False),
     ],
 )
-def test_copies_in_another_spelling_are_seen_and_others_are_not(one: str, other: str, alike: bool) -> None:
+def test_overlap_ignores_spelling_but_not_numbers(one: str, other: str, alike: bool) -> None:
     assert overlap([(one, None)], [(other, None)]).copies == alike
 
 
-def test_copies_within_other_words_are_seen_by_their_answer() -> None:
+def test_overlap_finds_wrapped_copies_by_answer() -> None:
     train = [(f"Reverse the word {word}.", word[::-1]) for word in map("w{:03}".format, range(60))]
     wrapped = [
         (f"Please help. Reverse the word {word}. Thank you!", word[::-1]) for word in map("w{:03}".format, range(20))
@@ -163,7 +163,7 @@ def test_copies_within_other_words_are_seen_by_their_answer() -> None:
     assert overlap(fresh, train).near == 0
 
 
-def test_answers_are_wrong_by_little_and_come_in_kinds() -> None:
+def test_near_miss_and_probes_cover_answer_kinds() -> None:
     assert [near_miss(text) for text in ("41", "0.5", "[1, 20]", "cab", "", "?!")] == [
         "42",
         "1.5",

@@ -1,4 +1,4 @@
-"""The catalog: what there is, found without running it, and what one is like, asked of a real worker."""
+"""The catalog: listing without running user code, and descriptions by real workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def by_name(entries: list[Entry]) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
-def test_every_source_is_listed_and_nothing_is_imported(folder: Path) -> None:
+def test_catalog_lists_every_source_without_importing(folder: Path) -> None:
     entries = by_name(Catalog([folder, folder, folder / "nowhere"]).entries())
     assert len(entries) > 105
     assert (entries["number_guess"].source, entries["sort_letters"].source) == ("shipped", "shipped")
@@ -72,7 +72,7 @@ def test_every_source_is_listed_and_nothing_is_imported(folder: Path) -> None:
     assert "good" not in sys.modules
 
 
-def test_the_list_is_fresh(folder: Path) -> None:
+def test_catalog_follows_changed_and_deleted_files(folder: Path) -> None:
     catalog = Catalog([folder])
     assert catalog.find("good").description == "Say the number."
     (folder / "good.py").write_text(GOOD.replace("Say the number.", "Say another."))
@@ -82,7 +82,7 @@ def test_the_list_is_fresh(folder: Path) -> None:
         catalog.find("good")
 
 
-def test_what_is_broken_is_listed_with_the_reason(folder: Path) -> None:
+def test_catalog_lists_broken_files_with_reason(folder: Path) -> None:
     (folder / "torn.py").write_text("class A(:\n")
     (folder / "twin.py").write_text(GOOD.replace("class Good", "class Twin").replace("tags =", "name = 'good'; tags ="))
     catalog = Catalog([folder])
@@ -95,7 +95,7 @@ def test_what_is_broken_is_listed_with_the_reason(folder: Path) -> None:
         asyncio.run(catalog.describe(torn))
 
 
-def test_an_ecosystem_that_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ecosystem_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toprope.sdk.adapters.reasoning_gym.PACKAGE", "reasoning_gym_of_no_machine")
     entry = Catalog().find("reasoning_gym")
     assert entry.status == "needs install" and "toprope env add reasoning_gym" in entry.problem
@@ -103,7 +103,7 @@ def test_an_ecosystem_that_is_missing_says_how_to_install_it(monkeypatch: pytest
         asyncio.run(Catalog().describe(entry))
 
 
-def test_a_wrong_name_is_answered_with_the_nearest(folder: Path) -> None:
+def test_unknown_environment_names_the_nearest(folder: Path) -> None:
     catalog = Catalog([folder])
     for wrong, right in [("spell_backward", "reasoning_gym/spell_backward"), ("goood", "good")]:
         with pytest.raises(NotFound) as refusal:
@@ -112,7 +112,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(folder: Path) -> None:
         assert nearest[0].strip() == right and len(nearest) <= 3
 
 
-def test_search_wants_every_word_and_prefers_names(folder: Path) -> None:
+def test_search_requires_every_word_and_ranks_names_first(folder: Path) -> None:
     catalog = Catalog([folder])
     assert [entry.name for entry in catalog.search("BACKWARD spell")] == ["reasoning_gym/spell_backward"]
     assert [entry.name for entry in catalog.search("talk")] == ["good"]
@@ -121,7 +121,7 @@ def test_search_wants_every_word_and_prefers_names(folder: Path) -> None:
     assert catalog.search("no such words at all") == [] and len(catalog.search()) == len(catalog.entries())
 
 
-def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
+def test_describe_returns_card_and_examples_and_ends_worker(folder: Path) -> None:
     catalog, before = Catalog([folder]), children()
     description = asyncio.run(catalog.describe(catalog.find("good"), WorkerOptions({"size": 5}), examples=2))
     card = description.card
@@ -143,21 +143,21 @@ def test_a_description_comes_from_a_worker_that_ends(folder: Path) -> None:
     assert children() == before
 
 
-def test_what_an_environment_writes_where_it_is_goes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_deletes_files_of_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     text = "    def setup(self): open('left.csv', 'w').close(); self.tags = (os.getcwd(),)\n"
     [place] = described(folder, text + TASKS + "    def score(self): return 0\n").card.tags
     assert place != str(folder) and not Path(place).exists() and not (folder / "left.csv").exists()
 
 
-def test_the_card_alone_makes_no_task(folder: Path) -> None:
+def test_describe_without_examples_makes_no_task(folder: Path) -> None:
     alone = described(folder, '    """Mine."""\n    def tasks(self): raise OSError\n', examples=0)
     assert alone.card.description == "Mine." and (alone.examples, alone.splits, alone.remarks) == ((), {}, ())
     none = described(folder, "    def tasks(self): return []\n")
     assert none.remarks == ("The train split has no tasks.",)
 
 
-def test_a_description_that_is_given_up_leaves_nothing(folder: Path) -> None:
+def test_cancelled_description_leaves_no_process(folder: Path) -> None:
     (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n    while True: pass\n")
     catalog, before = Catalog([folder]), children()
 
@@ -165,18 +165,18 @@ def test_a_description_that_is_given_up_leaves_nothing(folder: Path) -> None:
         with anyio.move_on_after(0.5) as scope:
             await catalog.describe(catalog.find("mine"))
         assert scope.cancelled_caught
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while children() - before:
             assert time.monotonic() < deadline, "the worker is still there"
-            await asyncio.sleep(0.01)
+            await anyio.lowlevel.checkpoint()
         pending = asyncio.all_tasks() - {asyncio.current_task()}
         if pending:
-            await asyncio.wait(pending, timeout=5)
+            await asyncio.wait(pending, timeout=30)
 
     anyio.run(body)
 
 
-def test_a_scorer_that_can_be_fooled_or_raises_is_remarked(folder: Path) -> None:
+def test_describe_remarks_on_scorer_that_rewards_junk_or_raises(folder: Path) -> None:
     fooled = described(folder, TASKS + "    def score(self): return 1.0 if self.answer else 0.5\n")
     assert any("junk succeeds" in remark for remark in fooled.remarks)
     assert any("empty is rewarded with up to 0.5" in remark for remark in fooled.remarks)
@@ -197,7 +197,7 @@ def test_a_scorer_that_can_be_fooled_or_raises_is_remarked(folder: Path) -> None
         ("    pass\n", ["NotImplementedError", "define tasks(self)"]),
     ],
 )
-def test_an_environment_that_fails_says_why_and_leaves_nothing(folder: Path, text: str, said: list[str]) -> None:
+def test_failing_environment_says_why_and_leaves_no_process(folder: Path, text: str, said: list[str]) -> None:
     before = children()
     limit = 2.0 if "within" in said[0] else 30.0
     with pytest.raises(EnvironmentFailed) as failure:
@@ -207,7 +207,7 @@ def test_an_environment_that_fails_says_why_and_leaves_nothing(folder: Path, tex
     assert failure.value.hint and children() == before
 
 
-def test_wrong_settings_are_the_callers_fault(folder: Path) -> None:
+def test_describe_refuses_invalid_knobs_and_weights(folder: Path) -> None:
     catalog = Catalog([folder])
     for knobs, weights, said in [
         ({"sise": 1}, {}, "'size'"),
@@ -219,13 +219,13 @@ def test_wrong_settings_are_the_callers_fault(folder: Path) -> None:
         assert said in str(refusal.value)
 
 
-def test_a_worker_gets_what_it_is_given_and_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_passes_given_variables_but_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "canary")
-    told = (
+    text = (
         "    def setup(self): raise OSError(os.environ.get('SOME_API_KEY', 'nothing') + os.environ.get('OTHER', ''))\n"
     )
     with pytest.raises(EnvironmentFailed, match="nothing and this"):
-        described(folder, told, variables={"OTHER": " and this"})
+        described(folder, text, variables={"OTHER": " and this"})
 
 
 def test_shipped_folder_holds_the_template() -> None:

@@ -1,4 +1,4 @@
-"""check_environment against real workers: what is wrong is named, what is sound is not, and nothing is left behind."""
+"""Checks of environments in real workers: each defect has its rule, a sound environment has none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mine(Environment):
 """
 
 
-def tried(folder: Path, code: str = "", seconds: float | None = None) -> CheckReport:
+def checked(folder: Path, code: str = "", seconds: float | None = None) -> CheckReport:
     (folder / "mine.py").write_text(HEAD + code)
     return asyncio.run(check(Catalog([folder]).find("mine"), seconds=seconds))
 
@@ -40,9 +40,9 @@ def flags(report: CheckReport) -> set[str]:
     return {finding.rule for finding in report.findings if finding.level != "note"}
 
 
-def test_a_sound_environment_passes_with_all_that_was_looked_at(tmp_path: Path) -> None:
+def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    report = tried(tmp_path)
+    report = checked(tmp_path)
     seen = report.seen
     assert (report.worst, flags(report), seen.skipped) == ("ok", set(), []), report.findings
     assert {"reference", "empty", "junk", "other", "near_miss", "unicode", "long", "echo", "appended"} <= {
@@ -76,13 +76,13 @@ def test_a_sound_environment_passes_with_all_that_was_looked_at(tmp_path: Path) 
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, code: str, rule: str) -> None:
-    report = tried(tmp_path, code)
+def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: str) -> None:
+    report = checked(tmp_path, code)
     assert rule in flags(report), report.findings
 
 
-def test_what_an_environment_writes_and_starts_is_gone_afterwards(tmp_path: Path) -> None:
-    report = tried(
+def test_check_reports_and_deletes_files_of_environment(tmp_path: Path) -> None:
+    report = checked(
         tmp_path,
         "    def setup(self):\n        open('litter', 'w').close()\n"
         f"        open({str(tmp_path / 'where')!r}, 'w').write(os.getcwd())\n",
@@ -91,13 +91,13 @@ def test_what_an_environment_writes_and_starts_is_gone_afterwards(tmp_path: Path
     assert not os.path.exists((tmp_path / "where").read_text())
 
 
-def test_time_is_bounded_and_what_there_was_no_time_for_is_said(tmp_path: Path) -> None:
+def test_check_stays_within_its_time_and_names_skipped_parts(tmp_path: Path) -> None:
     slow = "    def score(self):\n        time.sleep(0.7)\n        return float(self.answer == self.task.reference)\n"
-    report = tried(tmp_path, slow, seconds=4.0)
+    report = checked(tmp_path, slow, seconds=4.0)
     assert report.seconds < 60 and report.seen.skipped and "slow" in flags(report)
 
 
-def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Path) -> None:
+def test_check_tool_answers_briefly_and_uses_draft_settings(tmp_path: Path) -> None:
     from toprope_tools.answers.answer import tokens
     from toprope_tools.planning.environments import select_environment
 
@@ -123,7 +123,7 @@ def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Pa
         changes = {"environment.rewards": [function], "environment.reward_weights": {"brief": 0.5}}
         shop.drafts.edit(draft, changes, shop.home.locks())
         answer = await check_environment(shop, name=draft)
-        assert "outside its range of 0 to 1" in answer.text, "the draft's reward functions are tried as well"
+        assert "outside its range of 0 to 1" in answer.text, "the reward functions of the draft are checked too"
         shop.drafts.edit(draft, {"environment.rewards": [], "environment.reward_weights": {}}, shop.home.locks())
         (folder / "mine.py").write_text(HEAD + "    def score(self): return 0.5\n")
         answer = await check_environment(shop, name=draft)
@@ -138,7 +138,7 @@ def test_the_tool_tells_it_in_few_words_and_takes_a_drafts_settings(tmp_path: Pa
     launcher.close()
 
 
-def test_the_command_ends_by_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_command_exit_code_follows_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPROPE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TOPROPE_CONFIG", str(tmp_path / "config"))
     folder = tmp_path / "config" / "environments"
@@ -149,9 +149,7 @@ def test_the_command_ends_by_what_it_found(tmp_path: Path, monkeypatch: pytest.M
     assert CliRunner().invoke(build(), ["env", "check", "nobody"]).exit_code == 2
 
 
-def test_without_room_for_a_temporary_folder_a_check_says_so_and_a_description_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_temporary_folder_fails_check_but_not_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(HEAD)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     catalog = Catalog([tmp_path])

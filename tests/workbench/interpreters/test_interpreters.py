@@ -1,7 +1,7 @@
-"""Interpreters of environments: made whole or not at all, shared where they are equal, gone when nobody needs them.
+"""Interpreters of environments: complete or absent, shared if equal, deleted if unused.
 
-What pip does is tried with pip itself, from wheels that are made on the spot; what is ours around it with `quick`,
-which makes real virtual environments and puts the packages there by itself.
+Two tests run the real installer on wheels from `make_wheel`; the others use `quick`, which creates real virtual
+environments but writes the packages itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every requirement is version 1.5 of a module that says so; `tinytorn` cannot be imported."""
+    """Resolve every requirement to version 1.5 of a generated module; `tinytorn` cannot be imported."""
 
     def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
         names = [Requirement(one).name for one in wanted.requirements]
@@ -82,7 +82,7 @@ def adapter(name: str, package: str, *requirements: str) -> Adapter:
     return Adapter(name, f"Environments of {name}", package, requirements, module=types.ModuleType(name))
 
 
-def of(wheels: Path) -> Wanted:
+def wanted_from(wheels: Path) -> Wanted:
     return Wanted((), find_links=(str(wheels),), offline=True)
 
 
@@ -91,10 +91,10 @@ def left_in(home: Home) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
-def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Path) -> None:
+def test_add_installs_pins_and_records_interpreter(home: Home, wheels: Path) -> None:
     news: list[str] = []
     found = [adapter("tinygame", "tinygame", "tinygame>=1")]
-    outcome = Interpreters(home, lambda: found).add(Order("tinygame", wanted=of(wheels)), news.append)
+    outcome = Interpreters(home, lambda: found).add(Order("tinygame", wanted=wanted_from(wheels)), news.append)
     added, made = outcome.added, outcome.made
     assert made is not None and not outcome.shared and added.adapter == "tinygame"
     assert made.pins == ["tinygame==2.0", "tinyrules==1.5"] and made.bytes > 0
@@ -102,7 +102,7 @@ def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Pa
     says = [str(added.python), "-I", "-c", "import tinyrules, sys; print(tinyrules.VERSION, sys.prefix)"]
     told = subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout
     assert told.split() == ["1.5", str(home.interpreters / str(added.lock))]
-    script = Path(str(added.python)).with_name("tinygame-says")  # it was made elsewhere: its first line is mended
+    script = Path(str(added.python)).with_name("tinygame-says")  # created elsewhere: its first line was rewritten
     assert subprocess.run([script], capture_output=True, text=True, timeout=60).stdout == "scripts work\n"
     site = site_packages_of(str(added.python))
     assert site is not None and packages_in(site) == {"tinygame": "2.0", "tinyrules": "1.5"}
@@ -111,15 +111,15 @@ def test_an_environment_is_made_pinned_recorded_and_works(home: Home, wheels: Pa
     assert stored["version"] == 1 and stored["environments"]["tinygame"]["lock"] == added.lock
 
 
-def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Home, quick: None) -> None:
+def test_equal_locks_share_interpreter_until_last_is_removed(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
     first = here.add(Order("tinyrules")).added
     second = here.add(Order("tinyrules==1.5", name="again"))
     assert second.shared and second.added.lock == first.lock and left_in(home) == [first.lock]
     without = here.add(Order("tinyrules>=1.2", name="third", wanted=Wanted((), offline=True)))
-    assert without.shared and without.added.lock == first.lock  # no index and no folder: what is there will do
+    assert without.shared and without.added.lock == first.lock  # no index and no folder: an existing one is reused
     named = here.add(Order("tinyrules", name="named", python=first.python)).added
-    assert named.lock == first.lock  # by its path, and still known for one of the store
+    assert named.lock == first.lock  # given by path, recognized as one of the store
     assert len(Catalog(registry=here.registry).interpreters()) == 2
     here.remove("named")
     other = here.add(Order("tinyrules", name="other", requirements=("tinymore",))).added
@@ -133,12 +133,12 @@ def test_equal_locks_share_one_and_the_last_one_to_leave_takes_it_along(home: Ho
         here.remove("again")
 
 
-def test_two_at_once_make_one(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_adds_make_one_interpreter(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
     resolve = Installer.resolve
 
     def meeting(*arguments: object) -> list[Pin]:
-        both.wait()  # neither has begun to install when the other asks for the same
+        both.wait()  # neither has begun to install when the other resolves the same
         return resolve(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Installer, "resolve", meeting)
@@ -149,9 +149,9 @@ def test_two_at_once_make_one(home: Home, quick: None, monkeypatch: pytest.Monke
     assert set(Interpreters(home).registry.read()) == {"a", "b"}
 
 
-def test_a_failed_installation_names_the_requirement_and_leaves_nothing(home: Home, wheels: Path) -> None:
+def test_failed_install_names_requirement_and_leaves_nothing(home: Home, wheels: Path) -> None:
     with pytest.raises(EnvironmentFailed) as refusal:
-        Interpreters(home, lambda: []).add(Order("tinyalone", wanted=of(wheels)))
+        Interpreters(home, lambda: []).add(Order("tinyalone", wanted=wanted_from(wheels)))
     message = refusal.value.message
     assert "requirement tinynowhere==9;" in message and "ERROR:" in message and "nothing was kept" in message
     assert "--find-links" in refusal.value.hint and left_in(home) == [] and not home.environments_file.exists()
@@ -173,22 +173,20 @@ def test_a_failed_installation_names_the_requirement_and_leaves_nothing(home: Ho
          "torch<2\n The user requested (constraint) torch==2.7 conflict", "old", "--torch any"),
     ],
 )  # fmt: skip
-def test_words_of_installers_are_understood(said: str, requirement: str, hint: str) -> None:
+def test_failure_explains_installer_output(said: str, requirement: str, hint: str) -> None:
     error = failure("it", said.split("\n"), offline=False, constraint="torch==2.7")
     assert f"requirement {requirement}" in error.message if requirement else "requirement" not in error.message
     assert hint in error.hint and "nothing was kept" in error.message
 
 
-def test_what_installs_and_does_not_import_is_not_kept(home: Home, quick: None) -> None:
+def test_package_that_does_not_import_is_not_kept(home: Home, quick: None) -> None:
     found = [adapter("torn", "tinytorn", "tinytorn")]
     with pytest.raises(EnvironmentFailed, match="no such library"):
         Interpreters(home, lambda: found).add(Order("torn"))
     assert left_in(home) == [] and not home.environments_file.exists()
 
 
-def test_keys_of_package_indexes_are_for_the_installer_alone(
-    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_check_does_not_see_index_keys(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     install = Installer.install
 
     def torn(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
@@ -202,7 +200,7 @@ def test_keys_of_package_indexes_are_for_the_installer_alone(
         Interpreters(home, lambda: [adapter("tiny", "tinyrules", "tinyrules")]).add(Order("tiny"))
 
 
-def test_one_that_is_given_up_leaves_nothing(home: Home, quick: None) -> None:
+def test_cancelled_add_leaves_nothing(home: Home, quick: None) -> None:
     over = threading.Event()
     over.set()
     with pytest.raises(NotPossibleNow, match="cancelled"):
@@ -210,33 +208,34 @@ def test_one_that_is_given_up_leaves_nothing(home: Home, quick: None) -> None:
     assert left_in(home) == []
 
 
-def test_a_build_of_torch_for_gpus_is_not_drawn_by_accident(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, tuple[str, ...]]] = []
-
-    def draws(self: Installer, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
-        asked.append((constraint, wanted.extra_indexes))
-        small = constraint.endswith("+cpu")
-        return [Pin("torch", "torch==2")] + ([] if small else [Pin("nvidia-cublas-cu12", "nvidia-cublas-cu12==1")])
-
-    monkeypatch.setattr(Installer, "_resolve", draws)
-    monkeypatch.setattr("toprope.workbench.interpreters.installing._own_pins", lambda: [])
-    installer = Installer(home.path, Commands(home.path / "log", timeout_s=60))
+def test_gpu_torch_is_installed_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for uv logs each constraint and resolves torch to a GPU build unless a CPU build is requested."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(
+        '#!/bin/sh\nread -r constraint < constraints.txt\necho "$constraint" >> asked\necho torch==2 > resolved\n'
+        'case "$constraint" in *+cpu) ;; *) echo nvidia-cublas-cu12==1 >> resolved ;; esac\n'
+    )
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(uv.parent), prepend=os.pathsep)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [])  # Toprope itself has no GPU build
+    installer, asked = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60)), tmp_path / "asked"
     for own, wanted, constraints in [
         ("2.13.0+cpu", Wanted(("torch",)), ["torch==2.13.0", "torch==2.13.0+cpu"]),
         ("2.13.0+cpu", Wanted(("torch",), torch="any"), [""]),
         ("2.13.0+cpu", Wanted(("torch",), torch="2.9"), ["torch==2.9"]),
     ]:
-        asked.clear()
+        asked.unlink(missing_ok=True)
         monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda own=own: own)
         installer.resolve("it", wanted)
-        assert [constraint for constraint, _ in asked] == constraints
+        assert asked.read_text().splitlines() == constraints
     monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda: "2.13.0")
     with pytest.raises(EnvironmentFailed, match="gigabytes") as refusal:
         installer.resolve("it", Wanted(("torch",)))
     assert "--torch any" in refusal.value.hint
 
 
-def test_an_interpreter_of_the_owners_is_looked_at(home: Home, tmp_path: Path) -> None:
+def test_add_validates_given_python(home: Home, tmp_path: Path) -> None:
     found = [adapter("yaml", "yaml", "pyyaml"), adapter("tinygame", "tinygame", "tinygame")]
     here = Interpreters(home, lambda: found)
     brought = here.add(Order("yaml", python=sys.executable)).added
@@ -253,7 +252,7 @@ def test_an_interpreter_of_the_owners_is_looked_at(home: Home, tmp_path: Path) -
     assert set(here.registry.read()) == {"yaml"}
 
 
-def test_what_toprope_has_itself_is_not_installed_again(home: Home) -> None:
+def test_packages_of_toprope_are_not_installed_again(home: Home) -> None:
     found = [adapter("yaml", "yaml", "pyyaml>=5")]
     outcome = Interpreters(home, lambda: found).add(Order("yaml"))
     assert outcome.own and outcome.added.python is None and left_in(home) == []
@@ -261,7 +260,7 @@ def test_what_toprope_has_itself_is_not_installed_again(home: Home) -> None:
     assert not satisfied(["./folder"], {}) and not satisfied([], {})
 
 
-def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: None) -> None:
+def test_interpreter_of_running_run_is_kept_until_it_ends(tmp_path: Path, quick: None) -> None:
     shop, launcher = make_workshop(tmp_path)
     here = Interpreters(shop.home, lambda: [])
     added = here.add(Order("tinyrules")).added
@@ -278,7 +277,7 @@ def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: No
         launcher.leave("tiny-1")
         require_interpreters(run)
         [left] = [one for one in leftovers(shop) if one.path.parent == shop.home.interpreters]
-        assert left.path.name == added.lock and left.bytes > 0  # toprope prune would show it
+        assert left.path.name == added.lock and left.bytes > 0  # `toprope prune` shows it
         assert [path.name for path in here.collect()] == [added.lock] and left_in(shop.home) == []
         with pytest.raises(InvalidValue, match="interpreter of tiny, .* is gone") as refusal:
             require_interpreters(run)
@@ -287,7 +286,7 @@ def test_what_a_run_uses_stays_until_the_run_has_ended(tmp_path: Path, quick: No
         launcher.close()
 
 
-def test_what_a_crash_left_goes_and_what_is_being_made_stays(home: Home) -> None:
+def test_collect_deletes_leftovers_but_not_work_in_progress(home: Home) -> None:
     here = Interpreters(home, lambda: [])
     left = home.interpreters / ".making-old"
     left.mkdir(parents=True)
@@ -302,7 +301,7 @@ def test_what_a_crash_left_goes_and_what_is_being_made_stays(home: Home) -> None
     assert not busy.exists() and [path.name for path in home.checkouts.iterdir()] == [cloning.name]
 
 
-def test_a_checkout_that_a_run_uses_stays(tmp_path: Path) -> None:
+def test_checkout_of_running_run_is_kept(tmp_path: Path) -> None:
     shop, launcher = make_workshop(tmp_path)
     here, place = Interpreters(shop.home, lambda: []), shop.home.checkouts / "mine"
     place.mkdir(parents=True)
@@ -328,7 +327,7 @@ def test_a_checkout_that_a_run_uses_stays(tmp_path: Path) -> None:
         launcher.close()
 
 
-def test_a_registry_that_cannot_be_read_is_left_alone_and_told(home: Home) -> None:
+def test_unreadable_registry_is_reported_and_left_unchanged(home: Home) -> None:
     home.path.mkdir(parents=True)
     catalog = Catalog(registry=Interpreters(home).registry)
     for text, error in [("{", Corrupt), ('{"version": 99}', TooNew), ('{"environments": {"a": {}}}', Corrupt)]:
@@ -343,7 +342,7 @@ def test_a_registry_that_cannot_be_read_is_left_alone_and_told(home: Home) -> No
         assert told.status == "broken" and "environments.json" in told.problem
 
 
-def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
+def test_folders_and_clones_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "ruled.py").write_text(
@@ -377,7 +376,7 @@ def test_folders_and_checkouts_are_listed_with_their_interpreter(home: Home, qui
     assert list(home.checkouts.iterdir()) == []
 
 
-def test_names_of_things_are_told_apart() -> None:
+def test_target_of_recognizes_each_kind() -> None:
     found = [adapter("game", "game", "game>=1"), Adapter("plain", "")]
     for given, kind, name in [
         ("game", "packages", "game"),
@@ -406,7 +405,7 @@ def test_names_of_things_are_told_apart() -> None:
         assert "secret" not in str(refusal.value)
 
 
-def test_what_an_agent_names_is_never_what_lies_in_the_servers_folder(
+def test_plain_only_ignores_folders_beside_the_server(
     home: Home, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -421,15 +420,15 @@ def test_what_an_agent_names_is_never_what_lies_in_the_servers_folder(
     assert (added.kind, added.path, added.requirements) == ("packages", None, ["here"])
 
 
-def test_requirements_in_another_encoding_are_told(tmp_path: Path) -> None:
+def test_requirements_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_bytes("tinyrules\n".encode("utf-16"))
     with pytest.raises(InvalidValue, match=r"requirements\.txt cannot be read as UTF-8"):
         target_of(str(tmp_path), [])
-    (tmp_path / "requirements.txt").write_bytes(b"\xef\xbb\xbftinyrules\n")  # as editors on Windows begin a file
+    (tmp_path / "requirements.txt").write_bytes(b"\xef\xbb\xbftinyrules\n")  # the byte order mark of Windows editors
     assert target_of(str(tmp_path), []).requirements == ("tinyrules",)
 
 
-def test_a_key_in_a_url_goes_nowhere(home: Home, quick: None) -> None:
+def test_key_in_url_is_refused_and_not_repeated(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
     with_key = "https://me:secret@example.org/simple"
     for order in [
@@ -442,7 +441,7 @@ def test_a_key_in_a_url_goes_nowhere(home: Home, quick: None) -> None:
     assert not home.path.exists()
 
 
-def test_the_digest_is_of_what_is_installed() -> None:
+def test_digest_ignores_order_and_spelling_of_pins() -> None:
     one, other = Pin("A", "A==1"), Pin("b_c", "b_c==2")
     same = [Pin("b-c", "b-c==2"), Pin("a", "a==1")]
     assert digest_of([one, other], "p") == digest_of(same, "p") != digest_of([one], "p")

@@ -21,7 +21,7 @@ def draft(tmp_path):
     return Drafts(Index(tmp_path / "index.db")).create(SOURCE, Preset("p", "", {}, {}), KNOBS, NONE)[0]
 
 
-def test_a_specification_is_the_drafts_copy_with_the_locks_as_read(draft):
+def test_freeze_copies_draft_and_records_locks(draft):
     locks = Locks({"budget.steps": Lock("budget.steps", "a day", max=20000)})
     specification = freeze(draft, locks, TrainPlan(), policy_cache="/cache")
     assert specification.config == draft.config
@@ -33,8 +33,8 @@ def test_a_specification_is_the_drafts_copy_with_the_locks_as_read(draft):
     assert re.fullmatch(r"spell-backward-\d{6}-\d{4}-[a-z0-9]{4}", specification.run_id)
 
 
-def test_every_lock_holds_whatever_way_the_value_came_in(draft):
-    # Not by an edit: the value is simply there, as from a database that somebody touched or a lock that is newer.
+def test_freeze_refuses_values_against_any_lock(draft):
+    # Set directly, as by somebody who touched the database, or before the lock existed.
     draft.config.budget.steps = 50_000
     draft.config.policy.model = "gpt2"
     draft.config.environment.knobs["length"] = 8
@@ -51,7 +51,7 @@ def test_every_lock_holds_whatever_way_the_value_came_in(draft):
         assert reason in str(refused.value)
 
 
-def test_what_does_not_fit_does_not_start(draft):
+def test_freeze_refuses_invalid_configuration(draft):
     draft.config.rollout.max_new_tokens = 100_000
     draft.config.environment.knobs |= {"length": 10, "colour": 1}
     with pytest.raises(InvalidValue) as refused:
@@ -60,7 +60,7 @@ def test_what_does_not_fit_does_not_start(draft):
         assert part in str(refused.value)
 
 
-def test_plan_decides_the_kind_of_the_run(draft):
+def test_freeze_takes_run_kind_from_plan(draft):
     plan = TestPlan(tasks=4, group_size=2)
     test = freeze(draft, NONE, plan, policy_cache="")
     assert (test.kind, test.test, test.sweep) == ("test", plan, None)
@@ -71,7 +71,7 @@ def test_plan_decides_the_kind_of_the_run(draft):
 
 
 @pytest.mark.parametrize("name", ["", "../..", "ÄÖÜ", "a" * 200, "My Run!", "x/y/z", "-", "--flag", "a\x00b", "9"])
-def test_any_name_gives_a_valid_id(name):
+def test_new_run_id_is_valid_for_any_name(name):
     run_id = new_run_id(name)
     assert RUN_ID.fullmatch(run_id)
     assert new_run_id(name) != run_id

@@ -1,4 +1,4 @@
-"""A policy that is another run's: which weights it begins with, and why it cannot."""
+"""Policies that start from the weights of another run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def checkpoint(folder: RunFolder, step: int) -> None:
     seal(path)
 
 
-def test_other_names_are_models(tmp_path):
+def test_base_of_ignores_plain_model_names(tmp_path):
     assert base_of("embedded", tmp_path) is None and base_of("/some/folder", tmp_path) is None
 
 
-def test_the_newest_sound_weights_are_taken(folder):
+def test_base_of_takes_newest_undamaged_checkpoint(folder):
     checkpoint(folder, 1)
     checkpoint(folder, 2)
     assert base_of("run:run-a", folder.path.parent) == ("run-a", str(folder.checkpoints / "step-000002" / "model"))
@@ -44,7 +44,7 @@ def test_the_newest_sound_weights_are_taken(folder):
     assert base_of("run:run-a", folder.path.parent)[1].endswith("step-000001/model")
 
 
-def test_what_cannot_be_begun_with_is_said(folder):
+def test_base_of_says_why_run_has_no_weights(folder):
     with pytest.raises(NotFound, match="no run"):
         base_of("run:nobody", folder.path.parent)
     with pytest.raises(NotPossibleNow, match="no checkpoint"):

@@ -1,4 +1,4 @@
-"""What a draft's mixture and reward functions become when it is frozen: found, allowed, hashed."""
+"""Freezing a draft with a mixture and reward functions: their files are found, allowed and hashed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def frozen(made: Draft, folder: Path, locks: Locks = NONE) -> Specification:
     return freeze(made, locks, TrainPlan(), policy_cache="", ingredients=ingredients)
 
 
-def test_every_environment_becomes_a_source_and_every_function_a_file(tmp_path: Path, folder: Path) -> None:
+def test_freeze_records_mixture_sources_and_reward_files(tmp_path: Path, folder: Path) -> None:
     mixture = [
         {"name": "sort_letters", "weight": 2, "rewards": [BRIEF]},
         {"name": "number_guess", "knobs": {"spare": 2}},
@@ -88,7 +88,7 @@ def test_every_environment_becomes_a_source_and_every_function_a_file(tmp_path: 
         ({"curriculum": {"knob": "length", "levels": [3, 12]}}, InvalidValue, "environment.knobs.length: 12 is not"),
     ],
 )
-def test_what_cannot_be_found_or_lies_elsewhere_does_not_start(
+def test_freeze_refuses_unknown_or_foreign_sources(
     tmp_path: Path, folder: Path, section: dict[str, object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=".*") as refused:
@@ -96,7 +96,7 @@ def test_what_cannot_be_found_or_lies_elsewhere_does_not_start(
     assert says in str(refused.value)
 
 
-def test_an_absolute_path_counts_by_where_it_leads(folder: Path) -> None:
+def test_reward_file_outside_own_folders_is_refused(folder: Path) -> None:
     for name in ("out.py", "../elsewhere.py"):
         with pytest.raises(InvalidValue):
             reward_source(RewardFunction(name="x", fn=f"{folder}/{name}:brevity"), [folder])
@@ -124,7 +124,7 @@ def test_an_absolute_path_counts_by_where_it_leads(folder: Path) -> None:
         ({"curriculum": {"knob": "length", "levels": [2, 7]}}, Lock("environment.knobs.length", "easy", max=5), "easy"),
     ],
 )
-def test_locks_hold_for_each_environment_and_level(
+def test_freeze_applies_locks_to_each_environment_and_level(
     tmp_path: Path, folder: Path, section: dict[str, object], lock: Lock, says: str
 ) -> None:
     made = draft(tmp_path, max_turns=4, **section)
@@ -134,7 +134,7 @@ def test_locks_hold_for_each_environment_and_level(
     assert frozen(made, folder).config.environment.max_turns == 4
 
 
-def test_a_report_says_for_each_environment_whether_it_learned() -> None:
+def test_report_says_which_environments_improved() -> None:
     def evaluation(**wins: int) -> dict[str, object]:
         each = {name: {"tasks": 100, "successes": won, "errors": 0} for name, won in wins.items()}
         return {"sampled": {"tasks": 200, "successes": sum(wins.values()), "environments": each}}

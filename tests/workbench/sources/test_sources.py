@@ -1,4 +1,4 @@
-"""Sources of the catalog: what adapters declare and find, and that a broken one of anything hides no other."""
+"""Sources of the catalog: environments that adapters declare and find. A broken source hides no other."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import pytest
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.workbench import adapters as module
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.entries import Entry, Names
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
+from toprope.workbench.sources.datasets import DatasetSource
 from toprope.workbench.sources.folders import FileReader, FolderSource
 from toprope.workbench.sources.installed import InstalledSource
 
 OURS = "from toprope.sdk import Environment\nclass Mine(Environment):\n    '''Mine.'''\n"
 
 
-def made(name: str, package: str = "", **functions: object) -> Adapter:
-    """An adapter of functions."""
+def stub(name: str, package: str = "", **functions: object) -> Adapter:
+    """Return an adapter whose module has these functions."""
     code = types.ModuleType(name)
     code.__dict__.update(functions)
-    return Adapter(name, f"What {name} is.", package, (f"{package}>=1",) if package else (), module=code)
+    return Adapter(name, f"About {name}.", package, (f"{package}>=1",) if package else (), module=code)
 
 
 def declares(word: str) -> object:
-    """A `declared` that finds functions whose names begin with a word."""
+    """Return a `declared` that lists functions whose names begin with `word`."""
 
     def declared(file: Path, tree: ast.Module) -> list[Listed]:
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -45,7 +45,7 @@ def raises(*_: object) -> list[Listed]:
     raise RuntimeError("half written")
 
 
-def place(path: Path, *packages: str) -> Path:
+def install(path: Path, *packages: str) -> Path:
     for package in packages:
         (path / package).mkdir(parents=True)
         (path / f"{package}-1.0.dist-info").mkdir()
@@ -56,13 +56,17 @@ def folder_entries(folder: Path, found: list[Adapter], known: list[Known], pytho
     return FolderSource(folder, "folder", FileReader(lambda: found), lambda: known, python).entries(Names())
 
 
-def test_a_file_is_listed_by_whoever_knows_it_and_in_the_interpreter_that_has_it(tmp_path: Path) -> None:
-    mine, site = tmp_path / "mine", place(tmp_path / "site", "alpha")
+def test_file_is_listed_by_its_adapter_and_interpreter(tmp_path: Path) -> None:
+    mine, site = tmp_path / "mine", install(tmp_path / "site", "alpha")
     mine.mkdir()
     (mine / "a.py").write_text("def a_task(): ...\ndef b_task(): ...\ndef other(): ...\n")
     (mine / "ours.py").write_text(OURS)
     (mine / "torn.py").write_text("def a_(:\n")
-    found = [made("alpha", "alpha", declared=declares("a")), made("beta", "beta", declared=declares("b")), made("none")]
+    found = [
+        stub("alpha", "alpha", declared=declares("a")),
+        stub("beta", "beta", declared=declares("b")),
+        stub("none"),
+    ]
     entries = {entry.name: entry for entry in folder_entries(mine, found, [Known("venv", sys.executable, site)])}
     assert set(entries) == {"a_task", "b_task", "ours", "torn"}
     a, b = entries["a_task"], entries["b_task"]
@@ -75,11 +79,14 @@ def test_a_file_is_listed_by_whoever_knows_it_and_in_the_interpreter_that_has_it
     assert (own.status, own.environment.interpreter) == ("ready", "/other/python")
 
 
-def test_an_adapter_that_fails_hides_nothing(tmp_path: Path) -> None:
-    mine, site = tmp_path / "mine", place(tmp_path / "site", "alpha", "beta")
+def test_failing_adapter_hides_no_other_entry(tmp_path: Path) -> None:
+    mine, site = tmp_path / "mine", install(tmp_path / "site", "alpha", "beta")
     mine.mkdir()
     (mine / "a.py").write_text("def a_task(): ...\n")
-    found = [made("beta", "beta", declared=raises, installed=raises), made("alpha", "alpha", declared=declares("a"))]
+    found = [
+        stub("beta", "beta", declared=raises, installed=raises),
+        stub("alpha", "alpha", declared=declares("a")),
+    ]
     ready, told = folder_entries(mine, found, [Known("", None, site)])
     assert (ready.name, ready.status) == ("a_task", "ready")
     assert told.status == "broken" and "The adapter beta cannot read" in told.problem and "half written" in told.problem
@@ -89,7 +96,7 @@ def test_an_adapter_that_fails_hides_nothing(tmp_path: Path) -> None:
     assert {entry.name: entry.status for entry in source.entries(Names())} == {"beta": "broken", "gamma": "broken"}
 
 
-def test_files_are_read_again_when_they_changed_and_not_otherwise(tmp_path: Path) -> None:
+def test_files_are_read_again_only_if_changed(tmp_path: Path) -> None:
     asked: list[Path] = []
 
     def declared(file: Path, tree: ast.Module) -> list[Listed]:
@@ -98,20 +105,20 @@ def test_files_are_read_again_when_they_changed_and_not_otherwise(tmp_path: Path
 
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
-    reader = FileReader(lambda: [made("alpha", declared=declared)])
+    reader = FileReader(lambda: [stub("alpha", declared=declared)])
     source = FolderSource(tmp_path, "folder", reader, lambda: [])
     for _ in range(3):
         assert len(source.entries(Names())) == 1
     assert len(asked) == 1
     stat = file.stat()
     file.write_text("x = 2\n")
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as large and as old as before
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size and time as before
     source.entries(Names())
     assert len(asked) == 2
 
 
-def test_packages_of_every_interpreter_are_listed_and_those_of_none_say_what_to_do(tmp_path: Path) -> None:
-    first, second = place(tmp_path / "first", "alpha"), place(tmp_path / "second", "alpha", "alpha_more")
+def test_packages_are_listed_per_interpreter_or_ask_for_install(tmp_path: Path) -> None:
+    first, second = install(tmp_path / "first", "alpha"), install(tmp_path / "second", "alpha", "alpha_more")
     calls: list[Path] = []
 
     def installed(site: Path) -> list[Listed]:
@@ -121,7 +128,11 @@ def test_packages_of_every_interpreter_are_listed_and_those_of_none_say_what_to_
             found += [Listed("go", "go", problem="set GO_KEY", needs="key"), Listed("old", "old", problem="it is old")]
         return found
 
-    found = [made("alpha", "alpha", installed=installed), made("beta", "beta", installed=installed), made("plain")]
+    found = [
+        stub("alpha", "alpha", installed=installed),
+        stub("beta", "beta", installed=installed),
+        stub("plain"),
+    ]
     known = [
         Known("", None, tmp_path / "empty"),
         Known("first", sys.executable, first),
@@ -138,12 +149,12 @@ def test_packages_of_every_interpreter_are_listed_and_those_of_none_say_what_to_
     assert "toprope env remove gone" in entries["gone"].problem and entries["beta"].ecosystem == "beta"
     assert entries["alpha/go"].usable and not entries["beta"].usable
     source.entries(Names())
-    assert len(calls) == 2  # nothing was installed meanwhile
-    place(first, "alpha_more")
+    assert len(calls) == 2  # nothing was installed in between
+    install(first, "alpha_more")
     assert "alpha/go" in {entry.name for entry in source.entries(Names())} and len(calls) == 3
 
 
-def test_adapters_are_found_in_their_folder_each_by_itself(tmp_path: Path) -> None:
+def test_adapters_are_loaded_one_by_one_from_their_folder(tmp_path: Path) -> None:
     for name in ("good", "torn", "_private"):
         (tmp_path / f"{name}.py").touch()
 
@@ -164,22 +175,22 @@ def test_adapters_are_found_in_their_folder_each_by_itself(tmp_path: Path) -> No
     assert torn.name == "torn" and "SyntaxError: invalid syntax" in torn.problem
     names = {one.name: one for one in adapters()}
     assert {"dataset", "orchestrator", "reasoning_gym"} <= set(names) and not [one for one in names if one[0] == "_"]
-    assert not names["orchestrator"].reads_files  # a source of its own lists it
+    assert not names["orchestrator"].reads_files  # its own source lists it
 
 
-def test_a_package_is_there_as_a_folder_a_module_or_a_note_of_an_editable_one(tmp_path: Path) -> None:
-    game = made("game", "tiny_game")
+def test_adapter_finds_package_module_or_editable_install(tmp_path: Path) -> None:
+    game = stub("game", "tiny_game")
     assert not game.is_in(tmp_path / "nowhere") and not game.is_in(tmp_path)
     info = tmp_path / "tiny_game-1.0.dist-info"
     info.mkdir()
-    assert not game.is_in(tmp_path)  # of another module, perhaps
+    assert not game.is_in(tmp_path)  # may belong to another module
     (info / "direct_url.json").touch()
-    assert game.is_in(tmp_path) and made("any").is_in(tmp_path)
+    assert game.is_in(tmp_path) and stub("any").is_in(tmp_path)
     (tmp_path / "other.py").touch()
-    assert made("other", "other").is_in(tmp_path)
+    assert stub("other", "other").is_in(tmp_path)
 
 
-def test_what_was_added_is_listed_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_environments_are_listed_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     mine = tmp_path / "mine"
@@ -197,9 +208,8 @@ def test_what_was_added_is_listed_by_kind(tmp_path: Path, monkeypatch: pytest.Mo
             "odd": {"kind": "server", "adapter": "nobody", "url": "http://127.0.0.1:9"},
         }.items():
             entries[name] = Added(**{"name": name, "given": name, **fields})
-    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    monkeypatch.setattr("toprope.workbench.catalog.catalog.adapters", lambda: [stub("remote")])
     catalog = Catalog(registry=registry)
-    catalog._adapters_found = [made("remote")]
     found = {entry.name: entry for entry in catalog.entries()}
     assert found["ours"].environment.file == str(mine / "ours.py") and found["ours"].source == "folder"
     assert found["alone"].environment.interpreter == sys.executable
@@ -213,16 +223,15 @@ def test_what_was_added_is_listed_by_kind(tmp_path: Path, monkeypatch: pytest.Mo
     assert catalog.find("sums").status == "ready"
 
 
-def test_a_source_that_cannot_be_listed_is_one_broken_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = Catalog()
-    monkeypatch.setattr(type(catalog._sources[1]), "entries", raises)
-    entries = catalog.entries()
+def test_failing_source_becomes_one_broken_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DatasetSource, "entries", raises)
+    entries = Catalog().entries()
     assert len(entries) > 100
     [told] = [entry for entry in entries if "cannot be listed" in entry.problem]
     assert told.status == "broken" and "half written" in told.problem
 
 
-def test_what_a_file_says_of_itself_can_be_shown_and_hides_nothing(tmp_path: Path) -> None:
+def test_untrusted_texts_are_printable_and_bounded(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("from toprope.sdk import Environment\nclass A(Environment):\n  'Good.'\n")
     text = "from toprope.sdk import Environment\nclass A(Environment):\n  '\x1b[2JB'\n  name = 'x\\n\\nDo this:' %s\n"
     (tmp_path / "lines.py").write_text(text % "")
@@ -240,7 +249,7 @@ def test_what_a_file_says_of_itself_can_be_shown_and_hides_nothing(tmp_path: Pat
     assert {"x Do this:", "esc\ufffd[2J"} <= set(named)
 
 
-def test_interpreters_of_an_ecosystem_come_before_others() -> None:
+def test_interpreters_of_ecosystem_come_first() -> None:
     added = {
         name: Added(name=name, kind="packages", given=name, adapter=adapter, python="/p", site_packages=f"/{name[0]}")
         for name, adapter in {"zeta": "zeta", "aaa": None, "older": "zeta", "aab": None}.items()

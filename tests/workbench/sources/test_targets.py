@@ -1,4 +1,4 @@
-"""YAML files of the owner's that say what an adapter makes an environment of: listed without running, and played."""
+"""YAML files that name the target of an adapter: listed without running, described by a worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_entries_of_their_own_names_and_wrong_ones_say_what_is_right(folder: Path) -> None:
+def test_target_files_are_listed_and_wrong_ones_are_explained(folder: Path) -> None:
     entries = {entry.name: entry for entry in Catalog([folder]).entries()}
     sums, mixed, gym = entries["sums"], entries["mixed"], entries["gym"]
     assert (sums.status, sums.ecosystem, sums.description, sums.turns) == ("ready", "trl", "Sums of mine.", 1)
@@ -51,7 +51,7 @@ def test_files_are_entries_of_their_own_names_and_wrong_ones_say_what_is_right(f
     assert entries["unknown"].status == "broken" and "adapter must be dataset" in entries["unknown"].problem
 
 
-def test_one_is_described_by_its_worker(folder: Path) -> None:
+def test_target_file_is_described_by_worker(folder: Path) -> None:
     catalog = Catalog([folder])
     described = asyncio.run(
         catalog.describe(catalog.find("sums"), WorkerOptions(load_timeout_s=120, call_timeout_s=60))

@@ -34,11 +34,11 @@ from toprope.sdk.errors import WorkerError
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.synthesis.near_duplicates import Deduplicator, whole_text
 
-_ROUND = 256
+ROUND_SIZE = 256
 """Most items at the beginning of a round, which is what an interruption can lose."""
 _IDLE_ROUNDS = 3
 """Consecutive rounds without a new item after which the pipeline ends."""
-_PAUSE_S = 0.2
+RETRY_PAUSE_S = 0.2
 _STATE_VERSION = 1
 
 
@@ -101,7 +101,7 @@ class Round:
             async with limit:
                 for attempt in range(self.config.retries + 1):
                     if attempt:
-                        await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+                        await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
                     try:
                         return await work(item)
                     except (TryAgain, WorkerError) as error:
@@ -243,11 +243,11 @@ class SynthesisPipeline:
         generators = any(isinstance(step, DataSynthesiser | _Function) for step in self._steps)
         idle = 0
         while len(result.items) < self.config.target_size and idle < _IDLE_ROUNDS:
-            begun, fed_from = seeds[fed : fed + _ROUND], fed
+            begun, fed_from = seeds[fed : fed + ROUND_SIZE], fed
             fed += len(begun)
             if not begun and not generators:
                 break
-            wanted = min(_ROUND, max(len(begun), self.config.target_size - len(result.items)))
+            wanted = min(ROUND_SIZE, max(len(begun), self.config.target_size - len(result.items)))
             wanted = len(begun) if fed < len(seeds) else wanted
             at = Round(self.config, result.rounds, seeds, wanted)
             items = list(begun)

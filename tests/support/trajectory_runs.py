@@ -1,4 +1,4 @@
-"""Runs with real journals on the tokens of the embedded policy, without any model."""
+"""Run folders with real journals of the embedded policy's tokens, made without a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 
 
 def place_tokenizer(policies: Path) -> None:
-    """The embedded policy's tokenizer where a run looks for it."""
+    """Save the embedded policy's tokenizer in the policy cache."""
     make_tokenizer(RECIPES["embedded"]).save_pretrained(embedded_folder(policies, "embedded"))
 
 
 def make_run(runs: Path, run_id: str = "run-a", kind: str = "train", policies: Path | None = None) -> RunFolder:
-    """A run's folder with its specification."""
+    """Create a run folder with a specification."""
     folder = RunFolder.create(runs, run_id)
     Specification(
         run_id=run_id, kind=kind, created_at=time.time(), toprope_version="0",
@@ -35,7 +35,7 @@ def make_run(runs: Path, run_id: str = "run-a", kind: str = "train", policies: P
 
 
 def row(talk: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Tokens and mask of a conversation as the policy had it: its answers were sampled, with their end token."""
+    """Return tokens and mask of a conversation whose answers were sampled, each with its end token."""
     tokenizer = make_tokenizer(RECIPES["embedded"])
     tokens: list[int] = []
     mask: list[int] = []
@@ -51,7 +51,7 @@ def row(talk: list[dict[str, str]]) -> tuple[list[int], list[int]]:
 
 
 def asked(question: str, *answers: str) -> list[dict[str, str]]:
-    """A conversation: a question, then answers with remarks of the user between them."""
+    """Return a conversation: a question, then answers with remarks of the user between them."""
     talk = [{"role": "user", "content": question}]
     for number, answer in enumerate(answers):
         talk += [{"role": "user", "content": f"go on {number}"}] if number else []
@@ -60,7 +60,7 @@ def asked(question: str, *answers: str) -> list[dict[str, str]]:
 
 
 def group(number: int, talks: list[list[dict[str, str]]], rewards: list[float], **fields) -> Group:
-    """A group as the driver posts it."""
+    """Return a group as the driver posts it."""
     rows = [row(talk) for talk in talks]
     return Group(
         **{
@@ -83,7 +83,7 @@ def group(number: int, talks: list[list[dict[str, str]]], rewards: list[float], 
 
 
 def journal(folder: RunFolder, groups: list[Group], **options) -> None:
-    """Writes them as the trajectory API does."""
+    """Append the groups to the journal as the trajectory API does."""
     file = FileJournal(folder.journal, **options)
     for one in groups:
         file.append(msgspec.json.encode(one), GroupNote(rows=len(one.tokens)))
@@ -91,13 +91,13 @@ def journal(folder: RunFolder, groups: list[Group], **options) -> None:
 
 
 def hold_out(folder: RunFolder, *tasks: str) -> None:
-    """An evaluation that held these tasks out."""
+    """Write an evaluation that held these tasks out."""
     sampled = {"split": "heldout", "by_task": {"tasks": list(tasks)}}
     write_json(folder.evaluation("before"), {"version": 1, "label": "before", "sampled": sampled, "greedy": None})
 
 
 def words_run(runs: Path, groups: int = 6, run_id: str = "run-a") -> RunFolder:
-    """A run of single-turn groups of two: the first answer right, the second wrong."""
+    """Create a run of single-turn groups of two: the first answer right, the second wrong."""
     folder = make_run(runs, run_id)
     names = ["rope", "knot", "cliff", "belay", "hold", "slab", "crimp", "jug"]
     made = []
