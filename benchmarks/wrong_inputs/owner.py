@@ -20,7 +20,7 @@ def _owner(title: str, place: str, content: str | bytes, names: tuple[str, ...],
         await house.connect()
         house.mark()
         told = await house.call("select_environment", name="sort_letters", **arguments)
-        yield told, Expected((*names, place, "Nothing was changed"), cause, ("Mend", "Did you mean", "There are:"))
+        yield told, Expected((*names, place, "Nothing was changed"), cause, ("Fix", "Did you mean", "There are:"))
 
     return Case(_OWNER, title, play, own=True)
 

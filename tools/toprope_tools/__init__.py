@@ -1,1 +1,1 @@
-"""What an agent can call, one file a concern."""
+"""The tools that an agent can call, by concern."""

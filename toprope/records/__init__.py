@@ -1,1 +1,1 @@
-"""What runs leave on disk, and the types that travel between the processes of a run."""
+"""Files of runs, and the types that travel between the processes of a run."""

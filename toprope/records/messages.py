@@ -94,7 +94,7 @@ class Failed(msgspec.Struct, tag="failed"):
     reason: str
     hint: str = ""
     again: bool = False
-    """Whether a restart of the member can help, because the cause may be gone."""
+    """True if a restart of the member can help, because the cause may be gone."""
 
 
 class Beat(msgspec.Struct, tag="beat"):

@@ -55,9 +55,9 @@ class Card(msgspec.Struct):
     """By package; `sha256 <file>` for sources."""
     tags: list[str] = []
     guessed_reference: bool = False
-    """Whether the reference answers were inferred from the names of columns."""
+    """True if the reference answers were inferred from the names of columns."""
     own_loop: bool = False
-    """Whether the environment samples its rollouts itself, against an OpenAI endpoint."""
+    """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
 
     @property
     def min_reward(self) -> float:
@@ -85,7 +85,7 @@ class TaskPage(msgspec.Struct):
     known: int
     """Distinct tasks found in the split so far."""
     exhausted: bool
-    """Whether `known` is all there is."""
+    """True if `known` is all there is."""
 
 
 class SplitSize(msgspec.Struct):
@@ -94,7 +94,7 @@ class SplitSize(msgspec.Struct):
     known: int
     """Distinct tasks found so far."""
     exhausted: bool
-    """Whether `known` is all there is."""
+    """True if `known` is all there is."""
     leaked: int = 0
     """Tasks left out because another split has them."""
 
@@ -112,7 +112,7 @@ class Begun(msgspec.Struct):
     per_rollout: list[list[Message]] | None = None
     """First messages of each rollout, if they differ."""
     tokens: bool = False
-    """Whether `advance` should carry the ids of sampled tokens."""
+    """True if `advance` should carry the ids of sampled tokens."""
 
 
 class Advanced(msgspec.Struct):

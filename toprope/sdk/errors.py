@@ -63,7 +63,7 @@ class WorkerFailure(SdkError):
     """Base class of failures of a worker."""
 
     at_work = False
-    """Whether the worker was processing this call when it ended; calls queued behind it fail too."""
+    """True if the worker was processing this call when it ended; calls queued behind it fail too."""
     environment = ""
     """Name of the worker's environment, if a run has several."""
 

@@ -253,7 +253,7 @@ def extract_answer(text: str) -> str:
 
 
 def is_correct(answer: str, reference: str, *, relative: float = 1e-6, absolute: float = 1e-9) -> bool:
-    """Whether `answer` equals `reference`, as text or as a number.
+    """Return True if `answer` equals `reference`, as text or as a number.
 
     Args:
         answer: The policy's text; see `extract_answer`.

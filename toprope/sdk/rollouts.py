@@ -186,7 +186,7 @@ class Rollout:
 
 
 def grouped(environment: Environment) -> bool:
-    """Whether an environment overrides `score_group`."""
+    """Return True if an environment overrides `score_group`."""
     return type(environment).score_group is not Environment.score_group
 
 

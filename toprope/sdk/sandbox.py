@@ -83,7 +83,7 @@ def run_python(
 
 
 def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bool:
-    """Whether `tests` run through after `code`, in one namespace.
+    """Return True if `tests` run through after `code`, in one namespace.
 
     The program has this interpreter's packages and an empty folder of its own to write to. To exit early is to fail:
     success is reported by a random word after the last test. A machine that cannot confine a program runs it with

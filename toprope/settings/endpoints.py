@@ -88,5 +88,5 @@ def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
             problems = [
                 f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors(include_input=False)
             ]
-            raise InvalidValue(f"{where}, {name}: {'; '.join(problems)}.", hint="Mend the file.") from None
+            raise InvalidValue(f"{where}, {name}: {'; '.join(problems)}.", hint="Fix the file.") from None
     return found

@@ -93,7 +93,7 @@ class FrozenLimits(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     source: str
-    """Who set them, and in which file, in words."""
+    """Origin of the limits: who set them, and in which file."""
     caps: dict[str, Cap] = {}
     reserved: dict[str, float] = {}
     cpu_hour_usd: float | None = None
@@ -156,13 +156,13 @@ def _take(limits: dict[str, Limit], name: str, given: Any, path: Path) -> None:
         entry = check_keys(given, ("max", "reason"), f"{path}, {name}")
         given, reason = entry.get("max"), entry.get("reason") or ""
         if not isinstance(reason, str):
-            raise InvalidValue(f"{path}, {name}: reason must be text.", hint="Mend the file.")
+            raise InvalidValue(f"{path}, {name}: reason must be text.", hint="Fix the file.")
     limits[name] = Limit(name=name, max=_number(given, f"{path}, {name}"), reason=reason.strip())
 
 
 def _number(given: Any, where: str) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
-        raise InvalidValue(f"{where} must be a number of at least 0, not {given!r}.", hint="Mend the file.")
+        raise InvalidValue(f"{where} must be a number of at least 0, not {given!r}.", hint="Fix the file.")
     return float(given)
 
 

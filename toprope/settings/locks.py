@@ -50,7 +50,7 @@ class Lock:
         return " and ".join(parts)
 
     def allows(self, value: Any) -> bool:
-        """Whether the owner allows this value. Null is outside any bounds."""
+        """Return True if the owner allows this value. Null is outside any bounds."""
         if self.fixed:
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
         if isinstance(value, bool) or not isinstance(value, int | float):

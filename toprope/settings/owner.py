@@ -90,9 +90,9 @@ class DataLimit(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     export: bool = True
-    """Whether export_trajectories is allowed."""
+    """True if export_trajectories is allowed."""
     build: bool = True
-    """Whether build_dataset is allowed."""
+    """True if build_dataset is allowed."""
     max_items: int = Field(5_000_000, ge=1)
     """Most items of an export or a data set."""
     at_once: int = Field(2, ge=1, le=64)
@@ -168,7 +168,7 @@ class OwnerSettings(BaseModel):
             return cls.model_validate(data)
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
-            raise InvalidValue(f"{path}: {'; '.join(problems)}.", hint="Mend the file.") from None
+            raise InvalidValue(f"{path}: {'; '.join(problems)}.", hint="Fix the file.") from None
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
         raise InvalidValue(f"{path} cannot be read: {error.strerror or error}.") from None
     known = before.get("variables") or {}
     if not isinstance(known, dict) or not isinstance(known.get(component) or {}, dict):
-        raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Mend the file.")
+        raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Fix the file.")
     wanted = {**before, "variables": {**known, component: {**(known.get(component) or {}), name: value}}}
     if wanted == before:
         return False

@@ -81,7 +81,7 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
             try:
                 values[f"{section}.{key}"] = find_field(f"{section}.{key}", fields).coerce(value)
             except InvalidValue as problem:
-                raise InvalidValue(f"{path}: {problem}", hint="Mend the file.") from None
+                raise InvalidValue(f"{path}: {problem}", hint="Fix the file.") from None
     if "environment.name" in values:
         raise InvalidValue(f"{path}: a preset does not name the environment; select_environment does.")
     environments = data.get("environments") or {}

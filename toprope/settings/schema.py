@@ -43,7 +43,7 @@ class PolicySection(Section):
 
 
 class AlgorithmSection(Section):
-    """How rewards become a loss. Names and meanings are TRL's GRPOConfig."""
+    """Settings that turn rewards into a loss. Names and meanings are those of TRL's GRPOConfig."""
 
     name: Literal[
         "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "luspo", "sapo", "vespo", "rloo", "ppo", "sft", "custom"

@@ -47,18 +47,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} cannot be read: {error}.", hint="Mend the file.") from None
+        raise InvalidValue(f"{path} cannot be read: {error}.", hint="Fix the file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it does not parse"
-        raise InvalidValue(f"{path} is not valid YAML{where}: {problem}.", hint="Mend the file.") from None
+        raise InvalidValue(f"{path} is not valid YAML{where}: {problem}.", hint="Fix the file.") from None
     except RecursionError:
-        raise InvalidValue(f"{path} is nested too deeply.", hint="Mend the file.") from None
+        raise InvalidValue(f"{path} is nested too deeply.", hint="Fix the file.") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise InvalidValue(f"{path} must hold a mapping of names to values.", hint="Mend the file.")
+        raise InvalidValue(f"{path} must hold a mapping of names to values.", hint="Fix the file.")
     return data
 
 
@@ -77,7 +77,7 @@ def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
     """
     allowed = list(allowed)
     if not isinstance(data, dict):
-        raise InvalidValue(f"{where} must be a mapping with {', '.join(allowed)}.", hint="Mend the file.")
+        raise InvalidValue(f"{where} must be a mapping with {', '.join(allowed)}.", hint="Fix the file.")
     for key in data:
         if key not in allowed:
             raise InvalidValue(f"{where}: there is no key {key!r}.", hint=nearest(str(key), allowed))

@@ -88,7 +88,7 @@ class CheckAnswer(Structure):
 
 
 class Installed(Structure):
-    """What became of it, or how far it is."""
+    """Result of the installation, or its progress."""
 
     name: str
     done: bool

@@ -84,7 +84,7 @@ class Look:
 
     @property
     def due(self) -> bool:
-        """Whether fresh numbers may be told: the run has ended, the interval is over, or none were told."""
+        """True if fresh numbers may be told: the run has ended, the interval is over, or none were told."""
         if self.status.ended or self.stamp is None or not work_of(self.stamp.snapshot):
             return True
         # The clock was set back since a stamp that lies ahead of it; such a stamp withholds nothing.
@@ -92,18 +92,18 @@ class Look:
 
     @property
     def has_new_numbers(self) -> bool:
-        """Whether the work has other numbers than those last told."""
+        """True if the work has other numbers than those last told."""
         told = self.stamp.snapshot if self.stamp else {}
         return any(told.get(key) != one for key, one in work_of(self.numbers).items())
 
     @property
     def told_the_end(self) -> bool:
-        """Whether the caller knows of the end. Unknown without a cursor, so the end is told again."""
+        """True if the caller knows of the end. Unknown without a cursor, so the end is told again."""
         return self.status.ended and self.place is not None and all(event.kind == "end" for event in self.news)
 
     @property
     def wakes(self) -> bool:
-        """Whether a wait for any news ends: at an event, the end, the first step, or new numbers that may be told."""
+        """True if a wait for any news ends: at an event, the end, the first step, or new numbers that may be told."""
         if self.status.ended:
             return not self.told_the_end
         if any(event.kind != "state" or event.data.get("to") in _WAKING_STATES for event in self.news):

@@ -48,7 +48,7 @@ class Patience:
 
     @property
     def cut(self) -> bool:
-        """Whether the client's limit shortens the wait."""
+        """True if the client's limit shortens the wait."""
         return self.asked_s > self.longest_s
 
 

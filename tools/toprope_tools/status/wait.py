@@ -111,7 +111,7 @@ def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
 
 
 def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
-    """Whether an end is near: evaluated and not completed, or completed without its last record."""
+    """Return True if an end is near: evaluated and not completed, or completed without its last record."""
     evaluated = not met or any(one.condition == "evaluation" for one in met)
     return any(
         (evaluated and look.status.state == "evaluating")

@@ -43,7 +43,7 @@ class Condition:
 
     @property
     def of_all(self) -> bool:
-        """Whether it concerns all runs of a wait together."""
+        """True if it concerns all runs of a wait together."""
         return self.name == ALL_ENDED
 
     def met(self, status: Status, news: Sequence[Event]) -> bool:

@@ -250,7 +250,7 @@ class Index:
         return sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
     def _no_room(self, text: str) -> bool:
-        """Whether SQLite failed for lack of room; it often reports something else."""
+        """Return True if SQLite failed for lack of room; it often reports something else."""
         if "disk is full" in text:
             return True
         unclear = "disk I/O error" in text or "unable to open" in text

@@ -114,5 +114,5 @@ class Counts(msgspec.Struct):
     """Accepted groups of external environments whose tokens the inference server did not recognise."""
 
     def balanced(self) -> bool:
-        """Whether the counts add up."""
+        """Return True if the counts add up."""
         return self.accepted == self.waiting + self.delivered + self.committed + sum(self.dropped.values())

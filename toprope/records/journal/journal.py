@@ -21,7 +21,7 @@ class Journal(Protocol):
     """The part of a journal that the trajectory API needs; storage is up to the implementation."""
 
     has_snapshot: bool
-    """Whether one of the marks is a snapshot."""
+    """True if one of the marks is a snapshot."""
 
     @property
     def first(self) -> int:
@@ -54,7 +54,7 @@ class Journal(Protocol):
         ...
 
     def removable(self, before: int) -> bool:
-        """Whether some segments only hold groups numbered below `before`."""
+        """Return True if some segments only hold groups numbered below `before`."""
         ...
 
     def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:

@@ -24,7 +24,7 @@ class GroupNote(msgspec.Struct, omit_defaults=True):
     at: float = 0.0
     """Time of acceptance, seconds since the epoch."""
     unmatched: bool = False
-    """Whether the inference server was asked for its sampled tokens and did not know them."""
+    """True if the inference server was asked for its sampled tokens and did not know them."""
     posted: str | None = None
     """Digest of the posted body, if the stored one differs."""
     open: list[int] = []
@@ -40,7 +40,7 @@ class Delivered(msgspec.Struct, tag="delivered", omit_defaults=True):
     passed: str | None = None
     """The lane that was next but was skipped to make the batch exact."""
     by_cursor: bool = True
-    """Whether the trainer reads with a cursor and therefore commits; an Atropos trainer does not."""
+    """True if the trainer reads with a cursor and therefore commits; an Atropos trainer does not."""
 
 
 class Rewound(msgspec.Struct, tag="rewound"):

@@ -120,7 +120,7 @@ class RolloutPage:
     matching: int
     scanned: int
     complete: bool
-    """Whether the whole journal is indexed; otherwise the next call continues."""
+    """True if the whole journal is indexed; otherwise the next call continues."""
     more: bool
     parts: list[str]
     repeated: int = 0
@@ -333,7 +333,7 @@ class _Index:
         return ends
 
     def _sound(self) -> bool:
-        """Whether the file is an index of this version that ends at a mark."""
+        """Return True if the file is an index of this version that ends at a mark."""
         try:
             with self._path.open("rb") as file:
                 if msgspec.json.decode(file.readline(_LONGEST_LINE), type=_Head).toprope_rollouts != _VERSION:

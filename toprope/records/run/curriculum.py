@@ -31,7 +31,7 @@ class LevelMeasurement(_Record):
     successes: int
     tasks: int
     moved: bool = False
-    """Whether it opened the next level."""
+    """True if it opened the next level."""
 
 
 class CurriculumState(_Record):

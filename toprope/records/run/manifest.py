@@ -118,7 +118,7 @@ class Manifest(BaseModel):
     python: str
     libraries: dict[str, str] = {}
     complete: bool = False
-    """Whether policy and environment had loaded."""
+    """True if policy and environment had loaded."""
     later_attempts: dict[str, dict[str, list[Any]]] = {}
     """Inputs that differ in attempts after the first."""
 

@@ -160,13 +160,13 @@ class Environment:
     tags: tuple[str, ...] = ()
     """Words for listings and searches."""
     guessed_reference: bool = False
-    """Whether the references are a guess, such as the column of a data set that looks like the right answer."""
+    """True if the references are a guess, such as the column of a data set that looks like the right answer."""
     packages: tuple[str, ...] = ()
     """Names of distributions that the tasks depend on; every run records their versions."""
     files: tuple[str, ...] = ()
     """Paths of further files that the environment depends on; every run records their hashes."""
     wants_tokens: bool = False
-    """Whether to fill in `tokens`, at a small cost per answer."""
+    """True to fill in `tokens`, at a small cost per answer."""
 
     @dataclass
     class Knobs:
@@ -241,7 +241,7 @@ class Environment:
         return None if self.task.reference is None else str(self.task.reference)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        """Whether the rollout counts as solved. Default: whether it has the highest possible reward."""
+        """Return True if the rollout counts as solved; by default, if it has the highest possible reward."""
         return reward >= Scoring.of(self).max_reward - _TOLERANCE
 
 
@@ -339,7 +339,7 @@ class Scoring:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number or a scalar of NumPy or torch."""
+    """Return True if it is a number or a scalar of NumPy or torch."""
     return not isinstance(value, str | bytes | complex) and hasattr(type(value), "__float__")
 
 

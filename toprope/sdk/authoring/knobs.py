@@ -106,7 +106,7 @@ def nearest(name: str, valid: Mapping[str, Any] | Sequence[str], what: str) -> s
 
 
 def settable(hint: Any) -> bool:
-    """Whether values of this type can be written as JSON."""
+    """Return True if values of this type can be written as JSON."""
     if hint in _SCALARS or hint in _DATES or hint in (list, tuple, dict, type(None)):
         return True
     origin = typing.get_origin(hint)

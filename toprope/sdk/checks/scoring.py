@@ -40,7 +40,7 @@ def never_varies(seen: Observed) -> Finding | None:
             "warning" if seen.own_loop else "critical",
             f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
             threshold,
-            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else "mend score()",
+            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else "fix score()",
             observed,
             refuses=not seen.own_loop,
         )
@@ -260,7 +260,7 @@ def score_changes(seen: Observed) -> Finding | None:
 
 
 def _of_range(error: str) -> bool:
-    """Whether an outcome's error says that score() gave no number within its range
+    """Return True if an outcome's error says that score() gave no number within its range
     (toprope.sdk.authoring.environment)."""
     return error.startswith("EnvironmentMistake") and "score() " in error
 

@@ -42,7 +42,7 @@ class Meter:
 
     @property
     def measures(self) -> bool:
-        """Whether this machine has a readable energy counter."""
+        """True if this machine has a readable energy counter."""
         return self._monitor is not None
 
     def start(self) -> None:

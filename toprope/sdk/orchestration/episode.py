@@ -40,7 +40,7 @@ class Observation:
     energy_source: str = "none"
     """`measured`, `declared`, `estimate` or `none`."""
     failed: bool = False
-    """Whether the call failed: unknown tool, malformed answer, or an error in the tool."""
+    """True if the call failed: unknown tool, malformed answer, or an error in the tool."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class McpServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the session is open; False after the server ended or was closed."""
+        """True if the session is open; False after the server ended or was closed."""
         return self._thread.is_alive()
 
     def tools(self, only: Sequence[str] = (), prefix: str = "", price: Price | None = None) -> list[Tool]:

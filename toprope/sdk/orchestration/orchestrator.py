@@ -53,6 +53,6 @@ class OrchestratorEnvironment:
         return state, observation
 
     def done(self, state: State) -> bool:
-        """Whether the policy has answered or run out of turns."""
+        """Return True if the policy has answered or run out of turns."""
         answered = bool(state.history) and state.history[-1].action.is_final_answer
         return answered or state.num_turns >= self.max_turns

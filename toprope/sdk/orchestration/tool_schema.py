@@ -33,7 +33,7 @@ class Signature(typing.NamedTuple):
     parameters: dict[str, Any]
     """JSON schema of an object."""
     takes_any: bool
-    """Whether it accepts further named arguments (`**kwargs`)."""
+    """True if it accepts further named arguments (`**kwargs`)."""
 
     def check(self, arguments: Any) -> dict[str, Any]:
         """Validate the arguments of a call and convert them where that is safe.

@@ -169,7 +169,7 @@ class WorkerClient:
 
     @property
     def alive(self) -> bool:
-        """Whether calls can be answered; False once the worker has ended or is being closed."""
+        """True if calls can be answered; False once the worker has ended or is being closed."""
         return self._end is None and not self._closing
 
     async def call(self, op: str, /, *, timeout: float = 60.0, concurrent: bool = False, **arguments: Any) -> Any:
@@ -208,7 +208,7 @@ class WorkerClient:
 
     @property
     def sealed(self) -> bool:
-        """Whether everything that the worker prints is dropped."""
+        """True if everything that the worker prints is dropped."""
         return self._sealed is not None
 
     def seal(self) -> None:

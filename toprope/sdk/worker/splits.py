@@ -149,7 +149,7 @@ class TaskSplits:
         return len(self._found[split])
 
     def exhausted(self, split: str) -> bool:
-        """Whether `known` is the size of the split."""
+        """Return True if `known` is the size of the split."""
         return self._streams[split].ended or (not self._own and self._repeats >= PATIENCE)
 
     def leaked(self, split: str) -> int:
@@ -209,7 +209,7 @@ class TaskSplits:
                 return
 
     def _kept_elsewhere(self, split: str, content: bytes) -> bool:
-        """Whether another member of the family has this content in a stricter split."""
+        """Return True if another member of the family has this content in a stricter split."""
         stricter = _STRICTEST[: _STRICTEST.index(split)]
         for other in self._family:
             for name in stricter:

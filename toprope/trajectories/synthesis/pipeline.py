@@ -68,7 +68,7 @@ class SynthesisConfig:
     def __post_init__(self) -> None:
         for name, low in (("target_size", 1), ("concurrency", 1), ("retries", 0)):
             if getattr(self, name) < low:
-                raise InvalidValue(f"{name} must be at least {low}, not {getattr(self, name)}.", hint="Mend it.")
+                raise InvalidValue(f"{name} must be at least {low}, not {getattr(self, name)}.", hint="Change it.")
         if self.dedup_threshold is not None and not 0 < self.dedup_threshold <= 1:
             raise InvalidValue(
                 f"dedup_threshold must be above 0 and at most 1, not {self.dedup_threshold}.", hint="Usual: 0.85."

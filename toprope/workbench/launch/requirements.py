@@ -55,7 +55,7 @@ def require_wandb(
 
 
 def _logged_in(home: Path) -> bool:
-    """Whether `wandb login` has stored a key for this user."""
+    """Return True if `wandb login` has stored a key for this user."""
     try:
         return _HOST in (home / ".netrc").read_text(errors="replace")
     except OSError:

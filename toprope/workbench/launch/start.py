@@ -270,7 +270,7 @@ class RunStarter:
         return Started([Specification.read(self._runs.folder(one)) for one in ids], repeated=True)
 
     def _appears(self, start: StartKey) -> bool:
-        """Whether the run of a key was started, or may be about to appear."""
+        """Return True if the run of a key was started or may be about to appear."""
         return (self._home.runs / start.run_id).is_dir() or _was_just_now(start.at)
 
     def _is_live(self, start: StartRow) -> bool:
@@ -281,5 +281,5 @@ class RunStarter:
 
 
 def _was_just_now(at: float) -> bool:
-    """Whether a start was recorded so recently that its run may still appear; False if the clock was set back since."""
+    """Return True if a start is so recent that its run may still appear; False if the clock was set back since."""
     return 0 <= time.time() - at < _APPEARS_WITHIN_S

@@ -33,7 +33,7 @@ _MARKS = {
 
 
 def containment(home: Home) -> Iterator[Finding]:
-    """How well this machine contains a run's processes, and what could escape."""
+    """Describe how well this machine contains a run's processes, and what could escape."""
     from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment, probe_bubblewrap
 
     wanted, why = home.settings().containment, probe_bubblewrap()

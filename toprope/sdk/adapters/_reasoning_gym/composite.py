@@ -27,7 +27,7 @@ __all__ = ["Composite", "make"]
 _SEED = 0
 _HARDEST = 20
 _FIRST = ("chain_sum", "gcd", "spell_backward")
-"""What it is made of where nobody says."""
+"""Default members of a mixture."""
 _MEMBER = ("name", "weight", "knobs")
 
 
