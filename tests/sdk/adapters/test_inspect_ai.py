@@ -1,0 +1,131 @@
+"""The adapter of inspect-ai, with a stand-in for the package."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters import inspect_ai
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Task
+from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.rollouts import configure
+
+
+def session(**other: Any) -> Session:
+    return Session(**{"base_url": "http://x/v1", "api_key": "k", "model": "m"} | other)
+
+
+class Sample(Thing):
+    """A sample of inspect; its log has the same members."""
+
+    def model_copy(self, update: dict[str, Any]) -> Sample:
+        return Sample(**vars(self) | update)
+
+
+def sample(text: str, **fields: Any) -> Sample:
+    answer = Thing(role="assistant", text="", tool_calls=None)
+    rest = {"choices": None, "target": "x", "limit": None, "error": None, "output": Thing(stop_reason="stop")}
+    log = {"messages": [answer], "scores": {"exact": Thing(value="C")}}
+    return Sample(input=text, **rest | log | fields)
+
+
+@pytest.fixture
+def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
+    """A function that makes the environment of a task; its evaluations call `evaluate(samples, sessions)`."""
+
+    def make(samples: list[Sample], evaluate: Any = None, scorers: tuple[str, ...] = ("exact",)) -> OwnLoop:
+        task = Thing(dataset=samples, sandbox=None, scorer=list(scorers))
+
+        async def eval_async(asked: list[Sample], model: dict[str, Session], **settings: Any) -> list[Thing]:
+            if evaluate is not None:
+                await evaluate(asked, model)
+            return [Thing(samples=asked, error=None, status="success")]
+
+        values = {"C": 1.0, "I": 0.0}
+        for name, members in {
+            "openai": {},
+            "inspect_ai": {"eval_async": eval_async, "task_with": lambda task, dataset, epochs: dataset},
+            "inspect_ai._eval.loader": {"load_tasks": lambda targets, arguments: [task]},
+            "inspect_ai._util.registry": {
+                "registry_info": lambda scorer: Thing(name=scorer), "registry_lookup": lambda kind, name: name,
+            },
+            "inspect_ai.dataset": {"MemoryDataset": list},
+            "inspect_ai.log._samples": {"sample_active": None},
+            "inspect_ai.model": {"get_model": lambda name, sessions, **settings: sessions, "modelapi": None},
+            "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
+            "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},
+            "inspect_ai.util._display": {"init_display_type": lambda kind: None},
+        }.items():  # fmt: skip
+            stand_in(name, **members)
+        environment = configure(inspect_ai.make("package/sums"))
+        assert isinstance(environment, OwnLoop)
+        return environment
+
+    return make
+
+
+def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..., OwnLoop]) -> None:
+    async def work() -> None:
+        calls: list[int] = []
+        started, release, running = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+
+        async def evaluate(asked: list[Sample], sessions: dict[str, Session]) -> None:
+            assert not running.locked(), "inspect allows one evaluation at a time"
+            async with running:
+                calls.append(len(asked))
+                started.set()
+                await release.wait()
+                if any(one.input == "bad" for one in asked):
+                    raise ValueError("no such tool")
+                for one in asked:
+                    one.messages = [Thing(role="assistant", text=f"{one.input} by {sessions[one.id].api_key}")]
+
+        environment = inspect([sample("a"), sample("b"), sample("c"), sample("bad"), sample("d")], evaluate)
+        a, b, c, bad, d = environment.tasks()
+
+        async def ask(task: Task, *sessions: Session) -> list[str]:
+            found = await environment.group(task, sessions)
+            return [one.messages[0]["content"] if isinstance(one, Played) else str(one) for one in found]
+
+        first = asyncio.ensure_future(ask(a, *(session(api_key=str(number)) for number in range(3))))
+        await asyncio.wait_for(started.wait(), 30)
+        second = asyncio.ensure_future(ask(b, *(session(api_key=str(number)) for number in range(2))))
+        warm = asyncio.ensure_future(ask(c, session(temperature=0.0)))
+        for _ in range(100):  # both reach the queue
+            await asyncio.sleep(0)
+        release.set()
+        assert await asyncio.gather(first, second, warm) == [
+            ["a by 0", "a by 1", "a by 2"], ["b by 0", "b by 1"], ["c by k"],
+        ]  # fmt: skip
+        assert calls == [3, 2, 1], "rollouts with other sampling settings run separately"
+        assert "no such tool" in (await ask(bad, session()))[0]
+        assert await ask(d, session()) == ["d by k"]
+
+    asyncio.run(work())
+
+
+def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> None:
+    call = Thing(id="c1", function="add", arguments={"a": 1})
+    messages = [Thing(role="user", text="x"), Thing(role="assistant", text="", tool_calls=[call])]
+    both = {"exact": Thing(value="C"), "several": Thing(value={"a": "I", "b": 1.0})}
+    broken = Thing(message="Traceback\nValueError: it broke")
+    environment = inspect(
+        [
+            sample("good", messages=messages, scores=both),
+            sample("long", limit=Thing(type="token"), error=broken),
+            sample("beyond", scores={"exact": Thing(value=3.0)}),
+        ],
+        scorers=("exact", "several"),
+    )
+    found = [asyncio.run(environment.group(task, [session()]))[0] for task in environment.tasks()]
+    good, failed, beyond = found
+    assert isinstance(good, Played) and isinstance(failed, Played)
+    assert good.parts == {"exact": 1.0, "several": 0.5} and good.turns == 1 and not good.truncated
+    assert good.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert failed.error == "ValueError: it broke" and failed.truncated
+    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)

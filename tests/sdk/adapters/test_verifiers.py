@@ -1,0 +1,176 @@
+"""The adapter of verifiers, with a stand-in for the package."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import types
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from toprope.sdk.adapters import verifiers
+from toprope.sdk.adapters._verifiers.harness import HARNESS
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.rollouts import configure
+
+
+class Config(BaseModel):
+    """Settings of a taskset: none."""
+
+
+class First(Thing):
+    """A task of verifiers."""
+
+    NEEDS_CONTAINER = False
+
+
+class Tasks(list[First]):
+    """A taskset of verifiers."""
+
+    config = None
+
+    def toolsets(self, config: Any) -> list[Any]:
+        return []
+
+
+class Env:
+    """An environment of verifiers whose episodes are given."""
+
+    def __init__(self, tasks: Tasks, episodes: list[Any]) -> None:
+        self.taskset, self.episodes = tasks, episodes
+        self._agent_specs: dict[str, Any] = {}
+        self._shared_tools: dict[str, Any] = {}
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        yield
+
+    async def run_episode(self, task: Any, context: Any) -> Any:
+        return self.episodes.pop(0)
+
+
+class InterceptionServer:
+    def __init__(self, state_service_secrets: tuple[str, ...]) -> None:
+        self.stack = AsyncExitStack()
+
+    async def __aenter__(self) -> InterceptionServer:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stack.aclose()
+
+
+@pytest.fixture
+def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
+    """A function that makes the environment of a taskset with these rewards, metrics, tools and episodes."""
+
+    def make(*, rewards: Any = (), metrics: Any = (), tools: Any = (), episodes: Any = ()) -> OwnLoop:
+        hooks = {"reward": list(rewards), "metric": list(metrics)}
+        data = Thing(system_prompt=None, prompt="Copy: x", answer="x")
+        first = First(
+            hooks=hooks.get, plugged_judges=lambda: [], toolsets=lambda config: list(tools), config=None, data=data
+        )
+        config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: config)
+        loaders = {
+            "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: Config,
+            "load_environment": lambda config: Env(Tasks([first]), list(episodes)),
+            "resolve_env_config": lambda given: config, "harness_config_type": lambda harness: Config,
+        }  # fmt: skip
+        for name, members in {
+            HARNESS: {},
+            "verifiers.v1.clients": {"ModelContext": Thing, "EvalClientConfig": Thing},
+            "verifiers.v1.clients.eval": {"EvalClient": object},
+            "verifiers.v1.configs.agent": {"agent_config_fields": lambda config: {}},
+            "verifiers.v1.configs.env": {"default_agent_harness": lambda taskset: Thing(id="bash")},
+            "verifiers.v1.dialects.chat": {"message_to_wire": lambda message: message},
+            "verifiers.v1.interception": {"InterceptionServer": InterceptionServer},
+            "verifiers.v1.runtimes": {"SubprocessConfig": Thing},
+            "verifiers.v1.types": {"SamplingConfig": Thing},
+            "verifiers.v1.utils.loaders": loaders,
+        }.items():
+            stand_in(name, **members)
+        monkeypatch.setenv("PATH", os.environ["PATH"])  # the adapter adds to it
+        environment = configure(verifiers.make("copy"))
+        assert isinstance(environment, OwnLoop)
+        return environment
+
+    return make
+
+
+def reward(name: str, weight: float, gives: Any) -> Any:
+    def function() -> None:
+        """A reward."""
+
+    function.__name__, function._vf_weight = name, weight  # type: ignore[attr-defined]
+    function.__annotations__ = {"return": gives} if gives else {}
+    return function
+
+
+def trace(rewards: dict[str, tuple[float, float]], trainable: bool = True) -> Thing:
+    given = {name: Thing(score=score, weight=weight, value=score * weight) for name, (score, weight) in rewards.items()}
+    rest = {"metrics": {"length": 3}, "messages": [], "num_turns": 1, "is_truncated": False, "last_error": None}
+    return Thing(agent=Thing(trainable=trainable), rewards=given, **rest)
+
+
+def episode(*traces: Thing, error: Thing | None = None) -> Thing:
+    return Thing(ok=error is None, traces=list(traces), last_error=error)
+
+
+def sample(environment: OwnLoop) -> Played | BaseException:
+    [task] = environment.tasks()
+    assert (task.messages, task.reference) == ([{"role": "user", "content": "Copy: x"}], "x")
+    [found] = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")]))
+    return found
+
+
+def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[..., OwnLoop]) -> None:
+    one, judge = trace({"exact": (1.0, 0.75), "style": (0.5, 2.0)}), trace({"exact": (0.0, 0.75)}, trainable=False)
+    environment = open_taskset(
+        rewards=[reward("exact", 0.75, float), reward("several", 1.0, None)],
+        metrics=[reward("length", 1, int)],
+        episodes=[
+            episode(one, judge),
+            episode(trace({"exact": (7.0, 0.75)})),
+            episode(one, error=Thing(type="TaskError", message="no file")),
+        ],
+    )
+    assert {name: part.weight for name, part in environment.parts.items()} == {
+        "exact": 0.75, "several": 1.0, "other": 1.0, "length": 0.0,
+    }  # fmt: skip
+    found, beyond, failed = (sample(environment) for _ in range(3))
+    assert isinstance(found, Played)
+    assert found.parts == {"exact": 1.0, "several": 0.0, "other": 1.0, "length": 3.0} and found.turns == 1
+    assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
+    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
+    assert isinstance(failed, Played) and failed.error == "TaskError: no file"
+
+
+def test_verifiers_refuses_undeclared_reward(open_taskset: Callable[..., OwnLoop]) -> None:
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)], episodes=[episode(trace({"style": (1.0, 1.0)}))])
+    assert list(environment.parts) == ["exact"]
+    found = sample(environment)
+    assert isinstance(found, EnvironmentMistake) and "dict[str, float]" in str(found)
+
+
+def test_verifiers_refuses_tool_server_that_is_not_a_program(
+    open_taskset: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "served.py"
+    made = types.ModuleType("served")
+    made.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "served", made)
+    server = type("Lookup", (), {"__module__": "served", "_config_cls": classmethod(lambda cls: None)})()
+    server.config = Thing(url=None)
+    file.write_text("x = 1\n")
+    with pytest.raises(InvalidRequest, match=r"Lookup\.run\(\)"):
+        open_taskset(tools=[server])
+    file.write_text('if __name__ == "__main__":\n    Lookup.run()\n')
+    open_taskset(tools=[server])
