@@ -20,6 +20,7 @@ KNOBS = [
     {"name": "ratio", "type": "int | float", "default": 0.5, "le": 1},
     {"name": "names", "type": "list[str]", "default": ["a"]},
     {"name": "odd", "type": "any", "default": None},
+    {"name": "either", "type": "int | str", "default": 1},
 ]
 
 
@@ -98,6 +99,9 @@ def test_value_is_read_by_type_of_field(name, given, expected):
         ("environment.knobs.min_word_len", 0, ">= 1"),
         ("environment.knobs.mode", "middle", "easy, hard"),
         ("environment.knobs.ratio", 1.5, "<= 1"),
+        ("environment.knobs.either", None, "a JSON value"),
+        ("environment.knobs.seed", 1e300, "a whole number"),
+        ("algorithm.scale_rewards", None, "none"),
     ],
 )
 def test_invalid_value_is_refused_with_accepted_ones(name, given, says):

@@ -20,6 +20,8 @@ _CARD_TYPES: dict[str, Any] = {
     "str": str, "string": str, "text": str, "list": list[Any], "tuple": list[Any], "array": list[Any],
     "dict": dict[str, Any], "object": dict[str, Any],
 }  # fmt: skip
+_LARGEST_EXACT = 2**53
+"""Larger floats cannot tell neighbouring whole numbers apart."""
 
 
 def reader(
@@ -80,7 +82,8 @@ def _number(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     value = _number(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    exact = isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT
+    return int(value) if exact else value
 
 
 def _json(value: Any) -> Any:
@@ -94,6 +97,8 @@ def _json_value(value: Any) -> Any:
     """Any JSON value, or text; the environment itself judges it when it is opened."""
     read = _json(value)
     try:
+        if value is None:
+            raise ValueError
         json.dumps(read, allow_nan=False)
     except (TypeError, ValueError):
         if isinstance(value, str):  # such as "NaN"
@@ -106,7 +111,7 @@ def _choose(choices: tuple[Any, ...], value: Any) -> Any:
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
-    if not isinstance(value, bool | list | dict):
+    if not isinstance(value, bool | list | dict | None):
         text = str(value).strip().lower()
         for choice in choices:
             if text == str(choice).lower():

@@ -15,7 +15,7 @@ from tests.support.tools_house import become, do
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.manifest import Manifest
-from toprope.records.run.specification import Specification
+from toprope.records.run.specification import Specification, SweepMember
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts
 from toprope.supervisor.watchers.provenance import collect_manifest
 
@@ -181,6 +181,20 @@ def test_a_repetition_is_within_the_owners_limits(house):
     assert [status.run_id for status in shop.statuses()] == [run]
     limits.unlink()
     assert do(reproduce_run, shop, run_id=run).data.reproduces == run
+
+
+def test_reproduce_of_sweep_member_needs_confirmation(house):
+    shop, launcher = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    run = do(start_training, shop, draft_id=draft).data.run_id
+    ended(shop, launcher, run)
+    folder = shop.runs.folder(run)
+    member = SweepMember(sweep="sweep-1", candidate="c001", epoch=1)
+    Specification.read(folder).model_copy(update={"member": member}).write(folder)
+    (shop.home.configuration / "limits.yaml").write_text("confirm: always\n")
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        do(reproduce_run, shop, run_id=run)
+    assert [status.run_id for status in shop.statuses()] == [run]
 
 
 def test_questions_are_neither_forked_nor_repeated(house):

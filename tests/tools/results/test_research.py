@@ -237,7 +237,9 @@ def test_a_preview_says_unknown_until_a_run_has_measured_it(house, draft):
     assert "time unknown" in before.text and before.data.preview["estimates"]["wall_hours"] is None
     run_id = do(start_training, shop, draft_id=draft).data.run_id
     finish(shop, launcher, run_id, 50)
-    after = do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview
+    shown = do(start_training, shop, draft_id=draft, preview=True, seeds=2).data
+    assert (shown.run_id, shown.run_ids, shown.group_id) == (None, None, None)
+    after = shown.preview
     # 20 s before, 1000 steps of 0.5 s, 30 s after; one and a half processors.
     assert after["estimates"]["wall_hours"]["value"] == pytest.approx(550 / 3600, rel=1e-3)
     assert after["estimates"]["cpu_hours"]["value"] == pytest.approx(2 * 1.5 * 550 / 3600, rel=1e-3)

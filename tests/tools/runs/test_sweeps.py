@@ -8,7 +8,7 @@ import pytest
 from toprope_tools.experiments.config_history import fork_config
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.sweeps import start_sweep
-from toprope_tools.runs.training import resume_training, stop_training
+from toprope_tools.runs.training import resume_training, start_training, stop_training
 from toprope_tools.status.run_list import list_runs, run_row
 from toprope_tools.status.status import check_status
 
@@ -124,6 +124,15 @@ def test_limits_count_the_sweep_and_all_its_members(house):
     limits.write_text("per_run: {wall_hours: 1}\nper_day: {cpu_hours: 20, runs: 8}")
     sweep = Specification.read(shop.runs.folder(started(shop).data.run_id))
     assert sweep.limits.reserved == {} and set(sweep.limits.caps) == {"wall_hours"}
+
+
+def test_sweep_with_key_of_seed_group_is_answered_with_its_run(house):
+    shop, _ = house
+    draft = draft_of(shop)
+    group = do(start_training, shop, draft_id=draft, seeds=2, key="k-1").data
+    again = started(shop, draft_id=draft, options={"key": "k-1"})
+    assert again.data.run_id == group.run_id and "no second one" in again.text
+    assert {status.run_id for status in shop.statuses()} == set(group.run_ids)
 
 
 def test_a_start_that_a_person_confirms_is_bound_to_the_whole_sweep(house):

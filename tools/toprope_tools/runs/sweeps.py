@@ -129,7 +129,7 @@ async def start_sweep(
                 hint="Show this to the person you work for. Once they agree, repeat the call with "
                 f"confirm {refused.preview.hash!r} in options. A changed draft or sweep has another hash.",
             ) from None
-        [sweep] = started.specifications
+        sweep = started.specifications[0]  # a key may have started a seed group of the draft before
         if started.repeated:
             text = f"{sweep.run_id} was started with this key before; no second one was started.\n{_next(sweep.run_id)}"
             return Answer(text, _data(sweep).model_copy(update={"state": "started before"}), brief=True)

@@ -197,8 +197,8 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
         arguments["confirm"] = found.hash
         why = f"\n{why} Show this to the person you work for first."
     text = f"Nothing was started.\n{said(found)}{why}\nNext: {call('start_training', **arguments)}"
-    data = _started(specifications).model_copy(
-        update={"run_id": None, "state": "not started", "preview": structured(found)}
+    data = _started(specifications[:1]).model_copy(
+        update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}
     )
     return Answer(text, data)
 

@@ -112,8 +112,9 @@ class RunStarter:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
                 self._require_confirmation(specifications[0], make_preview, request.confirm if request else None)
-            if request is not None and (earlier := self._record(specifications, request)) is not None:
-                return earlier
+            if request is not None and (taken := self._record(specifications, request)) is not None:
+                stack.close()
+                return self._await_runs(taken)
             begun: list[str] = []
             for place, one in enumerate(specifications):
                 try:
@@ -179,21 +180,23 @@ class RunStarter:
         limits, kind = self._home.limits(), first.run_kind
         if limits.confirm == "never" and confirm is None:
             return
-        if first.member is not None or not (kind.trains or kind.starts_runs or first.reproduces):
+        # A repeated member of a sweep is a start of its own: nobody agreed to it with the sweep.
+        is_asked_for = first.reproduces or (first.member is None and (kind.trains or kind.starts_runs))
+        if not is_asked_for:
             return
         found = make_preview()
         why = needs_confirmation(limits, found)
         if confirm != found.hash and (why or confirm is not None):
             raise ConfirmationNeeded(found, why, confirm, limits.source)
 
-    def _record(self, specifications: Sequence[Specification], request: StartRequest) -> Started | None:
-        """Take the request's key and record the starts; return the runs of the key if somebody else has it."""
+    def _record(self, specifications: Sequence[Specification], request: StartRequest) -> StartKey | None:
+        """Take the request's key and record the starts; record nothing and return the key if another run holds it."""
         assert self._index is not None
         draft, first = request.draft, specifications[0]
         if request.key is not None:
             taken = idempotency_keys.take(self._index, request.key, draft.id, first.run_id, self._appears)
             if taken is not None:
-                return self._await_runs(taken)
+                return taken
         for place, one in enumerate(specifications):
             row = StartRow(one.run_id, draft.id, draft.revision, one.kind, one.created_at)
             # The later runs of a group start beside the first.
