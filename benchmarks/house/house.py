@@ -21,7 +21,7 @@ import networkx
 from docs.count_words import documentation_words
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("toprope", "server", "tools", "environments")
+PRODUCT = ("toprope", "server", "tools")
 PACKAGES = ("toprope", "toprope_server", "toprope_tools")
 LINES_BEFORE = 56_217 + 11_946
 """Lines of the product at commit 74c0148: toprope, then server and tools."""

@@ -45,7 +45,6 @@ class TrajectoryStore:
     Args:
         journal: Stores groups and marks; its content is recovered.
         vocabulary: Number of token ids of the policy; None while unknown (`set_vocabulary`).
-        limits: Size limits.
         trainer: Registration that applies until a trainer registers.
         alive_s: Seconds after which an inactive environment loses its minimum allocation.
         max_staleness: Largest age of a group's oldest token, in policy versions; None for no limit.
