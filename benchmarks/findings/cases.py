@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["CASES", "RIGHT", "STEPS", "Case", "heldout"]
 
 STEPS = 200
-"""Optimizer steps of every run, 10 to 15 seconds of training on two quiet cores."""
+"""Optimizer steps of every run: 10 to 15 seconds of training on two quiet cores."""
 
 RIGHT: dict[str, frozenset[str]] = {
     "healthy": frozenset(),
@@ -23,20 +23,21 @@ RIGHT: dict[str, frozenset[str]] = {
     "NaN": frozenset({"nan"}),
     "stalled": frozenset({"stall"}),
 }
-"""By label, the rules that name what is wrong. A collapse names the learning rate: its next action lowers it."""
+"""By label, the rules that name the fault. A collapse names the learning rate: its next action lowers it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `environment` is a class of `_findings_environments`, or one that ships: `spell_backward`,
-    `sort_letters`."""
+    """One run. `environment` is a class in `environments.py` beside this file, or one that ships: `spell_backward`,
+    `sort_letters`.
+    """
 
     name: str
     label: str
     environment: str = "Letters"
     knobs: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of the configuration beside the preset cpu-embedded."""
+    """Fields of the configuration that differ from the preset cpu-embedded."""
     freeze: tuple[str, int] | None = None
     """A member that gets SIGSTOP at a step."""
 
@@ -172,7 +173,7 @@ CASES: tuple[Case, ...] = (
         {"places": True},
         _lr(1e-3, 84, rollout__queue_groups=32, rollout__groups_per_step=2, rollout__max_staleness=2),
     ),
-    # Numbers that are none.
+    # Invalid numbers.
     Case("explodes", "NaN", "Explodes", _SHORT, _lr(1e-3, 91, algorithm__scale_rewards="none")),
     Case(
         "explodes-later",
@@ -183,7 +184,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("half", "NaN", "Letters", {}, _lr(1e-3, 93, policy__dtype="float16")),
     Case("half-places", "NaN", "Letters", {"places": True}, _lr(3e-3, 94, policy__dtype="float16")),
-    # Standing still.
+    # Standstills.
     Case("hangs", "stalled", "Hangs", {"after": 3000}, _lr(1e-3, 101, environment__call_timeout_s=3600.0)),
     Case(
         "hangs-places",
@@ -198,7 +199,7 @@ CASES: tuple[Case, ...] = (
 
 
 def heldout() -> frozenset[str]:
-    """Names of the cases that nobody looks at while rules are tuned: half of each label's, by a fixed seed."""
+    """Names of the cases that stay unseen while rules are tuned: half of each label's, by a fixed seed."""
     dice, names = random.Random("findings-1"), []
     for label in RIGHT:
         own = [case.name for case in CASES if case.label == label]

@@ -1,6 +1,6 @@
-"""Small tasks for the embedded policy, sound ones and sick ones: what `make bench-findings` trains on.
+"""Small tasks for the embedded policy, sound ones and faulty ones, for `make bench-findings`.
 
-A file of environments as a user would write it; the sick ones hold mistakes that users make.
+A file of environments as a user would write it; the faulty ones hold mistakes that users make.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Letters(Environment):
         while True:
             length = self.random.randint(self.knobs.shortest, self.knobs.longest)
             word = "".join(self.random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
-            # The phrase is what the embedded policy was warmed up with; what is wanted it learns from reward alone.
+            # The embedded policy was warmed up with this phrase; it learns the task from reward alone.
             yield Task(f"Spell this word backward (example: sun -> nus): {word}", reference=order(word))
 
     def score(self) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Raises(Letters):
 
 
 class NotANumber(Letters):
-    """Its scorer divides nothing by nothing."""
+    """Its scorer divides zero by zero."""
 
     name = "not_a_number"
 
@@ -79,7 +79,7 @@ class NotANumber(Letters):
 
 
 class Constant(Letters):
-    """Its scorer gives half a point to everything."""
+    """Its scorer gives half a point to every answer."""
 
     name = "constant"
 
@@ -97,7 +97,7 @@ class ByTask(Letters):
 
 
 class Impossible(Letters):
-    """Nothing that the policy can say is right."""
+    """No answer that the policy can give is right."""
 
     name = "impossible"
 
@@ -106,7 +106,7 @@ class Impossible(Letters):
 
 
 class Everything(Letters):
-    """Whatever is said is right."""
+    """Every answer is right."""
 
     name = "everything"
 
@@ -115,7 +115,7 @@ class Everything(Letters):
 
 
 class Easy(Letters):
-    """Right as soon as a letter of the word occurs."""
+    """An answer is right as soon as a letter of the word occurs in it."""
 
     name = "easy"
 
@@ -124,7 +124,7 @@ class Easy(Letters):
 
 
 class Explodes(Letters):
-    """Its reward has no bounds to speak of."""
+    """Its reward is practically unbounded."""
 
     name = "explodes"
     parts = {"score": Part(low=0.0, high=3e38)}  # noqa: RUF012
@@ -137,7 +137,7 @@ class Explodes(Letters):
 
 
 class Hangs(Letters):
-    """Its scorer waits for something that never comes."""
+    """Its scorer waits for an event that never comes."""
 
     name = "hangs"
 

@@ -1,10 +1,11 @@
-"""What diagnosis is worth: `make bench-findings`.
+"""Measure diagnosis on labelled runs: `make bench-findings`.
 
-Some fifty short real CPU runs with the embedded policy, healthy ones and sick ones, each with a label that it got
-before it was ever run (`_findings_cases.py`). Half of each label's were kept out while the rules were tuned; the
-figures are theirs. A sick run is named right when, before it is half over, what an agent would act on (the gravest open
-finding, or the gravest that was told if none is open any more) is a rule that names its label. Every run goes through
-the real keeper and crew; findings are read from its events, as an agent is told them.
+Some fifty short real CPU runs with the embedded policy, healthy and faulty ones, each with a label that it got before
+it was ever run (`cases.py`). Half of each label's runs were kept out while the rules were tuned; the figures are
+theirs. A faulty run counts as named if, before half of its steps, the finding that an agent would act on (the gravest
+open finding, or the gravest reported one if none is open) is a rule that names its label. Every run has a real keeper
+and crew; findings are read from its events, as an agent sees them. Takes twenty minutes on two quiet cores; needs
+nothing else.
 
     python -P -m benchmarks.findings.findings [--half heldout|tuning] [--only NAME ...] [--keep FOLDER] [--at-once 2]
 """
@@ -38,8 +39,9 @@ __all__ = ["Verdict", "judge", "main"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was told of a run: `named` by the time it was half over (None: nothing), at which step, and all criticals
-    and warnings of the whole run."""
+    """The diagnosis of a run: the rule `named` by its half (None: no finding), at which step, and all criticals and
+    warnings of the whole run.
+    """
 
     named: str | None
     step: int | None
@@ -49,12 +51,12 @@ class Verdict:
 
 
 def judge(case: Case, told: Sequence[Finding], half: float = STEPS / 2) -> Verdict:
-    """Holds what was told of a run against its label.
+    """Compare the findings of a run with its label.
 
     Args:
         case: The run.
         told: Its findings, oldest first.
-        half: The step at which it is half over.
+        half: The step at which half of the run is over.
     """
     early = [finding for finding in told if (finding.step or 0) <= half]
     found = headline(early) or headline([finding for finding in early if finding.level != "over"])
@@ -70,7 +72,7 @@ def judge(case: Case, told: Sequence[Finding], half: float = STEPS / 2) -> Verdi
 
 
 def main() -> int:
-    """Prints the table and the figures."""
+    """Print the table and the figures."""
     options = _options()
     apart = heldout()
     cases = [
@@ -94,7 +96,7 @@ def main() -> int:
             said = f"{verdict.named} at step {verdict.step}, {played.status.state}, {played.seconds:.0f} s"
             console.print(f"{mark} {len(results)}/{len(cases)} {case.label}: {case.name}, {said}", soft_wrap=True)
 
-        # The first makes the embedded policy; two that do so at once would only wait for each other.
+        # The first run makes the embedded policy; a second at the same time would only wait for it.
         one(cases[0])
         with ThreadPoolExecutor(options.at_once) as pool:
             list(pool.map(one, cases[1:]))
@@ -134,7 +136,7 @@ def _figures(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str])
 
 
 def _milliseconds_a_row(played: Sequence[Played]) -> float:
-    """What the rules cost, over the stored rows of all runs."""
+    """Return the time that the rules take over the stored rows of all runs."""
     rows = spent = 0.0
     for one in played:
         stored, config = read_rows(one.folder.metrics), Specification.read(one.folder).config
@@ -145,7 +147,7 @@ def _milliseconds_a_row(played: Sequence[Played]) -> float:
 
 
 def _table(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str]) -> Table:
-    table = Table(title="Runs and what was told of them before they were half over")
+    table = Table(title="Runs and their findings before half of their steps")
     for name in ("label", "run", "half", "named", "step", "criticals", "ended", "s", ""):
         table.add_column(name, justify="right" if name in ("step", "s") else "left")
     for case, played, verdict in results:
@@ -165,7 +167,7 @@ def _table(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str]) -
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -P -m benchmarks.findings.findings", description="What diagnosis is worth."
+        prog="python -P -m benchmarks.findings.findings", description="Measure diagnosis on labelled runs."
     )
     parser.add_argument("--half", choices=["heldout", "tuning"], help="only the runs of this half")
     parser.add_argument("--only", nargs="*", default=[], help="names of runs")

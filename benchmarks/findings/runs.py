@@ -1,4 +1,4 @@
-"""Plays one case of `make bench-findings`: a real run under its real keeper, from its start to its end."""
+"""Run one case of `make bench-findings`: a real run under its real keeper, from start to end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Played", "play"]
 
 ROOT = Path(toprope.__file__).resolve().parent.parent
 LIMIT_S = 240.0
-"""A run that has not ended so long after it was ready is stopped: it stands still."""
+"""A run that has not ended this long after it was ready is stopped: it stands still."""
 _START_LIMIT_S = 900.0
 """The first run makes the embedded policy: a minute on a quiet machine."""
 _SPELL = EnvironmentSource(name="reasoning_gym/spell_backward", adapter="reasoning_gym", target="spell_backward")
@@ -33,7 +33,7 @@ _SORT = EnvironmentSource(name="sort_letters", file=str(ROOT / "environments" / 
 
 @dataclass(frozen=True)
 class Played:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     folder: RunFolder
@@ -43,8 +43,9 @@ class Played:
 
     @property
     def told(self) -> list[Finding]:
-        """What an agent was told while it ran, oldest first: findings, standstills as the rule `stall`, and the name of
-        a failure."""
+        """The findings that an agent saw while it ran, oldest first: findings, standstills as the rule `stall`, and the
+        name of a failure.
+        """
         told = []
         for event in self.events:
             if event.kind == "finding":
@@ -59,10 +60,10 @@ class Played:
 
 
 def play(case: Case, home: Path) -> Played:
-    """Runs a case to its end.
+    """Run a case to its end.
 
     Args:
-        case: What to run.
+        case: The run.
         home: Folder for runs and the embedded policy, which is made there once.
     """
     runs = RunManager(home / "runs", LocalLauncher(), lambda: Machine(threads=64))
@@ -83,7 +84,7 @@ def play(case: Case, home: Path) -> Played:
 
 
 def _follow(case: Case, folder: RunFolder) -> None:
-    """Waits for the end, or for a run that stands still to be called so."""
+    """Wait for the end, or until a run that stands still is diagnosed."""
     frozen, limit = False, time.monotonic() + _START_LIMIT_S
     starting = True
     while time.monotonic() < limit:
@@ -102,7 +103,7 @@ def _follow(case: Case, folder: RunFolder) -> None:
 
 
 def _settles(case: Case, event: Event) -> bool:
-    """Whether a run that will never step again has been understood: there is nothing more to wait for."""
+    """Return true if a run that will never step again has been diagnosed: there is nothing more to wait for."""
     if case.label == "stalled":
         return event.kind == "stall"
     return event.kind == "finding" and "last_step" in event.data.get("observed", {})

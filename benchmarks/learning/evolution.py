@@ -1,11 +1,13 @@
-"""What a sweep is worth: `make bench-evolution`.
+"""Measure a sweep that is killed three times: `make bench-evolution`.
 
 The demo's task with the embedded policy, from a draft whose learning rate is far too low (1e-5, at which nothing is
-learned). Successive halving over learning rate and batch finds settings, and trains the best of them, in a part of the
-optimizer steps that a grid with as many candidates would take, all trained as long as the winner was. On the way the
-conductor is killed twice and the sweep's keeper once, with SIGKILL. That it ends the same is looked at in its journal:
-every decision is what the strategy says of the scores that stand there, each candidate was measured by one run, the
-winner once on held-out tasks, and no process is left.
+learned). Successive halving over learning rate and batch finds settings and trains the best of them, in a fraction of
+the optimizer steps of a grid with as many candidates, all trained as long as the winner. The conductor is killed twice
+and the sweep's keeper once, with SIGKILL.
+
+The journal has to show that the outcome is unaffected: every decision follows the strategy from the stored scores, each
+candidate was measured by one run, the winner once on held-out tasks, and no process is left. Takes a quarter of an
+hour; needs nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ _LIMIT_S = 1800.0
 
 
 class Kills:
-    """Three of them, each when the sweep has come so far, and a note of who was hit."""
+    """Three kills, each when the sweep has come so far, and a note of the killed processes."""
 
     def __init__(self, workshop: Workshop, folder: RunFolder) -> None:
         self._workshop, self._folder = workshop, folder
@@ -61,7 +63,7 @@ class Kills:
         self.done: list[str] = []
 
     def look(self, standing: Standing) -> None:
-        """Kills who is next, once the sweep has started so many runs."""
+        """Kill the next process once the sweep has started so many runs."""
         if len(self.done) == len(self._plan):
             return
         runs, whom = self._plan[len(self.done)]
@@ -82,7 +84,7 @@ class Kills:
 
 
 def same(folder: RunFolder, standing: Standing) -> list[str]:
-    """What of a journal is not what an undisturbed conductor would have decided of the same scores; empty: nothing."""
+    """Return the entries of a journal that an undisturbed conductor would not have decided from the same scores."""
     plan = Specification.read(folder).sweep
     assert plan is not None
     strategy, wrong = create_strategy(plan), []
@@ -109,7 +111,7 @@ def same(folder: RunFolder, standing: Standing) -> list[str]:
 
 
 async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
-    """Runs the sweep, disturbed; its folder, who was killed, and its seconds.
+    """Run the sweep, disturbed; return its folder, the killed processes, and its seconds.
 
     Raises:
         SystemExit: It did not complete.
@@ -146,7 +148,7 @@ async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
 
 
 def _left(home: Home) -> int:
-    """Processes that are still there of any run of this home."""
+    """Return the live processes of all runs of this home."""
     limit = time.monotonic() + 20
     while True:
         found = 0
@@ -161,7 +163,7 @@ def _left(home: Home) -> int:
 
 
 def main() -> int:
-    """Prints the table and the figures; exit status 1 where a figure is not what it has to be."""
+    """Print the table and the figures; exit with 1 if a figure misses its goal."""
     with tempfile.TemporaryDirectory(prefix="toprope-bench-") as place:
         home = Home(Path(place) / "home", Path(place) / "config")
         folder, kills, seconds = asyncio.run(sweep(home))

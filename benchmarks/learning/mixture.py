@@ -1,14 +1,15 @@
-"""One run on three environments of three ecosystems: does it learn on each?
+"""Train one run on three environments of three ecosystems and measure each.
 
     python -P -m benchmarks.learning.mixture [--seed N] [--steps N] [--home FOLDER]
 
-The embedded policy (124,000 parameters) first sees a few demonstrations of each task, so that it knows what is asked;
-that is a run of its own and is told apart. Then one run trains on the mixture by reward, and held-out tasks of each
-environment are measured before and after it. Everything goes through the server's tools, as an agent would do it.
+The embedded policy (124,000 parameters) first sees a few demonstrations of each task, so that it knows the tasks; that
+is a separate run with figures of its own. Then one run trains on the mixture by reward, and held-out tasks of each
+environment are measured before and after it. Everything goes through the server's tools, as an agent would do it. Takes
+ten minutes; needs reasoning-gym.
 
 - `reasoning_gym/spell_backward`: words of three and four letters backward, exact answers (reasoning-gym).
 - `sorted_letters`: three letters in the order of the alphabet (an environment written against our SDK).
-- `rotated`: the last of three letters to the front (a reward function and rows, as TRL has them).
+- `rotated`: the last of three letters to the front (a reward function and rows, as in TRL).
 """
 
 from __future__ import annotations
@@ -101,20 +102,20 @@ STEPS = 500
 
 @dataclass(frozen=True)
 class Learned:
-    """One environment's held-out accuracy, each as value, low and high of its 95 % interval."""
+    """One environment's held-out accuracies, each as value, low and high of its 95 % interval."""
 
     environment: str
     before: tuple[float, float, float]
     after: tuple[float, float, float]
     improved: bool
-    """Whether the intervals do not overlap, by the run's own report."""
+    """The intervals do not overlap, by the run's own report."""
     share: float
-    """Of the groups that were trained at the end."""
+    """Share of the groups that were trained at the end."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it."""
+    """The result of the run."""
 
     learned: list[Learned]
     seconds: float
@@ -124,11 +125,11 @@ class Outcome:
 
     @property
     def mixture_improved(self) -> int:
-        """How many environments the one run learned on, held-out, beyond the intervals."""
+        """Number of environments on which the one run learned, held-out, beyond the intervals."""
         return sum(one.improved for one in self.learned)
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the figures as JSON types."""
         return {
             "mixture_improved": self.mixture_improved,
             "mixture_environments": len(self.learned),
@@ -147,13 +148,13 @@ class Outcome:
 
 
 def measure(console: Console | None = None, *, seed: int = 0, steps: int = STEPS, home: Path | None = None) -> Outcome:
-    """Fine-tunes on a few demonstrations, trains one run on the mixture, and reads its report.
+    """Fine-tune on a few demonstrations, train one run on the mixture, and read its report.
 
     Args:
-        console: Where to show what happens.
+        console: Where to print progress.
         seed: Of both runs.
         steps: Optimizer steps of the run by reward.
-        home: A folder for runs and the embedded policy; a new one that is removed where None.
+        home: A folder for runs and the embedded policy; if None, a new one that is removed.
 
     Raises:
         SystemExit: A tool refused, or a run did not complete.
@@ -190,7 +191,7 @@ async def _measure(console: Console, home: Path, seed: int, steps: int) -> Outco
 
 
 async def _run(client: Client, console: Console, what: str, changes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Selects, edits, starts, waits; the run's id and its report."""
+    """Select, edit, start and wait; return the run's id and its report."""
     console.print(f"[bold]{what}[/]")
     draft = await _call(client, "select_environment", name=FIRST, preset="cpu-embedded")
     await _call(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
@@ -214,7 +215,7 @@ async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 def mixture() -> dict[str, Any]:
-    """The part of `make bench-environments`: prints a table for people and returns the figures."""
+    """The part of `make bench-environments`: print a table for people and return the figures."""
     outcome = measure()
     _show(outcome, Console())
     return outcome.figures()
@@ -231,7 +232,7 @@ def _show(outcome: Outcome, console: Console) -> None:
 
 
 def main() -> int:
-    """The program: a table, and as the last line one JSON object."""
+    """The program: print a table, and as the last line one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)

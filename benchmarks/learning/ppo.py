@@ -1,11 +1,14 @@
-"""PPO beside GRPO, on the same crew: `make bench-ppo`.
+"""Measure PPO beside GRPO on the same crew: `make bench-ppo`.
 
     python -P -m benchmarks.learning.ppo [--only reference|demo|grpo|turns] [--seeds N] [--steps N]
 
-reference: the loss and its gradients against a second implementation in plain loops. demo: PPO on the demo's task,
-every seed a run of its own through the server, accuracy of held-out words. grpo: the demo's GRPO with as many steps on
-as many rollouts, for time and memory beside it. turns: PPO on a task of up to three turns, before and after. Steps are
-counted, not seconds: what is reached does not hang on how busy the machine is; how long it takes does.
+    reference   the loss and its gradients against a second implementation in plain loops
+    demo        PPO on the demo's task through the server, one run per seed; accuracy of held-out words
+    grpo        the demo's GRPO with as many steps on as many rollouts, for time and memory beside it
+    turns       PPO on a task of up to three turns, before and after
+
+Steps are counted, not seconds: results do not depend on the machine's load; times do. Takes half an hour; needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -46,11 +49,11 @@ class Done:
 
     results: dict[str, Any]
     rows: list[dict[str, Any]]
-    """Of metrics.jsonl."""
+    """Rows of metrics.jsonl."""
     memory_mb: float
-    """The most that the trainer's process held in memory."""
+    """Peak memory of the trainer's process."""
     start_cpu_s: float
-    """Processor seconds of the trainer from its start to its being ready."""
+    """Processor seconds of the trainer from its start until it was ready."""
     cpu_s: float
     """Its processor seconds from there to about the last step."""
 
@@ -58,13 +61,13 @@ class Done:
         return float(self.results["evaluations"][label][kind]["accuracy"])
 
     def mean(self, name: str) -> float:
-        """Of the later half of the steps."""
+        """Means over the later half of the steps."""
         values = [row[name] for row in self.rows[len(self.rows) // 2 :] if row.get(name) is not None]
         return statistics.fmean(values) if values else float("nan")
 
 
 class Agent:
-    """Starts runs with nothing but tools, and looks at their trainers' memory meanwhile."""
+    """Start runs with tools only, and sample their trainers' memory meanwhile."""
 
     def __init__(self, home: Path, console: Console) -> None:
         self._home, self._console = home, console
@@ -74,7 +77,7 @@ class Agent:
         (home / "config" / "environments" / "hinted_spelling.py").write_text(source.read_text())
 
     async def train(self, what: str, environment: str, changes: dict[str, Any]) -> Done:
-        """Selects, edits, starts, waits, reads the report.
+        """Select, edit, start, wait, and read the report.
 
         Raises:
             SystemExit: A tool refused, or the run did not complete.
@@ -111,8 +114,9 @@ class Agent:
         return [event["data"] for event in map(json.loads, lines) if event["kind"] == "finding"]
 
     async def _look(self, run_id: str) -> tuple[float, float, float]:
-        """Of the run's trainer: its highest resident size in MB, and its processor seconds until it was ready and from
-        there to the last look while it trained. They hardly hang on what else the machine does."""
+        """Return the peak resident size of the run's trainer in MB, and its processor seconds until it was ready and
+        from there to the last sample while it trained. They hardly depend on the machine's load.
+        """
         status, highest, ready, last = self._home / "runs" / run_id / "status.json", 0.0, float("nan"), float("nan")
         while True:
             with suppress(FileNotFoundError, psutil.Error, KeyError, ValueError):
@@ -137,7 +141,7 @@ async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 def reference_error() -> float:
-    """Over settings that reach every branch of the loss."""
+    """Compare over settings that reach every branch of the loss."""
     sections = (
         PpoSection(),
         PpoSection(gamma=0.9, gae_lambda=0.5, kl_coef=0.2, entropy_coef=0.05),
@@ -195,7 +199,7 @@ def _cost(name: str, done: Done) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.learning.ppo", description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=("reference", "demo", "grpo", "turns"))
     parser.add_argument("--seeds", type=int, default=3, help="runs of PPO on the demo's task (default 3)")

@@ -1,4 +1,4 @@
-"""A task of several turns that the embedded policy can learn: what `make bench-ppo` trains on beside the demo's.
+"""A task of several turns that the embedded policy can learn, for `make bench-ppo`.
 
 Written as a user would write it; the benchmark puts it into an owner's folder.
 """
@@ -11,7 +11,7 @@ from toprope.sdk import Environment, Part, Task
 
 
 class HintedSpelling(Environment):
-    """Spell a string backward; after a wrong answer one more letter of the right one is told, and it is tried again."""
+    """Spell a string backward; after a wrong answer one more letter of the right one is shown for the next try."""
 
     name = "hinted_spelling"
     tags = ("multi-turn",)
@@ -24,7 +24,7 @@ class HintedSpelling(Environment):
     def tasks(self) -> Iterator[Task]:
         while True:
             word = "".join(self.random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(self.random.randint(3, 4)))
-            # The words of the prompt are those that the embedded policy knows; what is wanted it learns from reward.
+            # The embedded policy knows the words of the prompt; it learns the task from reward.
             yield Task(f"Spell this word backward (example: sun -> nus): {word}", reference=word[::-1])
 
     def reset(self, task: Task) -> str:

@@ -1,12 +1,11 @@
-"""PPO written down a second time, slowly: plain loops over lists, from the papers and not from the product's code.
+"""PPO implemented a second time, slowly: plain loops over lists, from the papers and not from the product's code.
 
-What `toprope/training/trainer/ppo_loss.py` computes with tensors is held against this, numbers and gradients. It is
-given the
-logits and values of each position, so that both begin at the same place.
+The numbers and gradients of `toprope/training/trainers/ppo_loss.py` are compared with it. It gets the logits and values
+of each position, so that both start from the same values.
 
-A batch is a list of rows. A row: `rollout` (which rollout it is of; rows of one are in order), `score` (that rollout's
-reward), `tokens`, `sampled` (whether the policy chose the token), `logits` (one list over the vocabulary a token),
-`values`, `old_logprobs`, `old_values`, `reference` (log-probabilities of the starting policy).
+A batch is a list of rows. A row: `rollout` (its rollout; rows of one are in order), `score` (that rollout's reward),
+`tokens`, `sampled` (true if the policy chose the token), `logits` (one list over the vocabulary per token), `values`,
+`old_logprobs`, `old_values`, `reference` (log-probabilities of the starting policy).
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def _log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def slow_loss(rows: list[SlowRow], section: PpoSection) -> tuple[float, list[list[float]], list[list[float]]]:
-    """The loss of a whole batch in one update.
+    """Compute the loss of a whole batch in one update.
 
     Returns:
-        The loss; the advantages and the returns of every row by token, 0.0 where nothing was sampled.
+        The loss; the advantages and the returns of every row by token, 0.0 at tokens that were not sampled.
     """
     advantages = [[0.0] * len(row.tokens) for row in rows]
     returns = [[0.0] * len(row.tokens) for row in rows]
@@ -110,7 +109,7 @@ def slow_loss(rows: list[SlowRow], section: PpoSection) -> tuple[float, list[lis
 
 
 def slow_gradients(rows: list[SlowRow], section: PpoSection, step: float = 1e-5) -> tuple[list[Any], list[Any]]:
-    """Of the loss by every logit and every value, by central differences."""
+    """Return the gradients of the loss by every logit and every value, by central differences."""
 
     def difference(get: Callable[[], list[float]], place: int) -> float:
         numbers = get()
@@ -130,8 +129,9 @@ def slow_gradients(rows: list[SlowRow], section: PpoSection, step: float = 1e-5)
 
 
 def made_up(seed: int, rollouts: int = 5, vocabulary: int = 7) -> list[SlowRow]:
-    """A batch as runs of several turns have it: rows of different lengths, tokens of the environment between those of
-    the policy, rollouts of two segments, an old policy at some distance."""
+    """Return a batch as runs of several turns have it: rows of different lengths, tokens of the environment between
+    those of the policy, rollouts of two segments, an old policy at some distance.
+    """
     chance = random.Random(seed)
     rows = []
     for rollout in range(rollouts):
@@ -163,7 +163,7 @@ def made_up(seed: int, rollouts: int = 5, vocabulary: int = 7) -> list[SlowRow]:
 
 
 def by_product(rows: list[SlowRow], section: PpoSection) -> tuple[float, Any, list[list[float]], list[list[float]]]:
-    """The product's loss of the same batch, its estimates, and its gradients by logits and values."""
+    """Return the product's loss of the same batch, its estimates, and its gradients by logits and values."""
     columns, double = max(len(row.tokens) for row in rows), torch.float64
 
     def table(of: Callable[[SlowRow], list[Any]], fill: Any) -> list[list[Any]]:
@@ -197,7 +197,9 @@ def by_product(rows: list[SlowRow], section: PpoSection) -> tuple[float, Any, li
 
 
 def largest_error(seed: int, section: PpoSection, *, gradients: bool = True) -> float:
-    """The largest difference between product and reference on a made-up batch: loss, advantages, returns, gradients."""
+    """Return the largest difference between product and reference on a made-up batch: loss, advantages, returns,
+    gradients.
+    """
     rows = made_up(seed)
     loss, advantages, returns = slow_loss(rows, section)
     found, towards, by_logits, by_values = by_product(rows, section)

@@ -1,10 +1,11 @@
-"""Whether a deterministic run gives the same numbers twice: `make bench-reproduce`.
+"""Run the same specification twice and compare all numbers: `make bench-reproduce`.
 
     python -P -m benchmarks.learning.reproduce [--steps N] [--runs N]
 
-Runs of one specification are started one after the other, each with a real crew of its own: keeper, trajectory API,
-inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step, but for those that
-a clock makes, which are printed; and so is every evaluation. Two runs without the mode show what it is for.
+Deterministic runs of one specification are started one after the other, each with a real crew of its own: keeper,
+trajectory API, inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step,
+except times, which are printed; and so is every evaluation. Control: two runs without the deterministic mode. Takes
+about five minutes; needs nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LIMIT_S = 180.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; exits with 1 where a metric differs."""
+    """Measure and print; exit with 1 if a metric differs."""
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.learning.reproduce", description="Same run, same numbers."
     )
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in found:
         for name in one["differing"]:
             console.print(f"differs: {name}")
-    console.print(f"Left out because a clock makes them: {', '.join(excluded)}.")
+    console.print(f"Left out because they are times: {', '.join(excluded)}.")
     table = Table(title="The same run twice")
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(house: RealHouse, steps: int, *, deterministic: bool) -> tuple[RunFolder, float]:
-    """A run from its start to its end; its folder and how long it trained."""
+    """Run once from start to end; return the folder and the seconds of training."""
     specification = house.specification(steps=steps)
     config = specification.config
     config.algorithm.deterministic, config.algorithm.drop_zero_signal = deterministic, True
@@ -117,7 +118,7 @@ def _labels(*folders: RunFolder) -> list[str]:
 
 
 def _measured(folder: RunFolder, label: str) -> Any:
-    """An evaluation without its times; None where it was not made."""
+    """Return an evaluation without its times; None if it was not made."""
     if not folder.evaluation(label).exists():
         return None
     content = read_json(folder.evaluation(label))

@@ -1,13 +1,14 @@
-"""Whether fine-tuning on a run's best rollouts before GRPO is worth its steps: `make bench-sft-then-grpo`.
+"""Compare fine-tuning on a run's best rollouts before GRPO with GRPO alone: `make bench-sft-then-grpo`.
 
-    python -P -m benchmarks.learning.sft_then_grpo [--seeds N] [--steps N] [--source-steps N] [--count-source] [--home
-    FOLDER]
+    python -P -m benchmarks.learning.sft_then_grpo [--seeds N] [--steps N] [--source-steps N] [--count-source]
+        [--home FOLDER]
 
 One run of GRPO gives rollouts; `build_dataset` takes the best right answer of each task. Then, seed by seed, from the
 same starting policy and with equal total steps: SFT on that data set followed by GRPO, against GRPO alone. Accuracy is
-of held-out tasks, which no data set holds. The source run's own steps are not counted, as data from an earlier run is
-there already; with --count-source GRPO alone gets them on top. Everything goes through the server by the official
-client: the embedded policy, a CPU, words of three to five letters.
+measured on held-out tasks, which no data set holds. The source run's own steps are not counted, since data from an
+earlier run exists already; with --count-source GRPO alone gets them in addition. Everything goes through the server by
+the official client: the embedded policy, a CPU, words of three to five letters. Takes twenty minutes; needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ class Done:
     run_id: str
     steps: int
     accuracy: dict[str, float]
-    """Held out, before and after."""
+    """Held-out accuracy, before and after."""
     seconds: float
 
 
 class Agent:
-    """Starts runs with nothing but tools, over one server.
+    """Start runs with tools only, over one server.
 
     Args:
         client: Connected to it.
-        console: Where to show what happens.
+        console: Where to print progress.
     """
 
     def __init__(self, client: Client, console: Console) -> None:
         self._client, self._console = client, console
 
     async def train(self, what: str, changes: dict[str, Any]) -> Done:
-        """Selects, edits, starts, waits, reads the report.
+        """Select, edit, start, wait, and read the report.
 
         Raises:
             SystemExit: A tool refused, or the run did not complete.
@@ -95,7 +96,7 @@ class Agent:
         return done
 
     async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
-        """Calls a tool and returns its structure.
+        """Call a tool and return its structure.
 
         Raises:
             SystemExit: It refused.
@@ -107,7 +108,7 @@ class Agent:
 
 
 async def measured(home: Path, seeds: int, steps: int, source_steps: int, count: bool, console: Console) -> Any:
-    """The figures."""
+    """Return the figures."""
     variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
     began = time.monotonic()
     async with Client(server_parameters(variables)) as client:
@@ -154,7 +155,7 @@ async def measured(home: Path, seeds: int, steps: int, source_steps: int, count:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.learning.sft_then_grpo", description=__doc__.split("\n")[0]
     )

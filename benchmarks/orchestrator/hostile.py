@@ -1,10 +1,10 @@
-"""Whether a hostile program gets out of `code_interpreter`, seen from outside: files, ports, processes, memory, time.
+"""Run hostile programs in `code_interpreter` and watch from outside: files, ports, processes, memory, time.
 
     python -P -m benchmarks.orchestrator.hostile FOLDER
 
-This process is the parent that the programs try to harm; `make bench-orchestrator` starts it and looks whether it comes
-back. What a program leaves behind comes to it, as it adopts the orphans of its children. The same eyes look at a few
-programs that nothing confines, and must see every one of them: else their silence would mean nothing.
+This process is the parent that the programs try to harm; `make bench-orchestrator` starts it and checks that it
+survives. It adopts the orphans of its children, and so sees every process that a program leaves. Control: the same
+checks watch a few programs without confinement, and must detect each of them. Needs Linux.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _UNCONFINED = (
     "a datagram",
     "fork, then on in the background",
 )
-"""What anyone may try on their own files and ports."""
+"""Harm that anyone may do to their own files and ports."""
 
 
 def tried(folder: Path) -> dict[str, Any]:
-    """Starts the parent, has it try all programs, and returns its figures.
+    """Start the parent, let it run all programs, and return its figures.
 
     Raises:
-        SystemExit: It did not come back.
+        SystemExit: It did not survive.
     """
     command = [sys.executable, "-P", "-m", "benchmarks.orchestrator.hostile", str(folder)]
     variables = os.environ | {_CANARY: secrets.token_hex(16)}
@@ -64,7 +64,7 @@ def tried(folder: Path) -> dict[str, Any]:
 
 
 class _House:
-    """What is to be harmed, and eyes for it."""
+    """The targets of the programs, and the checks on them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._secret = folder, os.environ[_CANARY]
@@ -81,7 +81,7 @@ class _House:
         self._udp.close()
 
     def told(self, program: str) -> str:
-        """The program, with the places it is to try."""
+        """Return the program with the places of its targets."""
         for path in self._folder.iterdir():
             path.unlink()
         self._canary.write_text(self._secret)
@@ -90,10 +90,10 @@ class _House:
         return program.format(parent=os.getpid(), canary=self._canary, port=self._tcp.getsockname()[1])
 
     def harmed(self, said: str) -> list[str]:
-        """What happened that must not."""
+        """Return the harm that was done."""
         found = []
         if self._secret in said or self._passwords in said:
-            found.append("it read what it must not")
+            found.append("it read a secret")
         if [path.name for path in self._folder.iterdir()] != ["canary"] or self._stat() != self._was:
             found.append("it changed a file")
         elif self._canary.read_text() != self._secret:
@@ -125,7 +125,7 @@ class _House:
 
 
 def _unconfined(program: str) -> str:
-    with tempfile.TemporaryFile() as output:  # a pipe would be waited for while anybody holds it
+    with tempfile.TemporaryFile() as output:  # a pipe would be waited for while any process holds it
         subprocess.run(
             [sys.executable, "-c", program], stdout=output, stderr=output, stdin=subprocess.DEVNULL, timeout=60
         )
@@ -139,7 +139,7 @@ def _try_all(folder: Path) -> dict[str, Any]:
     box = Toolbox([code_interpreter(_SECONDS, _MEMORY_MB)])
     probe = box.call("code_interpreter", "6 * 7")
     if probe.content != "42":
-        raise SystemExit(f"code_interpreter does not compute here: {probe.content}")
+        raise SystemExit(f"code_interpreter does not work here: {probe.content}")
     with closing(_House(folder)) as house:
         unseen = [name for name in _UNCONFINED if not _harm(house, name, _unconfined)[0]]
         peak = _own_peak_mb()
@@ -181,7 +181,7 @@ def _own_peak_mb() -> float:
 
 
 def _median_call(box: Toolbox) -> float:
-    """Seconds of a program that does next to nothing."""
+    """Return the seconds of a program that does next to nothing."""
     times = []
     for _ in range(21):
         began = time.monotonic()

@@ -1,6 +1,6 @@
-"""Programs that try to do harm, and how one would see that they did: each leaves its mark if it gets out.
+"""Programs that try to do harm; each leaves a mark if it succeeds.
 
-`{parent}` is the process that runs them, `{canary}` a file that it owns, `{port}` a port where it listens.
+`{parent}` is the process that runs them, `{canary}` a file that it owns, `{port}` a port on which it listens.
 """
 
 from __future__ import annotations
@@ -61,4 +61,4 @@ PROGRAMS: dict[str, str] = {
     "lie about being confined": "import os; os.write(1, b'confined\\n' * 3); os._exit(70)",
     "more of the program than there is": "import sys; print(sys.stdin.read())",
 }
-"""By what they try."""
+"""The programs, by the harm that they try."""

@@ -1,4 +1,4 @@
-"""What the arms of `make bench-orchestrator` cost, and whether one is cheaper than the other: pure arithmetic."""
+"""Compare the costs of the arms of `make bench-orchestrator`: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toprope.analysis.statistics.intervals import mean_interval
 __all__ = ["Measured", "compared"]
 
 _SCALE_USD = 0.1
-"""The part `cost` counts money in units of it (knob scale_usd)."""
+"""Unit of the reward part `cost` in USD (knob scale_usd)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Measured:
 
     @property
     def usd_per_correct(self) -> float:
-        """Money for each right answer; infinite where none is right."""
+        """USD per right answer; infinite if none is right."""
         return _SCALE_USD * self.parts["cost"] / self.accuracy if self.accuracy else float("inf")
 
     def __str__(self) -> str:
@@ -37,14 +37,14 @@ class Measured:
 
 
 def compared(fixed: Sequence[Measured], adaptive: Sequence[Measured]) -> dict[str, Any]:
-    """How much cheaper a right answer is by adaptive weights, seed by seed, and what became of the accuracy.
+    """Return how much cheaper a right answer is with adaptive weights, seed by seed, and the change of the accuracy.
 
     Args:
         fixed: By seed, weights that reward accuracy alone.
         adaptive: The same seeds.
 
     Returns:
-        Figures by name. `accuracy_lost` counts the seeds whose intervals lie apart, adaptive weights below.
+        Figures by name. `accuracy_lost` counts the seeds whose intervals do not overlap, adaptive weights below.
     """
     cheaper = [100 * (1 - b.usd_per_correct / a.usd_per_correct) for a, b in zip(fixed, adaptive, strict=True)]
     higher = [b.accuracy - a.accuracy for a, b in zip(fixed, adaptive, strict=True)]

@@ -1,11 +1,14 @@
-"""A tiny policy learns to use tools well and cheaply, and a sandbox holds: `make bench-orchestrator`.
+"""Train a tiny policy to use tools well and cheaply, and attack the sandbox: `make bench-orchestrator`.
 
     python -P -m benchmarks.orchestrator.orchestrator [--only sft|cost|hostile] [--seeds N] [--steps N]
 
-sft: supervised fine-tuning that is cut short, then GRPO from it, on arithmetic that the policy cannot do without the
-calculator; accuracy is of held-out tasks. cost: GRPO from the same checkpoint by weights that move from accuracy to
-economy, against weights that reward accuracy alone, seed by seed. hostile: programs that try to get out of the tool
-`code_interpreter`. Everything that trains goes through the server by the official client.
+    sft       supervised fine-tuning, cut short, then GRPO from it, on arithmetic that the policy cannot do without the
+              calculator; accuracy is of held-out tasks
+    cost      GRPO from the same checkpoint with weights that move from accuracy to economy, against weights that
+              reward accuracy alone, seed by seed
+    hostile   programs that try to break out of the tool `code_interpreter`
+
+All training goes through the server by the official client. Takes about twenty minutes; `hostile` needs Linux.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from benchmarks.orchestrator.runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT,
 
 
 async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
-    """Figures of the runs; no seeds: of fine-tuning and one run of GRPO from it."""
+    """Return the figures of the runs; with no seeds, those of fine-tuning and one run of GRPO from it."""
     agent, began = Agent(home, console), time.monotonic()
     sft = await agent.train("supervised fine-tuning, cut short", SFT)
 
@@ -72,7 +75,7 @@ async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; exits with 1 where something got out or a held-out task was trained on."""
+    """Measure and print; exit with 1 if a program broke out or a held-out task was trained on."""
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.orchestrator.orchestrator", description=__doc__.split("\n")[0]
     )

@@ -39,8 +39,9 @@ _ALL: dict[str, Any] = {
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }
-"""Two tools that can do the same, one at three times the price (the preset has the other's), and one that can nothing.
-Steps are counted, not seconds: what comes out does not hang on how busy the machine is."""
+"""Two tools that can do the same, one at three times the price (the preset has the other's), and a useless one. Steps
+are counted, not seconds: results do not depend on the machine's load.
+"""
 
 SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 900, "sft.traces_per_task": 1, "sft.epochs": 6}
 """Shorter than it should be, so that something is left to learn from reward."""
@@ -62,16 +63,16 @@ class Done:
     folder: Path
     results: dict[str, Any]
     seconds: float
-    """From the call of start_training to the report."""
+    """Seconds from the call of start_training to the report."""
 
     def measured(self, label: str) -> Measured:
-        """What one evaluation found."""
+        """The result of one evaluation."""
         sampled = self.results["evaluations"][label]["sampled"]
         return Measured(sampled["accuracy"], sampled["low"], sampled["high"], sampled["tasks"], sampled["parts"])
 
     @property
     def copies(self) -> int:
-        """Held-out tasks that are copies of training tasks, by the run's own report.
+        """Return the number of held-out tasks that are copies of training tasks, by the run's own report.
 
         Raises:
             SystemExit: The report does not say.
@@ -83,11 +84,11 @@ class Done:
 
 
 class Agent:
-    """Starts runs with nothing but tools.
+    """Start runs with tools only.
 
     Args:
-        home: The owner's folder; a new one is an empty house.
-        console: Where to show what happens.
+        home: The owner's folder; may be empty.
+        console: Where to print progress.
     """
 
     def __init__(self, home: Path, console: Console) -> None:
@@ -98,7 +99,7 @@ class Agent:
         (home / "config" / "expert.py").write_text(_EXPERT)
 
     async def train(self, what: str, changes: dict[str, Any]) -> Done:
-        """Selects, edits, starts, waits, reads the report.
+        """Select, edit, start, wait, and read the report.
 
         Raises:
             SystemExit: A tool refused, or the run did not complete.
@@ -132,7 +133,7 @@ async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 def shared_tasks(done: Done) -> int:
-    """Held-out tasks whose contents were demonstrated: both are known by a hash of their contents."""
+    """Return the number of held-out tasks that were demonstrated; both are identified by a hash of their contents."""
     evaluation = json.loads((done.folder / "evaluations" / "after.json").read_text())
     lines = (json.loads(line) for line in (done.folder / "traces.jsonl").read_text().splitlines())
     demonstrated = {line["task_id"] for line in lines if "task_id" in line}

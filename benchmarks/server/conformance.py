@@ -1,8 +1,8 @@
-"""Whether the server keeps to the protocol: `make bench-conformance`.
+"""Run the official conformance suite against the server: `make bench-conformance`.
 
-The official conformance suite against the real HTTP server, for both eras of the protocol: every scenario that needs no
-fixture. The others ask for tools, prompts and resources with fixed names and answers (`test_image_content`), which a
-server with a purpose of its own does not have.
+The suite runs against the real HTTP server, for both eras of the protocol: every scenario without fixtures. The others
+ask for tools, prompts and resources with fixed names and answers (`test_image_content`), which a server with a purpose
+of its own does not have. Takes about a minute; needs the suite (`make tools-node`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SCENARIOS = {
     "2026-07-28": (*BOTH, "caching", "http-header-validation", "sep-2164-resource-not-found"),
     "2025-11-25": (*BOTH, "ping", "server-initialize", "server-session-lifecycle"),
 }
-"""Scenarios without fixtures, by the revision of the protocol that asks for them."""
+"""Scenarios without fixtures, by the revision of the protocol that requires them."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The URL of a server with its home in `folder`."""
+    """Start a server with its home in `folder` and return its URL."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "benchmarks.server.conformance_server", str(folder / "config")],
         stdout=subprocess.PIPE,
@@ -64,7 +64,9 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def run_suite(url: str, revision: str, results: Path) -> dict[str, tuple[int, list[str]]]:
-    """Checks that passed and texts of those that failed, by scenario, of a whole revision's requirements."""
+    """Return the checks that passed and the texts of those that failed, by scenario, of a whole revision's
+    requirements.
+    """
     tool = _node_tools.command("conformance")
     if tool is None:
         raise RuntimeError(f"The conformance suite is not installed. {_node_tools.MISSING}")
@@ -85,7 +87,7 @@ def run_suite(url: str, revision: str, results: Path) -> dict[str, tuple[int, li
 
 
 def measure() -> list[tuple[str, str, int, list[str]]]:
-    """Revision, scenario, checks passed and failures, for every scenario without fixtures."""
+    """Return revision, scenario, checks passed and failures, for every scenario without fixtures."""
     with (
         tempfile.TemporaryDirectory(prefix="toprope-bench-") as name,
         served(Path(name)) as url,
@@ -105,7 +107,7 @@ def measure() -> list[tuple[str, str, int, list[str]]]:
 
 
 def main() -> int:
-    """Prints the table and the figures; 1 where a scenario fails, 2 where the suite is not installed."""
+    """Print the table and the figures; exit with 1 if a scenario fails, with 2 if the suite is not installed."""
     if _node_tools.command("conformance") is None:
         print(f"The conformance suite is not installed. {_node_tools.MISSING}", file=sys.stderr)
         return 2

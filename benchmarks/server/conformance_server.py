@@ -1,4 +1,4 @@
-"""The real HTTP server for the conformance suite, which cannot send a header: a wrapper adds the token.
+"""Serve the real HTTP server to the conformance suite, which cannot send a header: a wrapper adds the token.
 
 The token is made, checked and compared as always; the server cannot run without one. Prints the URL.
 """

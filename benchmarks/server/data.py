@@ -1,13 +1,13 @@
-"""What exports and near duplicates cost: `make bench-data`.
+"""Measure exports and near-duplicate removal: `make bench-data`.
 
     python -P -m benchmarks.server.data [--items N] [--texts N] [--format F]
 
 A journal is written as the trajectory API writes it: groups of 8 single-turn answers on the tokens of the embedded
-policy (its tokenizer, its chat template; words of random letters, answers right, wrong or cut), log-probabilities and
-all. The items are exported by the program that exports for agents, in a process of its own whose largest resident set
-is measured, and the file is then held against what was written: every item's state, action, reward and place. Then
-texts of 8 to 30 words, a fifth of them with one word changed, go through near-duplicate removal, judged against the
-pairs that are known to be near duplicates by their exact Jaccard index.
+policy (its tokenizer, its chat template; words of random letters; right, wrong or cut answers), with log-probabilities.
+The items are exported by the program that exports for agents, in a process of its own whose peak resident set is
+measured, and the file is compared with the journal: every item's state, action, reward and place. Then texts of 8 to 30
+words, a fifth of them with one word changed, go through near-duplicate removal, which is judged against the pairs that
+are near duplicates by their exact Jaccard index. Takes about ten minutes; needs 10 GB of disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; exits with 1 where an item is missing, wrong or twice, or a duplicate was judged wrongly."""
+    """Measure and print; exit with 1 if an item is missing, wrong or duplicated, or a near duplicate was judged
+    wrongly.
+    """
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.server.data", description=__doc__.split("\n")[0])
     parser.add_argument("--items", type=int, default=1_000_000, help="rollouts in the journal (default 1,000,000)")
     parser.add_argument("--texts", type=int, default=100_000, help="texts to deduplicate (default 100,000)")
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
-    """Figures of one export of a journal with so many groups."""
+    """Return the figures of one export of a journal with so many groups."""
     folder, began = make_run(place), time.monotonic()
     journal = FileJournal(folder.journal)
     for number, group in enumerate(made(groups), 1):
@@ -103,7 +105,7 @@ def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
 
 
 def make_run(place: Path) -> RunFolder:
-    """A run's folder and the tokenizer of its policy, as they lie after training."""
+    """Write a run's folder and the tokenizer of its policy, as they lie after training."""
     policies = place / "policies"
     make_tokenizer(RECIPES["embedded"]).save_pretrained(embedded_folder(policies, "embedded"))
     folder = RunFolder.create(place / "runs", "run-a")
@@ -120,7 +122,7 @@ def make_run(place: Path) -> RunFolder:
 
 
 def words(groups: int) -> Iterator[tuple[str, list[tuple[str, float, bool]]]]:
-    """Of each group the word, and the answers with reward and whether they were cut off: the same at every call."""
+    """Yield each group's word, and its answers with reward and a flag for cut ones: the same at every call."""
     dice = random.Random(7)
     for number in range(groups):
         word = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randrange(3, 9)))
@@ -135,7 +137,7 @@ def words(groups: int) -> Iterator[tuple[str, list[tuple[str, float, bool]]]]:
 
 
 def made(groups: int) -> Iterator[Group]:
-    """The groups, by the embedded policy's tokens."""
+    """Yield the groups with the embedded policy's tokens."""
     tokenizer = make_tokenizer(RECIPES["embedded"])
     dice = random.Random(8)
     letters = {letter: tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in map(chr, range(97, 123))}
@@ -173,7 +175,7 @@ def _around(rendered: str) -> tuple[str, str]:
 
 
 def wrong(target: Path, form: str, groups: int) -> int:
-    """Items that are missing, wrong or out of place in an export."""
+    """Return the items that are missing, wrong or out of place in an export."""
     found = 0
     rows = _rows(target, form)
     for seq, (word, answers) in enumerate(words(groups), 1):
@@ -205,7 +207,7 @@ def _rows(target: Path, form: str) -> Iterator[tuple[Any, ...]]:
 
 
 def deduplicated(count: int) -> dict[str, Any]:
-    """Figures of near-duplicate removal."""
+    """Return the figures of near-duplicate removal."""
     dice, texts, origins = random.Random(9), [], {}
     vocabulary = [f"{dice.choice('bcdfgklmnprst')}{dice.choice('aeiou')}{number:x}" for number in range(5000)]
     for number in range(count):
@@ -221,7 +223,7 @@ def deduplicated(count: int) -> dict[str, Any]:
     kept, left = deduplicate(items, THRESHOLD)
     seconds, worked = time.monotonic() - began, time.process_time() - worked
     stayed = {item.metadata["number"] for item in kept}
-    # Whatever stayed though it is near an original that stayed was missed; whatever is near none was removed wrongly.
+    # A kept text near a kept original was missed; a removed text near none was removed wrongly.
     sets = {number: shingles(f"{texts[number]}\n") for number in {*origins, *origins.values()}}
     missed = sum(
         number in stayed and source in stayed and similarity(sets[number], sets[source]) >= THRESHOLD

@@ -1,15 +1,16 @@
-"""Many agents at one server, for minutes: `make bench-load`, or with `--minutes`, `--clients` and `--seed` by module.
+"""Put many agents on one server for minutes: `make bench-load`; --minutes, --clients and --seed by module.
 
 One server process over HTTP with its token; two live runs (real keepers, guards and folders; their crews are light
 stand-ins that take a step about every ten milliseconds, so that their use of the processor is bounded; `--real` gives
 real ones, niced) and forty runs that ended. Each client is the official one, half of them of the older era of the
-protocol, with connections of its own. It thinks before each call, 1 to 4 seconds, as agents do, and after some forty
-calls leaves and comes back as another; one in ten leaves without a word. One in ten calls is wrong, and has to be
-refused with words. Everything drawn is drawn from the printed seed.
+protocol, with connections of its own. It pauses 1 to 4 seconds before each call, as agents do, and after some forty
+calls leaves and returns as another; one in ten leaves without closing. One in ten calls is wrong, and has to be refused
+with a reason. All random numbers come from the printed seed.
 
-A call's time is what the client sees, from the call to the answer; of a call that waits it is what it took beyond the
-wait, and those are counted apart. Memory, descriptors and threads of the server are its own at rest: no client
-connected, once after a warm-up in which everything was used, and once at the end. They are watched in between too.
+A call's time is what the client sees, from the call to the answer; calls that wait count separately, with their time
+beyond the wait. Memory, descriptors and threads of the server are measured at rest, with no client connected: once
+after a warm-up that used everything, and once at the end. They are sampled in between too. Takes a quarter of an hour;
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _NicedHouse(RealHouse):
 
 @dataclass
 class Tally:
-    """What all clients saw."""
+    """The measurements of all clients."""
 
     milliseconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     beyond_wait: list[float] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Tally:
     counting: bool = False
 
     def took(self, what: str, seconds: float, waited: float) -> None:
-        """Counts an answered call."""
+        """Count an answered call."""
         if not self.counting:
             return
         self.calls += 1
@@ -94,7 +95,7 @@ class Tally:
 
 @dataclass
 class _Asked:
-    """One call: `wrong` says that it has to be refused, `wait_s` how long it may take on purpose."""
+    """One call. `wrong`: it has to be refused. `wait_s`: seconds that it may wait on purpose."""
 
     tool: str
     arguments: dict[str, Any]
@@ -103,7 +104,7 @@ class _Asked:
 
 
 class Agent:
-    """One client, which leaves and comes back."""
+    """One client, which leaves and returns."""
 
     def __init__(self, number: int, url: str, token: str, live: list[str], tally: Tally, seed: int) -> None:
         self._url, self._token, self._live, self._tally = url, token, live, tally
@@ -112,11 +113,11 @@ class Agent:
         self._draft = ""
 
     async def live(self, until: Callable[[], bool]) -> None:
-        """Visits until it is time to go."""
+        """Visit until the time is up."""
         while not until():
             try:
                 await self._visit(until)
-            except Exception as error:  # a visit that breaks is an error of the server's, unless proved otherwise
+            except Exception as error:  # a visit that breaks is a server error unless proved otherwise
                 self._tally.unexpected.append(f"a visit ended: {_root(error)!r}"[:300])
                 await anyio.sleep(1.0)
 
@@ -142,7 +143,7 @@ class Agent:
                 yield client
 
     async def _leave_rudely(self) -> None:
-        """Comes, asks for a long wait, and hangs up in the middle of it."""
+        """Connect, ask for a long wait, and disconnect in the middle of it."""
         with anyio.move_on_after(self._random.uniform(0.2, 1.0)):
             async with self._connected() as client:
                 await client.call_tool("check_status", {"run_ids": [self._random.choice(self._live)], "wait_s": 40})
@@ -220,7 +221,7 @@ def _root(error: BaseException) -> BaseException:
 
 @dataclass
 class Looks:
-    """The server's process, looked at now and then."""
+    """The server's process, sampled from time to time."""
 
     process: psutil.Process
     rows: list[tuple[float, int, int, int]] = field(default_factory=list)
@@ -233,14 +234,14 @@ class Looks:
         return row
 
     async def watch(self) -> None:
-        """For ever, once a second."""
+        """Sample once a second until cancelled."""
         while True:
             self.look()
             await anyio.sleep(1.0)
 
 
 def store_ended(house: RunHarness, count: int) -> None:
-    """Runs that ended, as a home has them after some weeks."""
+    """Write runs that ended, as a home has them after some weeks."""
     for number in range(count):
         specification = RunHarness.specification(house).model_copy(update={"run_id": f"ended-{number:02d}"})
         folder = RunFolder.create(house.path / "runs", specification.run_id)
@@ -262,7 +263,7 @@ def store_ended(house: RunHarness, count: int) -> None:
 
 
 async def _at_rest(looks: Looks, limit_s: float) -> tuple[int, int, int]:
-    """Memory, descriptors and threads once the clients are gone: as soon as they stand still for some seconds."""
+    """Return memory, descriptors and threads once all clients have left and the values are stable for some seconds."""
     deadline, still, last = time.monotonic() + limit_s, 0, (0, 0)
     while time.monotonic() < deadline and still < 5:
         await anyio.sleep(1.0)
@@ -273,7 +274,7 @@ async def _at_rest(looks: Looks, limit_s: float) -> tuple[int, int, int]:
 
 
 async def _session(url: str, token: str, live: list[str], looks: Looks, tally: Tally, options: Any) -> dict[str, Any]:
-    """Warm-up, rest, load, rest; the figures."""
+    """Play warm-up, rest, load, rest; return the figures."""
     seconds = options.minutes * 60.0
     warm_up = min(LONGEST_WARM_UP_S, WARM_UP_SHARE * seconds)
 
@@ -335,7 +336,7 @@ async def _after(
 
 
 def _growth(values: list[int]) -> float:
-    """From the median of the first tenth to that of the last."""
+    """Return the change from the median of the first tenth to that of the last."""
     tenth = max(1, len(values) // 10)
     first, last = statistics.median(values[:tenth]), statistics.median(values[-tenth:])
     return (last - first) / first
@@ -372,7 +373,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints the table and the figures; 1 where something unexpected happened."""
+    """Print the table and the figures; exit with 1 if something unexpected happened."""
     options, console = _options(), Console()
     with tempfile.TemporaryDirectory(prefix="toprope-load-") as place:
         home = Path(place)

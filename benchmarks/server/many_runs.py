@@ -1,9 +1,10 @@
-"""What a home with a thousand runs costs an agent: `make bench-many-runs`.
+"""Measure a home with a thousand runs: `make bench-many-runs`.
 
 A home is written with the records' own writers: runs of every end, some of them live and moving, a million rows of
-metrics, half of them in ten long runs. Then a server is asked over stdio, as a client asks it: lists by page and
+metrics, half of them in ten long runs. Then a server is called over stdio, as a client calls it: lists by page and
 filter, status of one run and of twenty, results of short and long, completed and stopped runs, concise and detailed.
-The first call of each kind, when nothing has been read yet, is told by itself.
+The first call of each kind, before anything was read, is reported separately. Takes about five minutes; needs 2 GB of
+disk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _EVALUATED = {"before": 8, "after": 131}
 
 
 def row(step: int, steps: int, began: float) -> dict[str, Any]:
-    """What the trainer writes of a step."""
+    """The row that the trainer writes for a step."""
     share = step / steps
     return {
         "step": step,
@@ -69,7 +70,7 @@ def row(step: int, steps: int, began: float) -> dict[str, Any]:
 
 
 def make_run(runs: Path, number: int, rows: int, now: float) -> RunFolder:
-    """One run's folder, as its crew leaves it."""
+    """Write one run's folder, as its crew leaves it."""
     live = number < LIVE
     end = "training" if live else ("completed", "completed", "completed", "stopped", "failed")[number % 5]
     created = now - _DAY_S * (number + 1) / 24
@@ -134,7 +135,7 @@ def make_run(runs: Path, number: int, rows: int, now: float) -> RunFolder:
 
 
 class Keepers(threading.Thread):
-    """Stands in for the keepers of the live runs: holds their locks, and writes their numbers four times a second."""
+    """Stand in for the keepers of the live runs: hold their locks, and write their numbers four times a second."""
 
     def __init__(self, folders: list[RunFolder]) -> None:
         super().__init__(daemon=True)
@@ -160,7 +161,7 @@ class Keepers(threading.Thread):
 
 
 def make_home(home: Path) -> tuple[list[RunFolder], int]:
-    """The runs, the newest first, and how many rows they have together."""
+    """Write the runs, the newest first; return their number of rows."""
     random.seed(0)
     long_rows = ROWS // 2 // LONG_RUNS
     short_rows, rest = divmod(ROWS - long_rows * LONG_RUNS, RUNS - LONG_RUNS)
@@ -175,7 +176,7 @@ def make_home(home: Path) -> tuple[list[RunFolder], int]:
 
 
 def calls(folders: list[RunFolder]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """The calls of each kind, in an order that repeats itself as little as an agent's."""
+    """Return the calls of each kind, varied as an agent's are."""
     ids = [folder.run_id for folder in folders]
     ended, chance = ids[LIVE:], random.Random(1)
     pages = [{}, {"state": "live"}, {"state": "ended"}, {"query": "failed"}, {"query": "sort_letters stopped"}]
@@ -194,13 +195,13 @@ def calls(folders: list[RunFolder]) -> dict[str, list[tuple[str, dict[str, Any]]
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Seconds of processor time so far, which other programs on the machine do not change much."""
+    """Return the processor seconds so far, which other programs on the machine hardly change."""
     used = process.cpu_times()
     return used.user + used.system
 
 
 def main() -> int:
-    """Prints the table and the figures."""
+    """Print the table and the figures."""
     with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
         began = time.perf_counter()
         folders, rows = make_home(Path(home))

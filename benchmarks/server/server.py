@@ -1,7 +1,8 @@
-"""What the server costs before anybody trains: `make bench-server`.
+"""Measure the idle server: `make bench-server`.
 
 Process start to answered tools/list, and resident memory after it, against a bare `mcp` server with as many trivial
-tools, in turn, as the ratio of medians; then the time of a call over stdio, and the size of the tool list.
+tools, in turn, as the ratio of medians; then the time of a call over stdio, and the size of the tool list. Takes about
+two minutes; needs nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ server.run()
 
 
 class Session:
-    """A server over stdio, spoken to in raw lines: the client's own start-up is not measured."""
+    """A server over stdio, called with raw lines: the client's own start-up is not measured."""
 
     def __init__(self, command: list[str], home: str) -> None:
         kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
@@ -60,7 +61,7 @@ class Session:
         self._number = 0
 
     def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One request and its result."""
+        """Send one request and return its result."""
         self._number += 1
         self._send({"jsonrpc": "2.0", "id": self._number, "method": method, "params": params or {}})
         assert self.process.stdout is not None
@@ -73,14 +74,14 @@ class Session:
                 return message["result"]
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """The handshake, then the list."""
+        """Make the handshake, then list the tools."""
         client = {"name": "bench", "version": "1"}
         self.ask("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client})
         self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self.ask("tools/list")["tools"]
 
     def call(self, tool: str, arguments: dict[str, Any]) -> float:
-        """Calls a tool; returns milliseconds."""
+        """Call a tool; return milliseconds."""
         began = time.perf_counter()
         result = self.ask("tools/call", {"name": tool, "arguments": arguments})
         if result.get("isError"):
@@ -99,7 +100,7 @@ class Session:
 
 
 def start(command: list[str], home: str) -> tuple[float, float, int, list[dict[str, Any]]]:
-    """Seconds to the answered list, resident MB after it, mapped torch libraries, and the tools."""
+    """Return the seconds to the answered list, resident MB after it, mapped torch libraries, and the tools."""
     session = Session(command, home)
     tools = session.list_tools()
     seconds = time.perf_counter() - session.began
@@ -111,7 +112,7 @@ def start(command: list[str], home: str) -> tuple[float, float, int, list[dict[s
 
 
 def main() -> int:
-    """Prints the table and the figures."""
+    """Print the table and the figures."""
     ours = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
     with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
         bare_file = Path(home) / "bare.py"

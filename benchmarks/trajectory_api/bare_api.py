@@ -1,7 +1,7 @@
-"""The floor of the trajectory API's benchmark: `python -m benchmarks.trajectory_api.bare_api FOLDER PORT`.
+"""The lower bound for the trajectory API's benchmark: `python -m benchmarks.trajectory_api.bare_api FOLDER PORT`.
 
-POST reads the body and appends it to a file; GET sends the first 16 bodies that were stored. Nothing is validated, kept
-apart or remembered: no server that does so can be cheaper under the same HTTP library.
+POST reads the body and appends it to a file; GET sends the first 16 bodies that were stored. Nothing is validated,
+separated or remembered: no real server can be cheaper with the same HTTP library.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SIGKILL at random under load, many times over one journal: what was acknowledged is there, and nothing twice.
+"""Kill the API at random under load, many times over one journal: no acknowledged group is lost or duplicated.
 
 Posters send small groups with and without keys and repeat a post until it is answered, as environments do. A trainer
-reads with a cursor, commits now and then, and after a kill goes on from its last checkpoint like one that was killed
-too. At the end everything is delivered and compared: each group that was acknowledged must have come once in the
-lineage that counts, and no body more than once.
+reads with a cursor, commits now and then, and after a kill continues from its last checkpoint as if it had been killed
+too. At the end everything is delivered and compared: each acknowledged group must have come once in the lineage that
+counts, and no body more than once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POSTERS = 4
 
 
 def campaign(root: Path, rounds: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs it and returns `kill_rounds`, `kill_seed`, `killed_groups`, `lost`, `duplicated`."""
+    """Run the rounds and return `kill_rounds`, `kill_seed`, `killed_groups`, `lost`, `duplicated`."""
     source = random.Random(seed)
     folder = run_folder(root, rollout__group_size=2, rollout__groups_per_step=4, logging__save_steps=1)
     shared = _Shared(seed)
@@ -70,7 +70,7 @@ def campaign(root: Path, rounds: int, seed: int, say: Callable[[str], None]) -> 
 
 
 class _Shared:
-    """What posters, trainer and killer tell each other."""
+    """The state that posters, trainer and killer share."""
 
     def __init__(self, seed: int) -> None:
         self.stopping = self.last = False
@@ -139,7 +139,7 @@ def _post(shared: _Shared, index: int, seed: int) -> None:
 
 
 def _train(shared: _Shared, seed: int) -> None:
-    """A trainer that dies with the API: what was not committed is read again from the last checkpoint."""
+    """A trainer that dies with the API: groups after the last commit are read again from the last checkpoint."""
     source = random.Random(seed * 31 + 7)
     checkpoint = cursor = 0
     pending: list[int] = []
@@ -165,7 +165,7 @@ def _train(shared: _Shared, seed: int) -> None:
             elif shared.last:
                 idle += 1
             if pending and (source.random() < 0.3 or idle):
-                # The checkpoint is on disk before the commit is asked for; its answer may get lost.
+                # The checkpoint is on disk before the commit is requested; the answer may get lost.
                 shared.committed += pending
                 checkpoint, pending = cursor, []
                 client.send(client.request("POST", "/commit", b'{"cursor":%d}' % checkpoint))

@@ -1,7 +1,7 @@
 """Real servers and a plain load for the trajectory API's benchmark: ours, `run-api`, and a bare ASGI application.
 
-Bodies are made once and sent as they are over kept connections, so that what is measured is the server. Processor time
-is the server process's own, user and system, as the kernel counts it (in hundredths of a second: many requests a
+Bodies are made once and sent unchanged over kept connections, so that the server alone is measured. Processor time is
+the server process's own, user and system, as the kernel counts it (in hundredths of a second: many requests per
 figure).
 """
 
@@ -38,7 +38,8 @@ _START_S = 60.0
 
 
 def bodies(count: int, seed: int = 0) -> list[bytes]:
-    """Groups of 8 x 512 tokens as an Atropos environment posts them: tokens, masks, scores, log-probabilities."""
+    """Return groups of 8 x 512 tokens as an Atropos environment posts them: tokens, masks, scores,
+    log-probabilities."""
     source = random.Random(seed)
     made = []
     for _ in range(count):
@@ -52,7 +53,7 @@ def bodies(count: int, seed: int = 0) -> list[bytes]:
 
 
 class Client:
-    """One kept connection and requests that are ready to be sent."""
+    """One kept connection, with requests that are ready to be sent."""
 
     def __init__(self, address: tuple[str, int], secret: str = SECRET) -> None:
         self._address = address
@@ -61,14 +62,14 @@ class Client:
         self._into = bytearray(1 << 22)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole request as bytes."""
+        """Return a whole request as bytes."""
         head = f"{method} {path} HTTP/1.1\r\n{self._head}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return f"{head}\r\n".encode() + body
 
     def send(self, request: bytes) -> tuple[int, bytes]:
-        """Sends it and returns status and body."""
+        """Send it and return status and body."""
         if self._socket is None:
             self._socket = socket.create_connection(self._address, timeout=120)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,7 +96,7 @@ class Client:
         return int(head[9:12]), bytes(view[start : start + length])
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer of a request that succeeds."""
+        """Return the answer of a request that succeeds."""
         data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = self.send(self.request(method, path, data))
         if status != 200:
@@ -103,7 +104,7 @@ class Client:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -117,26 +118,26 @@ class Server:
         self._psutil = psutil.Process(process.pid)
 
     def cpu(self) -> float:
-        """Seconds of processor time that it has used, user and system."""
+        """Return the processor seconds that it has used, user and system."""
         times = self._psutil.cpu_times()
         return times.user + times.system
 
     def rss(self) -> int:
-        """Resident bytes."""
+        """Return its resident bytes."""
         return self._psutil.memory_info().rss
 
     def client(self) -> Client:
-        """A new connection."""
+        """Open a new connection."""
         return Client(self.address)
 
     def kill(self) -> None:
-        """SIGKILL, and waits for its end."""
+        """Send SIGKILL and wait for its end."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(30)
 
 
 def run_folder(root: Path, **settings: Any) -> RunFolder:
-    """A run folder whose trainer takes batches of 16 groups; `settings` are dotted fields with `__` for the dot."""
+    """Create a run folder whose trainer takes batches of 16 groups; `settings` are fields with `__` for the dot."""
     folder = RunFolder.create(root, "bench")
     config = Config()
     config.rollout.group_size, config.rollout.groups_per_step, config.policy.max_context = ROWS, 16, TOKENS
@@ -152,7 +153,7 @@ def run_folder(root: Path, **settings: Any) -> RunFolder:
 
 @contextmanager
 def ours(folder: RunFolder) -> Iterator[Server]:
-    """Our API on the journal of a run folder."""
+    """Start our API on the journal of a run folder."""
     readable, writable = os.pipe()
     variables = {
         ENV_FOLDER: str(folder.path), ENV_COMPONENT: "api", ENV_SECRET: SECRET, ENV_REPORT_FD: str(writable),
@@ -168,7 +169,7 @@ def ours(folder: RunFolder) -> Iterator[Server]:
 
 
 def _ready(descriptor: int) -> tuple[str, int]:
-    """The address that a member of a crew reports."""
+    """Return the address that a member of a crew reports."""
     pending = b""
     while chunk := os.read(descriptor, 65_536):
         *lines, pending = (pending + chunk).split(b"\n")
@@ -182,14 +183,14 @@ def _ready(descriptor: int) -> tuple[str, int]:
 
 @contextmanager
 def run_api(program: Path) -> Iterator[Server]:
-    """Atropos's server, from a virtual environment of its own."""
+    """Start Atropos's server, from a virtual environment of its own."""
     with _on_port(lambda port: [str(program), "--host", "127.0.0.1", "--port", str(port)]) as server:
         yield server
 
 
 @contextmanager
 def bare(folder: Path) -> Iterator[Server]:
-    """The floor: an ASGI application that reads the body and appends it to a file, or sends 16 stored bodies."""
+    """Start the lower bound: an ASGI application that appends the body to a file, or sends 16 stored bodies."""
     command = [sys.executable, "-P", "-m", "benchmarks.trajectory_api.bare_api", str(folder)]
     with _on_port(lambda port: [*command, str(port)]) as server:
         yield server

@@ -1,13 +1,13 @@
-"""The trajectory API beside `run-api` of atroposlib 0.4.0: cost, throughput, memory, growth, restart, kills.
+"""Compare the trajectory API with `run-api` of atroposlib 0.4.0: cost, throughput, memory, growth, restart, kills.
 
-    make bench-trajectory-api          or  python -P -m benchmarks.trajectory_api.trajectory_api [--rounds N] [--seed
-    N] [--skip-kills]
+    make bench-trajectory-api
+    python -P -m benchmarks.trajectory_api.trajectory_api [--rounds N] [--seed N] [--skip-kills]
 
 Every server is a process of its own; bodies are the same for all of them. `run-api` lives in a virtual environment of
 its own (TOPROPE_BENCH_VENV, by default ~/.cache/toprope/bench-atropos), which is made on first use and takes 3 GB.
-Measurements of two servers alternate, and the median of their ratios counts, so that a change of the machine's mood
-meets both. A virtual machine gets its memory when it is first touched, which takes longer than a post and would be
-charged to whoever comes first: so memory is touched and given back before anything is measured.
+Measurements of two servers alternate, and the median of their ratios counts, so that the machine's load affects both. A
+virtual machine gets its memory when it is first touched, which takes longer than a post and would be charged to the
+first server: so memory is touched and released before anything is measured. Takes half an hour.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _console = Console(stderr=True)
 
 
 def atropos_venv() -> Path:
-    """The virtual environment with atroposlib, made if it is not there."""
+    """Return the virtual environment with atroposlib; make it if it does not exist."""
     folder = Path(os.environ.get("TOPROPE_BENCH_VENV") or Path.home() / ".cache" / "toprope" / "bench-atropos")
     if not (folder / "bin" / "run-api").exists():
         _console.print(f"making {folder} with atroposlib 0.4.0 (once, several minutes)")
@@ -60,7 +60,7 @@ def atropos_venv() -> Path:
 
 
 class Feed:
-    """The bodies as requests of one connection, over and over."""
+    """Yield the bodies as requests of one connection, over and over."""
 
     def __init__(self, server: Server, made: list[bytes]) -> None:
         self.client = server.client()
@@ -68,7 +68,7 @@ class Feed:
         self._next = 0
 
     def post(self) -> float:
-        """Posts the next body; returns the seconds it took."""
+        """Post the next body; return the seconds it took."""
         request = self._requests[self._next % len(self._requests)]
         self._next += 1
         began = time.perf_counter()
@@ -79,13 +79,13 @@ class Feed:
 
 
 class Reader:
-    """A trainer: batches of 16 groups, with a cursor where the server has one."""
+    """A trainer: batches of 16 groups, with a cursor if the server has one."""
 
     def __init__(self, server: Server, cursor: bool) -> None:
         self.client, self._cursor, self.position = server.client(), cursor, 0
 
     def read(self) -> int:
-        """Asks for a batch; returns how many groups came."""
+        """Ask for a batch; return the number of groups."""
         path = _CURSOR.format(self.position) if self._cursor else "/batch"
         status, answer = self.client.send(self.client.request("GET", path))
         if status != 200:
@@ -96,7 +96,7 @@ class Reader:
 
 
 def parallel(server: Server, made: list[bytes], posts: int, posters: int = 4) -> None:
-    """`posts` posts over several connections at once."""
+    """Make `posts` posts over several connections at once."""
     feeds = [Feed(server, made[index::posters]) for index in range(posters)]
     threads = [
         threading.Thread(target=lambda feed=feed: [feed.post() for _ in range(posts // posters)]) for feed in feeds
@@ -108,14 +108,14 @@ def parallel(server: Server, made: list[bytes], posts: int, posters: int = 4) ->
 
 
 def cpu_ms(server: Server, work: Callable[[], None], count: int) -> float:
-    """Milliseconds of the server's processor time for each of `count` pieces of work."""
+    """Return the milliseconds of the server's processor time for each of `count` pieces of work."""
     before = server.cpu()
     work()
     return (server.cpu() - before) * 1000 / count
 
 
 def costs(servers: dict[str, Server], made: list[bytes], figures: dict[str, Any]) -> None:
-    """Processor time per post and per batch, servers in turn."""
+    """Measure processor time per post and per batch, servers in turn."""
     posts: dict[str, list[float]] = {name: [] for name in servers}
     batches: dict[str, list[float]] = {name: [] for name in servers}
     readers = {name: Reader(server, name != "run_api") for name, server in servers.items()}
@@ -141,7 +141,7 @@ def costs(servers: dict[str, Server], made: list[bytes], figures: dict[str, Any]
 
 
 def mixed(server: Server, made: list[bytes], cursor: bool, seconds: float) -> tuple[float, float]:
-    """Four posters and one trainer together, a process each: groups a second through both, p99 of a post in ms."""
+    """Run four posters and one trainer together, a process each: groups a second through both, p99 of a post in ms."""
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     until = time.perf_counter() + seconds
@@ -175,13 +175,13 @@ def _trainer(server: Server, cursor: bool, until: float, results: Any) -> None:
 
 
 def memory(server: Server, made: list[bytes], groups: int) -> int:
-    """Resident bytes with `groups` more groups waiting."""
+    """Return the resident bytes with `groups` more groups waiting."""
     parallel(server, made, groups)
     return server.rss()
 
 
 def restart(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
-    """Memory with 5,000 groups waiting, then SIGKILL, and the time until the first batch is there."""
+    """Measure memory with 5,000 groups waiting, then SIGKILL, and the time until the first batch after the restart."""
     folder = run_folder(root)
     with ours(folder) as server:
         figures["rss_5000_mb"] = memory(server, made, 5000) / 1e6
@@ -194,7 +194,7 @@ def restart(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
 
 
 def growth(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
-    """p99 of a batch with 50,000 and with 50 groups waiting, with and without minimum allocations."""
+    """Measure the p99 of a batch with 50,000 and with 50 groups waiting, with and without minimum allocations."""
     worst = 0.0
     for allocation in (0.0, 0.25):
         p99 = {}
@@ -206,7 +206,7 @@ def growth(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
                 feeder = Feed(server, [body[:-1] + b', "env_id": %d}' % (n % 2) for n, body in enumerate(made)])
                 took = []
                 for turn in range(1050):
-                    for _ in range(16):  # as many as are taken, so that the number that waits stays
+                    for _ in range(16):  # as many as are taken, so that the number that waits stays the same
                         feeder.post()
                     began = time.perf_counter()
                     if reader.read() != 16:
@@ -223,7 +223,7 @@ def growth(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
 
 
 def _fill(folder: Path, made: list[bytes], groups: int, allocation: float) -> None:
-    """A journal as the API would have written it, with two environments that post in turn."""
+    """Write a journal as the API would have written it, with two environments that post in turn."""
     journal = FileJournal(folder)
     values: dict[str, Any] = {"max_token_length": 512, "desired_name": "bench", "weight": 1.0, "group_size": 8}
     for env_id in (0, 1):
@@ -244,7 +244,7 @@ def _remove(folder: Path) -> None:
 
 
 def policies(root: Path, made: list[bytes], figures: dict[str, Any]) -> None:
-    """What waiting for the disk costs: one poster and four, under each policy."""
+    """Measure waiting for the disk: one poster and four, under each policy."""
     for sync in ("always", "group", "os"):
         with ours(run_folder(root / sync, logging__journal_sync=sync)) as server:
             for posters in (1, 4):
@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def touch_memory() -> None:
-    """Has the host of a virtual machine back the memory that the servers will use, as on a machine that is in use."""
+    """Have the host of a virtual machine back the memory that the servers will use, as on a machine that is in use."""
     size = min(4 << 30, psutil.virtual_memory().available // 2)
     with mmap.mmap(-1, size) as memory:
         for at in range(0, size, mmap.PAGESIZE):

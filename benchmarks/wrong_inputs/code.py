@@ -1,7 +1,7 @@
-"""Environments whose code is wrong or hostile, seen through `describe_environment` and its siblings.
+"""Environments whose code is wrong or hostile, called through `describe_environment` and similar tools.
 
-An answer names the environment or the place in its file, what went wrong, and what to do; nothing of the process that
-held the code is left, whatever the code did.
+An answer names the environment or the place in its file, the error, and the next step; no process that ran the code is
+left, whatever the code did.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _TOLD: list[_Row] = [
 
 
 def put(house: House, name: str) -> None:
-    """Lays one file into the owner's folder of environments."""
+    """Write one file into the owner's folder of environments."""
     if name in BROKEN_BYTES:
         (house.environments / f"{name}.py").write_bytes(BROKEN_BYTES[name])
     else:
@@ -116,7 +116,7 @@ async def _a_name_that_is_taken(house: House) -> AsyncIterator[tuple[Told, Expec
 
 
 async def _odd_files(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """What is no file, or leads nowhere, must not keep the list from being made."""
+    """Special files and dangling links must not keep the list from being made."""
     made = [house.environments / f"{name}.py" for name in ("pipe", "folder", "circle", "nowhere")]
     os.mkfifo(made[0])
     made[1].mkdir()
@@ -134,7 +134,7 @@ async def _odd_files(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _hidden_words(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """A description's invisible and control characters must not reach a reader."""
+    """Invisible and control characters of a description must not reach a reader."""
     put(house, "hidden_words")
     await house.connect()
     house.mark()

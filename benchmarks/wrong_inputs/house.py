@@ -1,8 +1,8 @@
-"""A place for wrong inputs: a home, an owner's folders, a real server process, and the question what a call changed.
+"""A scratch home for wrong inputs: an owner's folders, a real server process, and a record of what a call changed.
 
 Everything that a server could change is read before and after a case: files by content, rows of the index, processes.
-The server is the one that clients start, spoken to over stdio with the official client; HOME is a folder of the case,
-by which its processes are known wherever they went.
+The server is the one that clients start, called over stdio with the official client. HOME is a folder of the case, by
+which its processes are found wherever they went.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MASKS = re.compile(
 
 @dataclass(frozen=True)
 class Told:
-    """What a client was told: the text of an answer, or of the protocol's own error."""
+    """The answer to a client: its text, or that of the protocol's own error."""
 
     text: str
     is_error: bool
@@ -48,11 +48,11 @@ class Told:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a helpful answer holds.
+    """The contents of a helpful answer.
 
     Every one of `names` (the offending value or field), one of `cause`, and one of `remedy` (a valid value, the next
-    call or command). `refused`: whether the answer is to be an error; a run that failed is told of in a good answer.
-    `may`: which effects the case may have, such as the one run that it asked for.
+    call or command). `refused`: the answer is an error; a failed run is reported in a normal answer. `may`: the effects
+    that the case may have, such as the one run that it asked for.
     """
 
     names: tuple[str, ...]
@@ -76,12 +76,12 @@ class Verdict:
 
 
 Scenario = Callable[["House"], AsyncIterator[tuple[Told, Expected]]]
-"""Prepares, calls `mark`, yields what was told and what should have been, and puts things back."""
+"""Prepares, calls `mark`, yields the answer and the expected one, and cleans up."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One wrong input. `own`: it spoils its house and gets one for itself. `slow`: it starts a run or waits long."""
+    """One wrong input. `own`: it damages its home and gets one for itself. `slow`: it starts a run or waits long."""
 
     kind: str
     title: str
@@ -94,7 +94,7 @@ class House:
     """A folder with everything that a server of one owner can touch.
 
     Args:
-        path: Made if need be. `home`, `config` and `user` (HOME, with TMPDIR inside) lie in it.
+        path: Created if needed. Holds `home`, `config` and `user` (HOME, with TMPDIR inside).
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,28 +108,28 @@ class House:
         """Shell commands before the server, such as `ulimit -f 8; `."""
         self.variables: dict[str, str] = {}
         self.kept: dict[str, Any] = {}
-        """What cases of one house share, such as a draft."""
+        """Objects that the cases of one home share, such as a draft."""
         self._open = AsyncExitStack()
         self._before: dict[str, Any] = {}
 
     # The server
 
     async def connect(self) -> Client:
-        """The client of this house's server, which is started by the first call of this."""
+        """Return the client of this home's server; the first call starts the server."""
         if self.client is None:
             self.client = await self._open.enter_async_context(self.another())
         return self.client
 
     def another(self, mode: str = "auto") -> Client:
-        """A client of one more server over this house."""
-        # What the server prints goes to a file beside: its log is no part of an answer.
+        """Return a client of another server over this home."""
+        # The server's log goes to a file: it is not part of an answer.
         aside = f'exec "$0" "$@" 2>>{self.path / "server.log"}'
         command = ["/bin/sh", "-c", f"{self.limits}{aside}", *SERVER]
         parameters = StdioServerParameters(command=command[0], args=command[1:], env=self.environ())
         return Client(parameters, mode=mode)
 
     def environ(self) -> dict[str, str]:
-        """The variables that the server gets."""
+        """Return the server's environment variables."""
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "PYTHONPATH") if name in os.environ}
         return {
             **kept,
@@ -142,7 +142,7 @@ class House:
         }
 
     async def close(self) -> None:
-        """Ends the server and whatever a case left."""
+        """End the server and every process that a case left."""
         await self._open.aclose()
         self.client = None
         self._open = AsyncExitStack()
@@ -153,14 +153,14 @@ class House:
                 continue
 
     async def call(self, tool: str, /, **arguments: Any) -> Told:
-        """Calls a tool and takes whatever comes, an error of the protocol included."""
+        """Call a tool and return any answer, errors of the protocol included."""
         return await ask(await self.connect(), tool, arguments)
 
     async def good(self, tool: str, /, **arguments: Any) -> dict[str, Any]:
-        """Calls a tool that has to work, for what a case needs.
+        """Call a tool that has to work, to prepare a case.
 
         Raises:
-            RuntimeError: It did not.
+            RuntimeError: The tool refused.
         """
         told = await self.call(tool, **arguments)
         if told.is_error:
@@ -174,14 +174,14 @@ class House:
             await self.good("edit_config", draft_id=draft_id, changes=changes)
         return draft_id
 
-    # What is there
+    # Effects
 
     def mark(self) -> None:
-        """From here on everything is an effect of the case."""
+        """Count every later change as an effect of the case."""
         self._before = self.state()
 
     async def effects(self, allowed: Callable[[str], bool]) -> str:
-        """What changed since `mark`, but for what is allowed; processes get a moment to end. Empty: nothing."""
+        """Return the changes since `mark` that are not allowed; processes get a moment to end. Empty: none."""
         limit = time.monotonic() + _SETTLE_S
         while True:
             after = self.state()
@@ -192,7 +192,7 @@ class House:
             await anyio.sleep(0.05)
 
     def state(self) -> dict[str, Any]:
-        """Files by content, rows of the index, processes: what a call could have changed."""
+        """Return all that a call could have changed: files by content, rows of the index, processes."""
         found: dict[str, Any] = {}
         for folder in (self.home, self.config, self.user):
             for place, _, names in os.walk(folder):
@@ -224,7 +224,7 @@ class House:
             return {"file index.db": _digest(index)}
 
     def processes(self) -> list[psutil.Process]:
-        """Processes of this house but for its servers: known by their HOME."""
+        """Return the processes of this home except its servers, found by their HOME."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -236,7 +236,7 @@ class House:
 
 
 async def ask(client: Client, tool: str, arguments: dict[str, Any]) -> Told:
-    """One call. An error of the protocol, a time-out and a dead server are told as such."""
+    """Make one call. An error of the protocol, a time-out and a dead server become answers."""
     try:
         with anyio.fail_after(CALL_LIMIT_S):
             result = await client.call_tool(tool, arguments)
@@ -247,10 +247,10 @@ async def ask(client: Client, tool: str, arguments: dict[str, Any]) -> Told:
 
 
 def judge(told: Told, expected: Expected) -> tuple[str, str]:
-    """What is unhelpful in an answer, and what is masked; empty where nothing is."""
+    """Return what is unhelpful in an answer, and what is masked; empty if nothing is."""
     if told.protocol_error:
         return "", f"an error of the protocol: {told.text[:200]}"
-    # A log's lines are quoted as they are; a traceback there is the point of them.
+    # Lines of a log are quoted unchanged, tracebacks included.
     own = "\n".join(line for line in told.text.splitlines() if not line.startswith("  log (untrusted)"))
     masked = _MASKS.search(own)
     problems = ["it is longer than 8,000 characters"] if told.is_error and len(told.text) > _LONGEST_REFUSAL else []

@@ -1,4 +1,5 @@
-"""The machine does not play along: no room, no right to write, limits, a client that speaks oddly or will not stop."""
+"""Faults of the machine and the client: a full disk, missing permissions, limits, malformed messages, too many
+calls."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _GROWTH_MB = 40.0
 
 
 async def _home_below_a_file(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """A home that cannot be made, whoever asks: even root cannot make a folder below a file."""
+    """A home that cannot be created: even root cannot create a folder below a file."""
     (house.path / "file").write_text("no folder")
     house.variables["TOPROPE_HOME"] = str(house.path / "file" / "home")
     await house.connect()
@@ -54,7 +55,7 @@ async def _no_room_for_an_edit(house: House) -> AsyncIterator[tuple[Told, Expect
 
 
 async def _no_room_for_a_run(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """The folder can be made, its files cannot be written: nothing half-made may stay."""
+    """The folder can be created, its files cannot be written: no partial run may stay."""
     draft_id = await house.draft()
     (house.home / "runs").mkdir()
     await house.close()
@@ -82,7 +83,7 @@ async def _no_more_descriptors(house: House) -> AsyncIterator[tuple[Told, Expect
 
 
 class _Raw:
-    """A server spoken to in raw lines: what no sound client sends, clients send none the less."""
+    """A server called with raw lines, which no sound client sends."""
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -110,7 +111,7 @@ class _Raw:
         self.process.stdin.write(line + b"\n")
 
     async def ask(self, line: bytes, number: int | None) -> dict[str, Any]:
-        """Sends a line and takes the answer with that id."""
+        """Send a line and return the answer with that id."""
         assert self.process.stdout is not None
         self.say(line)
         while True:
@@ -119,7 +120,7 @@ class _Raw:
                 return answer
 
     async def told(self, line: bytes, number: int | None) -> Told:
-        """The answer as a person reads it; none within the time is the worst of all."""
+        """Return the answer as a person reads it; a missing answer counts as an error of the protocol."""
         try:
             answer = await self.ask(line, number)
         except (TimeoutError, ValueError):
@@ -130,7 +131,7 @@ class _Raw:
 
 
 def _line(title: str, arguments: bytes, cause: tuple[str, ...]) -> Case:
-    """A call whose line is not what JSON may hold. It is answered, and the next call too."""
+    """A call whose line is not valid JSON. It is answered, and so is the next call."""
 
     async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
         house.mark()
@@ -165,7 +166,7 @@ _LINES = [
 async def _no_json(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     house.mark()
     async with _Raw(house) as raw:
-        for line in (b"this is no JSON", b"\xff\xfe", b"[]", b'"a"', b"{}", b""):
+        for line in (b"this is not JSON", b"\xff\xfe", b"[]", b'"a"', b"{}", b""):
             raw.say(line)
         told = await raw.told(
             b'{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"get_config","arguments":{}}}', 2
@@ -174,7 +175,7 @@ async def _no_json(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _thousands_of_calls(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """Wrong calls by the thousand: each is answered, and the server does not grow."""
+    """Thousands of wrong calls: each is answered, and the server does not grow."""
     await house.call("edit_config", draft_id="draft-none", changes={"x": 1})
     servers = [
         one for one in psutil.Process().children(recursive=True) if "toprope_server.cli" in " ".join(one.cmdline())

@@ -1,4 +1,4 @@
-"""The owner's files are wrong: the answer names the file and what is wrong in it, and the file stays as it is."""
+"""Damaged files of the owner: the answer names the file and the error, and the file stays unchanged."""
 
 from __future__ import annotations
 

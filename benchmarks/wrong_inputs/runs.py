@@ -1,7 +1,6 @@
-"""Wrong inputs that only a run can find, and wrong moments: real crews, kept as short as the mistake allows.
+"""Wrong inputs that only a run can detect, and wrong moments: real crews, as short as the mistake allows.
 
-What a run may leave is its folder and its rows in the index. No process of it is left, nothing of the crew, no file
-that was being written.
+A run may leave its folder and its rows in the index. It leaves no process, no file of the crew, and no partial file.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _BOOKKEEPING = tuple(
     f"file home/runs/{name}"
     for name in (".reservations/lock", ".reservations/.machine.json", ".budget/lock", ".containment.json")
 )
-"""Locks, and what is known about the machine: written when the first run of a home starts, and kept."""
+"""Locks and facts about the machine: written when the first run of a home starts, and kept."""
 _NEXT = ("read_logs(", "describe_environment", "policy.model", "launcher.", "settings", "edit_config", "get_results(")
 _ENDED = ("completed", "stopped", "failed", "lost")
 
 
 def _of_run(run_id: str) -> Callable[[str], bool]:
-    """What a run may leave behind."""
+    """Return a function that allows what a run may leave behind."""
 
     def may(key: str) -> bool:
         if key.startswith("row "):
@@ -50,7 +49,7 @@ def _of_run(run_id: str) -> Callable[[str], bool]:
 
 
 async def _until_ended(house: House, run_id: str) -> dict[str, Any]:
-    """Waits as an agent does."""
+    """Wait as an agent does; return the run's status."""
     limit = time.monotonic() + _RUN_LIMIT_S
     while True:
         told = await house.call("check_status", run_ids=[run_id], wait_s=20)
@@ -65,7 +64,9 @@ async def _until_ended(house: House, run_id: str) -> dict[str, Any]:
 
 
 async def _draft(house: House, environment: str, changes: dict[str, Any]) -> str:
-    """A draft of an environment that goes wrong only afterwards: making a draft would find what its loading shows."""
+    """Return a draft of an environment that goes wrong afterwards: selecting the wrong one would already find the
+    error.
+    """
     (house.environments / f"{environment}.py").write_text(SOURCES["plain"])
     draft_id = await house.draft(environment, changes)
     put(house, environment)
@@ -73,7 +74,7 @@ async def _draft(house: House, environment: str, changes: dict[str, Any]) -> str
 
 
 def _tiny_model(house: House) -> Path:
-    """A model that answers nonsense, whose tokenizer works: made once for all houses."""
+    """Return a model that answers nonsense, with a working tokenizer: made once for all homes."""
     shared = house.path.parent / "tiny-model"
     if not shared.is_dir():
         from toprope.training.policy.tiny_model import Recipe, build
@@ -85,7 +86,7 @@ def _tiny_model(house: House) -> Path:
 
 
 def _pickle_weights(folder: Path) -> None:
-    """The weights as a pickle alone, which would run code when it is loaded."""
+    """Replace the weights by a pickle, which would run code when it is loaded."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85R.")
 
@@ -132,7 +133,7 @@ def _run(
         house.mark()
         arguments = {"tasks": 2, "group_size": 2} if tool == "test_inference" else {}
         started = await house.call(tool, draft_id=draft_id, **arguments)
-        if started.is_error:  # found before anything was started: better still
+        if started.is_error:  # found before anything was started, which is better still
             yield started, expected
             return
         run_id = started.data["run_id"]
@@ -151,7 +152,7 @@ _RUNS = [_run(kind, *row) for kind, rows in read_table("runs").items() for row i
 
 
 async def _file_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """The environment's file goes away between draft and run."""
+    """The environment's file is removed between draft and run."""
     put(house, "plain")
     draft_id = await house.draft("plain", {"policy.model": str(_tiny_model(house))})
     (house.environments / "plain.py").unlink()
@@ -167,14 +168,14 @@ def _sleeping(house: House) -> dict[str, Any]:
 
 
 async def _sleeper(house: House) -> str:
-    """The id of a live run that does not get beyond loading its environment."""
+    """Start a run that never finishes loading its environment; return its id."""
     draft_id = await _draft(house, "sleeps", _sleeping(house))
     house.kept["sleeper"] = draft_id
     return (await house.good("start_training", draft_id=draft_id))["run_id"]
 
 
 async def _stop_while_starting(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """Nothing is launched after the stop: the processes that there are end, and none comes."""
+    """Nothing is launched after the stop: the existing processes end, and none is started."""
     house.mark()
     run_id = await _sleeper(house)
     told = await house.call("stop_training", run_id=run_id)
@@ -224,7 +225,7 @@ async def _two_stops_at_once(house: House) -> AsyncIterator[tuple[Told, Expected
     while (marked := house.processes()) and time.monotonic() < limit:
         await anyio.sleep(0.05)
 
-    def may(key: str) -> bool:  # the crew was there when the marks were made, and is gone now
+    def may(key: str) -> bool:  # the crew existed at the time of the mark, and has ended since
         return _of_run(run_id)(key) or key.startswith("process") or key.startswith(f"file home/runs/{run_id}/")
 
     if marked:
@@ -237,7 +238,7 @@ async def _start_twice(house: House) -> AsyncIterator[tuple[Told, Expected]]:
     house.mark()
     told = await house.call("start_training", draft_id=house.kept["sleeper"])
 
-    def moving(key: str) -> bool:  # the first run goes on
+    def moving(key: str) -> bool:  # the first run continues
         return run_id in key or key.startswith("process")
 
     expected = Expected((house.kept["sleeper"], run_id, "Nothing was changed"), ("running already",), ("again=true",))
@@ -246,7 +247,7 @@ async def _start_twice(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """Two servers start one draft in the same moment: one run comes of it."""
+    """Two servers start one draft at the same moment: one run results."""
     draft_id = await _draft(house, "sleeps", _sleeping(house))
     house.mark()
     found: list[Told] = []
@@ -271,7 +272,7 @@ async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expect
 
 
 async def _folder_deleted(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """The crew ends by itself, and the folder is not made again."""
+    """The crew ends by itself, and the folder is not created again."""
     run_id = await _sleeper(house)
     shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)
     shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)

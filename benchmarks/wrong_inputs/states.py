@@ -1,7 +1,6 @@
-"""What lies on disk is not what was written there: the index and run folders.
+"""Damaged state on disk: the index and run folders.
 
-Nothing of it is mended behind the owner's back: the answer names the file and what is wrong with it, and the file stays
-as it is.
+Nothing is repaired without the owner's order: the answer names the file and the error, and the file stays unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _INDEX, _RUN = "the index and drafts", "a run's folder"
 
 
 def ended_run(house: House, run_id: str = "old-run", **fields: Any) -> RunFolder:
-    """A run that ended, as a keeper would have left it."""
+    """Write a run that ended, as a keeper would have left it."""
     folder = RunFolder.create(house.home / "runs", run_id)
     now = time.time()
     Specification(
@@ -158,7 +157,7 @@ async def _index_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _bad_draft_among_good(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """One row that cannot be read must not keep the others from being found."""
+    """One unreadable row must not hide the others."""
     bad, good = await house.draft(), await house.draft()
     _row("config", "{")(house, bad)
     house.mark()
@@ -177,7 +176,7 @@ async def _stamp_spoiled(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _two_servers(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    """Two servers edit one draft, one of them wrongly: the good edits are all kept, the wrong one is refused."""
+    """Two servers edit one draft, one of them wrongly: the valid edits are all kept, the wrong one is refused."""
     from benchmarks.wrong_inputs.house import ask
 
     draft_id = await house.draft()

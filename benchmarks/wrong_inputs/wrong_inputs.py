@@ -1,10 +1,11 @@
-"""What happens to wrong inputs: `make bench-wrong-inputs`.
+"""Give wrong inputs to a real server and judge the answers: `make bench-wrong-inputs`.
+
+    python -P -m benchmarks.wrong_inputs.wrong_inputs [WORDS]    only cases whose kind or title contains WORDS
 
 Every case is given to a real server over stdio by the official client. An answer is `unhelpful` if it does not name the
 offending value, a cause, and a valid value or the next step; `masked` if it is an internal error or a bare traceback; a
-case has `effects` if anything but what it may do is different afterwards: files, rows of the index, processes.
-
-    python -P -m benchmarks.wrong_inputs.wrong_inputs [WORDS]    only cases whose kind or title contains WORDS
+case has `effects` if anything but its allowed effects has changed: files, rows of the index, processes. Takes ten
+minutes on two quiet cores; needs nothing else. The fast cases are also tests (`tests/whole/test_wrong_inputs.py`).
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ CASES: list[Case] = [
 
 
 async def play(case: Case, house: House) -> Verdict:
-    """Plays one case and classifies what came of it."""
+    """Play one case and classify its answer and effects."""
     began = time.monotonic()
     house.mark()
     scenario = case.play(house)
     told, expected = await anext(scenario)
     unhelpful, masked = judge(told, expected)
     effects = await house.effects(expected.may)
-    async for _ in scenario:  # puts things back
+    async for _ in scenario:  # cleans up
         raise RuntimeError(f"{case.title}: a case yields once")
     return Verdict(case.kind, case.title, unhelpful, masked, effects, told.text, time.monotonic() - began)
 
 
 async def play_all(cases: Iterable[Case], folder: Path, told: Console | None = None) -> list[Verdict]:
-    """Plays cases one after the other. Those that spoil nothing share a house and its server."""
+    """Play cases one after the other. Those that damage nothing share a home and its server."""
     verdicts: list[Verdict] = []
     shared = House(folder / "shared")
     try:
@@ -73,7 +74,7 @@ async def play_all(cases: Iterable[Case], folder: Path, told: Console | None = N
 
 
 def figures(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """The figures of the last line."""
+    """Return the figures of the last line."""
     return {
         "cases": len(verdicts),
         "unhelpful": sum(bool(one.unhelpful) for one in verdicts),
@@ -85,7 +86,7 @@ def figures(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Plays all cases, prints the table and the figures."""
+    """Play all cases, print the table and the figures."""
     words = " ".join(sys.argv[1:]).casefold()
     cases = [case for case in CASES if words in f"{case.kind} {case.title}".casefold()]
     console = Console(width=150)

@@ -1,5 +1,5 @@
-"""The fast part of the benchmark of wrong inputs: every case that shares a house, and some that spoil one. The cases
-with runs and long waits are played by `make bench-wrong-inputs`."""
+"""The fast cases of the benchmark of wrong inputs: every case that shares a home, and some that damage one. The cases
+with runs and long waits are left to `make bench-wrong-inputs`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.wrong_inputs.house import Expected, Told, judge
 from benchmarks.wrong_inputs.wrong_inputs import CASES, figures, play_all
 
-SPOILING = {
+DAMAGING = {
     "locks.yaml does not parse",
     "settings.yaml that names no preset",
     "a draft's row with odd knobs",
@@ -21,15 +21,15 @@ SPOILING = {
 }
 
 
-def test_a_wrong_call_is_answered_and_changes_nothing(tmp_path: Path) -> None:
-    cases = [case for case in CASES if not case.slow and (not case.own or case.title in SPOILING)]
-    assert len(cases) > 100 and SPOILING <= {case.title for case in cases}
+def test_wrong_call_is_answered_and_changes_nothing(tmp_path: Path) -> None:
+    cases = [case for case in CASES if not case.slow and (not case.own or case.title in DAMAGING)]
+    assert len(cases) > 100 and DAMAGING <= {case.title for case in cases}
     verdicts = anyio.run(play_all, cases, tmp_path)
     wrong = [one for one in verdicts if one.unhelpful or one.masked or one.effects]
     assert not wrong, "\n".join(f"{one.title}: {one.unhelpful} {one.masked} {one.effects}: {one.text}" for one in wrong)
 
 
-def test_the_cases_are_many_and_of_every_kind() -> None:
+def test_cases_are_unique_and_of_many_kinds() -> None:
     assert len(CASES) >= 60 and len({(case.kind, case.title) for case in CASES}) == len(CASES)
     assert len({case.kind for case in CASES}) >= 10
 
@@ -48,12 +48,12 @@ def test_the_cases_are_many_and_of_every_kind() -> None:
         (Told("McpError: Internal error", True, protocol_error=True), False, True),
     ],
 )
-def test_answers_are_judged_by_value_cause_and_remedy(told: Told, unhelpful: bool, masked: bool) -> None:
+def test_judge_requires_value_cause_and_remedy(told: Told, unhelpful: bool, masked: bool) -> None:
     found = judge(told, Expected(("7",), ("too many",), ("At most 5",)))
     assert (bool(found[0]), bool(found[1])) == (unhelpful, masked)
 
 
-def test_an_effect_is_seen(tmp_path: Path) -> None:
+def test_effects_name_a_new_file(tmp_path: Path) -> None:
     from benchmarks.wrong_inputs.house import House
 
     async def work() -> list[str]:
