@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -44,6 +45,10 @@ def main() -> int:
         return 2
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     del sys.argv[1]
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        module = importlib.import_module(f"benchmarks.{TARGETS[name]}")
+        print(module.__doc__)
+        return module.main() if hasattr(module, "argparse") else 0
     runpy.run_module(f"benchmarks.{TARGETS[name]}", run_name="__main__", alter_sys=True)
     return 0
 

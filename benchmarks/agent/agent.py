@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from toprope_server.cli.demo import server_parameters
 from benchmarks.agent.counts import EVERY_S, compact, figures, polls_needed
 from benchmarks.agent.polls import Poller
 from benchmarks.agent.script import Agent, Failed, client, research
+from benchmarks.scratch import scratch
 
 PATIENT, UNKNOWN = "claude-code", "some-agent"
 TRAIN_S = 115.0
@@ -86,9 +86,9 @@ def main() -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     train_s = float(sys.argv[1]) if len(sys.argv) > 1 else TRAIN_S
     began, load = time.monotonic(), os.getloadavg()
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as folder:
+    with scratch("agent") as folder:
         try:
-            found = anyio.run(measure, Path(folder), train_s, lambda line: console.print(line, markup=False))
+            found = anyio.run(measure, folder, train_s, lambda line: console.print(line, markup=False))
         except Failed as error:
             console.print(f"The task did not reach its end: {error}", markup=False)
             return 1

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environments.checks_known import EXPLAINED, NAMED
 from benchmarks.environments.checks_planted import GOOD, PLANTED, source_of
+from benchmarks.scratch import scratch
 from toprope.errors import TopropeError
 from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.catalog.catalog import Catalog
@@ -42,9 +42,9 @@ def checks() -> dict[str, Any]:
 def planted() -> dict[str, Any]:
     """Return the defects that were found, by name, and the good tasks, in which none should be found."""
     missed, said = [], []
-    with tempfile.TemporaryDirectory(prefix="toprope-planted-") as folder:
+    with scratch("planted") as folder:
         for number, defect in enumerate(PLANTED):
-            file = Path(folder) / f"planted_{number}.py"
+            file = folder / f"planted_{number}.py"
             file.write_text(source_of(defect))
             found = _flags(_checked(_entry(defect.name, file), full=defect.full))
             hit = [rule for rule in defect.rules if rule in found]

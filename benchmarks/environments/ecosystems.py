@@ -11,7 +11,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
+from benchmarks.scratch import scratch
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
@@ -44,8 +44,8 @@ _LOAD_S, _ROLLOUT_S = 180.0, 180.0
 def ecosystems() -> dict[str, Any]:
     """Measure, print a table, and return the figures."""
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="toprope-ecosystems-") as path:
-        return asyncio.run(_measured(Path(path), console))
+    with scratch("ecosystems") as path:
+        return asyncio.run(_measured(path, console))
 
 
 async def _measured(folder: Path, console: Console) -> dict[str, Any]:

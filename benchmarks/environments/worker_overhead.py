@@ -14,7 +14,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scratch import scratch
 from toprope.sdk.authoring.loading import load
 from toprope.sdk.rollouts import Rollout, configure, grouped, score_together
 from toprope.sdk.worker.client import WorkerClient
@@ -140,8 +140,8 @@ async def start_over_import(source: Mapping[str, Any], package: str, *, times: i
 
 
 async def _measured() -> tuple[list[Overhead], float]:
-    with tempfile.TemporaryDirectory() as folder:
-        there = sources(Path(folder))
+    with scratch("worker-overhead") as folder:
+        there = sources(folder)
         found = [await measure(name, source) for name, source in there.items()]
         return found, await start_over_import(there["reasoning_gym"], "reasoning_gym")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import toprope
+from benchmarks.scratch import scratch
 from toprope.supervisor.keeper import containment
 from toprope.supervisor.keeper.containment import Level
 from toprope.supervisor.launchers.local import LocalLauncher
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -P -m benchmarks.faults.containment").parse_args(arguments)
     why, found = containment.probe_bubblewrap(), {}
     levels: list[Level] = ["guard"] if why else ["guard", "bubblewrap"]
-    with tempfile.TemporaryDirectory(prefix="toprope-containment-") as path:
-        house = RunHarness(Path(path))
+    with scratch("containment") as path:
+        house = RunHarness(path)
         try:
             for level in levels:
                 for whom in WHOM:

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import RealHouse, eventually
+from benchmarks.scratch import scratch
 from toprope.analysis.reports.report import gather
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RunFolder
@@ -136,7 +136,7 @@ def main() -> int:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         print(json.dumps({"skipped": "a small tmpfs can be mounted by root on Linux only"}))
         return 2
-    with tempfile.TemporaryDirectory(prefix="toprope-disk-") as place, small_disk(Path(place)) as home:
+    with scratch("disk") as place, small_disk(place) as home:
         figures = measure(home)
     table = Table(title="A full disk")
     table.add_column("figure")

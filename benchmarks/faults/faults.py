@@ -19,10 +19,8 @@ import json
 import os
 import random
 import secrets
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from benchmarks.faults.accuracy import accuracy
 from benchmarks.faults.judge import Story, Tally, index_errors, last_look, said
 from benchmarks.faults.lives import RealHouse, house_at
 from benchmarks.faults.rounds import Stage, light, real
+from benchmarks.scratch import scratch
 
 __all__ = ["campaign", "main"]
 
@@ -147,14 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
     parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
-    # A campaign that is ended from outside ends its runs, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, began = Console(soft_wrap=True), time.monotonic()
     console.print(f"seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="toprope-faults-", ignore_cleanup_errors=True) as folder:
+    with scratch("faults") as folder:
         figures, tally = campaign(
-            Path(folder),
+            folder,
             light_rounds=given.light_rounds,
             real_rounds=given.real_rounds,
             accuracy_rounds=given.accuracy_rounds,
@@ -162,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say=lambda text: console.print(text, markup=False, highlight=False),
         )
         if not given.no_times:
-            figures |= times(Path(folder))
+            figures |= times(folder)
         os.environ.pop("TMPDIR", None)
     figures |= {"seed": seed, "seconds": round(time.monotonic() - began)}
     table = Table(title="Figures")

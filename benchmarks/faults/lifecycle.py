@@ -16,16 +16,15 @@ import random
 import secrets
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import Leftovers, RealHouse, Round, deaths, house_at, play, play_real, stubborn
+from benchmarks.scratch import scratch
 
 MEMBERS = ("api", "inference", "trainer", "environment")
 REAL_ENDS = ("stop", "kill the trainer", "kill the keeper", "stop now")
@@ -43,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, leftovers, began = Console(), Leftovers(), time.monotonic()
     print(f"seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="toprope-lifecycle-") as folder:
-        house, real = house_at(Path(folder) / "light"), None
+    with scratch("lifecycle") as folder:
+        house, real = house_at(folder / "light"), None
         try:
             took = deaths(house, MEMBERS, DEATHS_EACH)
             stops = stubborn(house, STUBBORN_STOPS)
             dice = random.Random(seed)
             light = [play(house, dice, leftovers) for _ in range(given.rounds - given.real)]
-            real = RealHouse(house_at(Path(folder) / "real").path)
+            real = RealHouse(house_at(folder / "real").path)
             heavy = [
                 play_real(real, REAL_ENDS[number % len(REAL_ENDS)], dice, leftovers) for number in range(given.real)
             ]

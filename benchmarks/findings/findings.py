@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.findings.cases import CASES, RIGHT, STEPS, Case, heldout
 from benchmarks.findings.runs import Played, play
+from benchmarks.scratch import scratch
 from toprope.analysis.findings import diagnose, headline
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
@@ -83,9 +83,7 @@ def main() -> int:
     ]
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as temporary:
-        home = Path(options.keep or temporary)
-        home.mkdir(parents=True, exist_ok=True)
+    with scratch("findings", options.keep and Path(options.keep)) as home:
         results: list[tuple[Case, Played, Verdict]] = []
 
         def one(case: Case) -> None:

@@ -12,13 +12,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.scratch import scratch
 
 CONTROL = {"algorithm.shuffle_rewards": True}
 
@@ -43,8 +44,7 @@ def demo(home: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str, A
 def main() -> int:
     """Print the table and the figures."""
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as folder:
-        home = Path(folder)
+    with scratch("demo") as home:
         console.rule("cold: the policy is made first")
         cold, cold_seconds = demo(home)
         console.rule("warm: the policy is there")

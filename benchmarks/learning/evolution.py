@@ -16,9 +16,7 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +27,7 @@ from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.workshop import Workshop
 
+from benchmarks.scratch import scratch
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.sweep_journal import Standing, members_in, read_standing
@@ -164,8 +163,8 @@ def _left(home: Home) -> int:
 
 def main() -> int:
     """Print the table and the figures; exit with 1 if a figure misses its goal."""
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as place:
-        home = Home(Path(place) / "home", Path(place) / "config")
+    with scratch("evolution") as place:
+        home = Home(place / "home", place / "config")
         folder, kills, seconds = asyncio.run(sweep(home))
         standing = read_standing(folder)
         plan = Specification.read(folder).sweep

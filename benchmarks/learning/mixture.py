@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from mcp import Client
 from rich.console import Console
 from rich.table import Table
 from toprope_server.cli.demo import server_parameters
+
+from benchmarks.scratch import scratch
 
 __all__ = ["FIRST", "Learned", "Outcome", "measure", "mixture"]
 
@@ -160,10 +161,8 @@ def measure(console: Console | None = None, *, seed: int = 0, steps: int = STEPS
         SystemExit: A tool refused, or a run did not complete.
     """
     console = console or Console(stderr=True)
-    if home is not None:
-        return asyncio.run(_measure(console, home, seed, steps))
-    with tempfile.TemporaryDirectory(prefix="toprope-mixture-") as folder:
-        return asyncio.run(_measure(console, Path(folder), seed, steps))
+    with scratch("mixture", home) as folder:
+        return asyncio.run(_measure(console, folder, seed, steps))
 
 
 async def _measure(console: Console, home: Path, seed: int, steps: int) -> Outcome:

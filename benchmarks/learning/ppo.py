@@ -18,7 +18,6 @@ import asyncio
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
 from benchmarks.learning.ppo_reference import largest_error
+from benchmarks.scratch import scratch
 from toprope.settings.schema import PpoSection
 
 STEPS, TURNS_STEPS = 1500, 700
@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only in (None, "reference"):
         figures["reference_max_error"] = reference_error()
     if given.only != "reference":
-        with tempfile.TemporaryDirectory(prefix="toprope-ppo-", ignore_cleanup_errors=True) as path:
-            figures |= asyncio.run(_trained(Path(path), given.only, given.seeds, given.steps, console))
+        with scratch("ppo") as path:
+            figures |= asyncio.run(_trained(path, given.only, given.seeds, given.steps, console))
     figures["seconds"] = round(time.monotonic() - began, 1)
     table = Table("figure", "value", title="PPO")
     for name, value in figures.items():

@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import RealHouse, house_at
+from benchmarks.scratch import scratch
 from toprope.analysis.reproduction import compare_runs_of_one, is_timing
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import read_rows
@@ -40,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=2, help="deterministic runs (default 2)")
     given = parser.parse_args(arguments)
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="toprope-reproduce-") as path:
-        house = RealHouse(house_at(Path(path)).path)
+    with scratch("reproduce") as path:
+        house = RealHouse(house_at(path).path)
         try:
             same = [_run(house, given.steps, deterministic=True) for _ in range(given.runs)]
             loose = [_run(house, given.steps, deterministic=False) for _ in range(2)]

@@ -14,16 +14,15 @@ import json
 import random
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scratch import scratch
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.marks import GroupNote
@@ -43,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=100_000, help="groups in the journal (default 100,000)")
     given = parser.parse_args(arguments)
     dice = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="toprope-rollouts-") as path:
-        folder = RunFolder.create(Path(path), "run-a")
+    with scratch("rollouts") as path:
+        folder = RunFolder.create(path, "run-a")
         journal = FileJournal(folder.journal)
         for number in range(given.groups):
             journal.append(_encode(_group(dice, number, given.groups)), GroupNote(rows=SIZE))

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
+from benchmarks.scratch import scratch
 from toprope.analysis.statistics.intervals import mean_interval
 
 _WAIT_S = 45
@@ -166,10 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, help="an owner's folder to use and leave, policies made already")
     given = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="toprope-sft-grpo-") as path:
-        work = measured(
-            given.home or Path(path), given.seeds, given.steps, given.source_steps, given.count_source, console
-        )
+    with scratch("sft-grpo", given.home) as path:
+        work = measured(path, given.seeds, given.steps, given.source_steps, given.count_source, console)
         figures = asyncio.run(work)
     table = Table("figure", "value", title="SFT on the best rollouts, then GRPO, against GRPO alone")
     for name, value in figures.items():

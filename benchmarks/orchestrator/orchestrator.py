@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from rich.table import Table
 from benchmarks.orchestrator.hostile import tried
 from benchmarks.orchestrator.means import compared
 from benchmarks.orchestrator.runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT, Agent, Done, shared_tasks
+from benchmarks.scratch import scratch
 
 
 async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
@@ -84,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=GRPO_STEPS, help=f"steps of GRPO (default {GRPO_STEPS})")
     given = parser.parse_args(arguments)
     console, figures = Console(highlight=False), {}
-    with tempfile.TemporaryDirectory(prefix="toprope-orchestrator-") as path:
+    with scratch("orchestrator") as path:
         if given.only in (None, "hostile"):
-            (Path(path) / "canaries").mkdir()
-            figures |= tried(Path(path) / "canaries")
+            (path / "canaries").mkdir()
+            figures |= tried(path / "canaries")
         if given.only != "hostile":
             seeds = 0 if given.only == "sft" else given.seeds
-            figures |= asyncio.run(_learned(Path(path) / "home", seeds, given.steps, console))
+            figures |= asyncio.run(_learned(path / "home", seeds, given.steps, console))
     table = Table("figure", "value", title="Orchestrator")
     for name, value in figures.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))

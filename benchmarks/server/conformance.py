@@ -8,10 +8,10 @@ of its own does not have. Takes about a minute; needs the suite (`make tools-nod
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +20,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.server import node_tools as _node_tools
+from benchmarks.scratch import scratch
 
+__all__ = ["NODE_TOOLS_MISSING", "measure", "node_tool", "node_variables", "run_suite", "served"]
+
+NODE_TOOLS = Path(os.environ.get("NODE_TOOLS") or Path.home() / ".cache" / "toprope" / "inspector")
+"""`make tools-node` installs MCP Inspector and the conformance suite here."""
+NODE_TOOLS_MISSING = "'make tools-node' installs MCP Inspector and the conformance suite (needs npm and a network)."
 LIMIT_S = 120
 BOTH = (
     "completion-complete",
@@ -39,6 +44,18 @@ SCENARIOS = {
 """Scenarios without fixtures, by the revision of the protocol that requires them."""
 
 
+def node_tool(name: str) -> list[str] | None:
+    """Return the argv of a tool, with the Node that was installed beside it; None if it is not installed."""
+    programs = NODE_TOOLS / "node_modules" / ".bin"
+    node, tool = programs / "node", programs / name
+    return [str(node), str(tool.resolve())] if node.exists() and tool.exists() else None
+
+
+def node_variables() -> dict[str, str]:
+    """Return this process's environment with that Node first on PATH: the tools start others by name."""
+    return {**os.environ, "PATH": f"{NODE_TOOLS / 'node_modules' / '.bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """Start a server with its home in `folder` and return its URL."""
@@ -48,7 +65,7 @@ def served(folder: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=Path(__file__).resolve().parents[2],
-        env=_node_tools.variables() | {"TOPROPE_HOME": str(folder / "home"), "TOPROPE_CONFIG": str(folder / "config")},
+        env=node_variables() | {"TOPROPE_HOME": str(folder / "home"), "TOPROPE_CONFIG": str(folder / "config")},
     )
     try:
         assert process.stdout is not None
@@ -67,14 +84,14 @@ def run_suite(url: str, revision: str, results: Path) -> dict[str, tuple[int, li
     """Return the checks that passed and the texts of those that failed, by scenario, of a whole revision's
     requirements.
     """
-    tool = _node_tools.command("conformance")
+    tool = node_tool("conformance")
     if tool is None:
-        raise RuntimeError(f"The conformance suite is not installed. {_node_tools.MISSING}")
+        raise RuntimeError(f"The conformance suite is not installed. {NODE_TOOLS_MISSING}")
     subprocess.run(
         [*tool, "server", "--url", url, "--requirements", revision, "--output-dir", str(results)],
         capture_output=True,
         timeout=LIMIT_S,
-        env=_node_tools.variables(),
+        env=node_variables(),
         check=False,  # scenarios with fixtures fail by design
     )
     found = {}
@@ -89,12 +106,12 @@ def run_suite(url: str, revision: str, results: Path) -> dict[str, tuple[int, li
 def measure() -> list[tuple[str, str, int, list[str]]]:
     """Return revision, scenario, checks passed and failures, for every scenario without fixtures."""
     with (
-        tempfile.TemporaryDirectory(prefix="toprope-bench-") as name,
-        served(Path(name)) as url,
+        scratch("conformance") as name,
+        served(name) as url,
         ThreadPoolExecutor() as threads,
     ):
         suites = {
-            revision: threads.submit(run_suite, url, revision, Path(name) / revision)  # waits more than it works
+            revision: threads.submit(run_suite, url, revision, name / revision)  # waits more than it works
             for revision in SCENARIOS
         }
         rows = []
@@ -108,8 +125,8 @@ def measure() -> list[tuple[str, str, int, list[str]]]:
 
 def main() -> int:
     """Print the table and the figures; exit with 1 if a scenario fails, with 2 if the suite is not installed."""
-    if _node_tools.command("conformance") is None:
-        print(f"The conformance suite is not installed. {_node_tools.MISSING}", file=sys.stderr)
+    if node_tool("conformance") is None:
+        print(f"The conformance suite is not installed. {NODE_TOOLS_MISSING}", file=sys.stderr)
         return 2
     rows = measure()
     table = Table(title="MCP conformance, scenarios without fixtures")

@@ -19,7 +19,6 @@ import random
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scratch import scratch
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
 from toprope.records.journal.marks import GroupNote
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", default="jsonl", choices=("jsonl", "parquet"), help="of the export")
     given = parser.parse_args(arguments)
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="toprope-data-") as path:
-        figures |= exported(Path(path), given.items // SIZE, given.format)
+    with scratch("data") as path:
+        figures |= exported(path, given.items // SIZE, given.format)
     figures |= deduplicated(given.texts)
     figures["count_errors"] = figures.pop("export_errors") + figures["dedupe_wrong"]
     table = Table("figure", "value", title="Data")

@@ -23,7 +23,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,6 +41,7 @@ from rich.table import Table
 from toprope_server.http.token import TokenFile
 
 from benchmarks.faults.lives import RealHouse, RunHarness, eventually
+from benchmarks.scratch import scratch
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
@@ -375,8 +375,7 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Print the table and the figures; exit with 1 if something unexpected happened."""
     options, console = _options(), Console()
-    with tempfile.TemporaryDirectory(prefix="toprope-load-") as place:
-        home = Path(place)
+    with scratch("load") as home:
         (home / "home").mkdir(mode=0o700)
         house = (_NicedHouse if options.real else RunHarness)(home / "home")
         store_ended(house, STORED_RUNS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scratch import scratch
 from benchmarks.server.server import Session
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
@@ -202,9 +202,9 @@ def cpu_s(process: psutil.Process) -> float:
 
 def main() -> int:
     """Print the table and the figures."""
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
+    with scratch("many-runs") as home:
         began = time.perf_counter()
-        folders, rows = make_home(Path(home))
+        folders, rows = make_home(home)
         figures: dict[str, Any] = {"runs": len(folders), "metric_rows": rows, "live": LIVE, "calls": CALLS}
         figures["seconds_to_write"] = time.perf_counter() - began
         keepers = Keepers(folders[:LIVE])

@@ -12,14 +12,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.scratch import scratch
 
 ROUNDS = 15
 CALLS = 400
@@ -114,8 +114,8 @@ def start(command: list[str], home: str) -> tuple[float, float, int, list[dict[s
 def main() -> int:
     """Print the table and the figures."""
     ours = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as home:
-        bare_file = Path(home) / "bare.py"
+    with scratch("server") as home:
+        bare_file = home / "bare.py"
         bare_file.write_text(BARE)
         tools = start(ours, home)[3]
         bare = [sys.executable, "-P", str(bare_file), str(len(tools))]

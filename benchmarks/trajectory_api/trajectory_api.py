@@ -21,7 +21,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scratch import scratch
 from benchmarks.trajectory_api import kills as _kills
 from benchmarks.trajectory_api.trajectory import Server, bare, bodies, ours, run_api, run_folder
 from toprope.records.journal.file_journal import FileJournal
@@ -267,8 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     figures: dict[str, Any] = {}
     made = bodies(64)
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=os.environ.get("TOPROPE_BENCH_DIR")) as name:
-        root = Path(name)
+    with scratch("trajectory-api") as root:
         if not options.only_kills:
             _measure(root, made, figures)
         if not options.skip_kills:

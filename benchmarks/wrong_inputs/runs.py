@@ -167,9 +167,9 @@ def _sleeping(house: House) -> dict[str, Any]:
     return {"policy.model": str(_tiny_model(house)), "launcher.stop_grace_s": 1}
 
 
-async def _sleeper(house: House) -> str:
+async def _sleeper(house: House, changes: dict[str, Any] | None = None) -> str:
     """Start a run that never finishes loading its environment; return its id."""
-    draft_id = await _draft(house, "sleeps", _sleeping(house))
+    draft_id = await _draft(house, "sleeps", _sleeping(house) | (changes or {}))
     house.kept["sleeper"] = draft_id
     return (await house.good("start_training", draft_id=draft_id))["run_id"]
 
@@ -288,11 +288,15 @@ async def _folder_deleted(house: House) -> AsyncIterator[tuple[Told, Expected]]:
 
 
 async def _keeper_killed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    run_id = await _sleeper(house)
+    """The run stays lost, because its configuration forbids an automatic resume."""
+    run_id = await _sleeper(house, {"launcher.resume_lost": "never"})
     for process in house.processes():
         if "toprope.supervisor.keeper" in " ".join(process.cmdline()):
             process.kill()
     await _until_ended(house, run_id)
+    limit = time.monotonic() + 15
+    while house.processes() and time.monotonic() < limit:
+        await anyio.sleep(0.05)
     house.mark()
     told = await house.call("get_results", run_id=run_id)
     yield told, Expected((run_id,), ("lost", "keeper was gone"), ("resume_training", "get_results("), refused=False)

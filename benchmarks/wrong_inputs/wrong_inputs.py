@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scratch import scratch
 from benchmarks.wrong_inputs import calls, code, machine, owner, runs, states
 from benchmarks.wrong_inputs.house import Case, House, Verdict, judge
 
@@ -90,8 +90,8 @@ def main() -> int:
     words = " ".join(sys.argv[1:]).casefold()
     cases = [case for case in CASES if words in f"{case.kind} {case.title}".casefold()]
     console = Console(width=150)
-    with tempfile.TemporaryDirectory(prefix="toprope-wrong-") as folder:
-        verdicts = anyio.run(play_all, cases, Path(folder), console)
+    with scratch("wrong") as folder:
+        verdicts = anyio.run(play_all, cases, folder, console)
     table = Table(title="Wrong inputs")
     for column in ("kind", "cases", "unhelpful", "masked", "effects", "longest"):
         table.add_column(column, justify="left" if column == "kind" else "right")

@@ -1,4 +1,4 @@
-"""What `make bench-agent` counts, and the baseline that it counts against: bytes, polls, and what a poll is made of."""
+"""The counts of `make bench-agent`: bytes, polls, and the parts of a poll."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.server import node_tools
+from benchmarks.server.conformance import node_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "toprope"
@@ -49,7 +49,7 @@ class Engine:
 
 def engines() -> list[Engine]:
     """All engines, quick ones first."""
-    node = all(node_tools.command(name) for name in ("mcp-inspector", "conformance"))
+    node = all(node_tool(name) for name in ("mcp-inspector", "conformance"))
     return [
         Engine(
             "bubblewrap",

@@ -11,13 +11,12 @@ import pytest
 from toprope_server.http.token import TokenFile
 
 from benchmarks.server import conformance
-from benchmarks.server import node_tools as _node_tools
 
-INSPECTOR = _node_tools.command("mcp-inspector")
+INSPECTOR = conformance.node_tool("mcp-inspector")
 SERVER = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
 pytestmark = pytest.mark.engines
-needs_inspector = pytest.mark.skipif(INSPECTOR is None, reason=_node_tools.MISSING)
-needs_suite = pytest.mark.skipif(_node_tools.command("conformance") is None, reason=_node_tools.MISSING)
+needs_inspector = pytest.mark.skipif(INSPECTOR is None, reason=conformance.NODE_TOOLS_MISSING)
+needs_suite = pytest.mark.skipif(conformance.node_tool("conformance") is None, reason=conformance.NODE_TOOLS_MISSING)
 
 
 def places(home):
@@ -55,7 +54,7 @@ def inspect(request, tmp_path_factory):
             capture_output=True,
             text=True,
             timeout=60,
-            env=_node_tools.variables() | {"HOME": str(home)},
+            env=conformance.node_variables() | {"HOME": str(home)},
         )
         return done.returncode, json.loads(done.stdout) if done.stdout.strip() else {}, done.stderr
 

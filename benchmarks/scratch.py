@@ -1,0 +1,80 @@
+"""A scratch folder for benchmarks: it ends every process that still uses it, and disappears, also after a signal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+__all__ = ["processes_of", "scratch"]
+
+_GONE_WITHIN_S = 10.0
+
+
+@contextmanager
+def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
+    """Create a folder below TOPROPE_BENCH_DIR or the system's temporary folder.
+
+    At the end of the block, and on SIGINT and SIGTERM, end the servers, keepers and crews that use the folder, and
+    remove it. The signals also apply if the parent ignored them, as for jobs in the background.
+
+    Args:
+        name: Part of the folder's name.
+        kept: Use this folder instead and keep it; only its keepers are ended, and their guards end the crews.
+    """
+    if kept is None:
+        path = Path(tempfile.mkdtemp(prefix=f"toprope-{name}-", dir=os.environ.get("TOPROPE_BENCH_DIR"))).resolve()
+    else:
+        path = kept.resolve()
+        path.mkdir(parents=True, exist_ok=True)
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    former = {number: signal.signal(number, _leave) for number in signals}
+    try:
+        yield path
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        _end_processes(path, keepers_only=kept is not None)
+        if kept is None:
+            shutil.rmtree(path, ignore_errors=True)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Process]:
+    """Return the other processes whose arguments, environment or current folder contain the path of `folder`."""
+    found, text = [], str(folder)
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values(), process.cwd()]
+        except psutil.Error:
+            continue
+        if keepers_only and "toprope.supervisor.keeper" not in words:
+            continue
+        if process.pid != os.getpid() and any(text in word for word in words):
+            found.append(process)
+    return found
+
+
+def _end_processes(folder: Path, *, keepers_only: bool) -> None:
+    limit = time.monotonic() + _GONE_WITHIN_S
+    while (found := processes_of(folder, keepers_only=keepers_only)) and time.monotonic() < limit:
+        for process in found:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        psutil.wait_procs(found, timeout=1)
+
+
+def _leave(number: int, _: object) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,126 @@
+"""Every benchmark imports and explains itself, cheap ones pass in short slices, and an interruption leaves nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import benchmarks
+from benchmarks.__main__ import TARGETS
+from benchmarks.__main__ import main as run_benchmark
+from benchmarks.faults.faults import campaign
+from benchmarks.learning import rollouts
+from benchmarks.learning.ppo import reference_error
+from benchmarks.orchestrator.means import Measured, compared
+from benchmarks.scratch import processes_of
+from benchmarks.server import data
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not found.ispkg]
+
+
+def measured(accuracy: float, cost: float) -> Measured:
+    return Measured(accuracy, accuracy - 0.05, accuracy + 0.05, 100, {"cost": cost, "energy": 0.1, "latency": 0.1})
+
+
+def figures_of(output: str) -> dict[str, float]:
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_benchmark_module_imports_and_has_docstring(name):
+    assert (importlib.import_module(name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_benchmark_prints_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", name, "--help"])
+    try:
+        status = run_benchmark()
+    except SystemExit as ended:  # raised by argparse
+        status = ended.code
+    assert status == 0
+    assert f"make bench-{name.replace('_', '-')}" in capsys.readouterr().out
+
+
+def test_readme_lists_every_benchmark():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in TARGETS if f"`{name.replace('_', '-')}`" not in text] == []
+
+
+def test_unknown_benchmark_is_refused_with_names(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "demos"])
+    assert run_benchmark() == 2
+    assert "demo, disk" in capsys.readouterr().err
+
+
+def test_slice_of_fault_campaign_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", ""))  # the campaign sets it
+    said: list[str] = []
+    figures, tally = campaign(tmp_path, light_rounds=1, real_rounds=0, accuracy_rounds=0, seed=4, say=said.append)
+    assert tally.everything == [], "\n".join(said)
+    assert figures["runs"] == 1 and figures["kills"] >= 1
+
+
+def test_slice_of_rollouts_browses_whole_journal(capsys):
+    assert rollouts.main(["--groups", "60"]) == 0
+    figures = figures_of(capsys.readouterr().out)
+    assert figures["groups"] == 60 and figures["index_calls"] == 1
+
+
+def test_slice_of_data_exports_and_deduplicates_exactly(capsys):
+    assert data.main(["--items", "160", "--texts", "200"]) == 0
+    assert figures_of(capsys.readouterr().out)["count_errors"] == 0
+
+
+def test_ppo_reference_agrees_with_product():
+    assert reference_error() < 1e-4
+
+
+def test_cost_of_right_answers_is_compared_seed_by_seed():
+    figures = compared([measured(0.8, 0.4), measured(1.0, 0.4)], [measured(0.8, 0.2), measured(0.8, 0.2)])
+    assert figures["usd_per_correct_fixed"] == [0.05, 0.04] and figures["usd_per_correct_adaptive"] == [0.025, 0.025]
+    assert figures["cost_reduction_percent_by_seed"] == [50.0, 37.5]
+    assert figures["cost_reduction_percent"] == pytest.approx(43.75)
+    assert figures["cost_reduction_percent_low"] < 43.75 < figures["cost_reduction_percent_high"]
+    assert figures["accuracy_difference"] == pytest.approx(-0.1) and figures["accuracy_lost"] == 1
+    assert measured(0.0, 0.2).usd_per_correct == float("inf")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_demo_benchmark_leaves_nothing_behind(tmp_path, number):
+    benchmark = subprocess.Popen(
+        [sys.executable, "-P", "-m", "benchmarks", "demo"],
+        cwd=ROOT,
+        env=os.environ | {"TOPROPE_BENCH_DIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        limit = time.monotonic() + 120
+        while not any("toprope.supervisor.keeper" in words_of(one) for one in processes_of(tmp_path)):
+            assert benchmark.poll() is None and time.monotonic() < limit, "no run was started"
+            time.sleep(0.1)
+        benchmark.send_signal(number)
+        assert benchmark.wait(60) == 128 + number
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+    assert list(tmp_path.iterdir()) == [] and processes_of(tmp_path) == []
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
