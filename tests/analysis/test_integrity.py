@@ -34,8 +34,8 @@ def folder(tmp_path):
 
 
 def evaluation(loaded="x", **sampled):
-    told = {"answer_tokens": 10.0, "parse_failures": 0.0, "truncated": 0.0} | sampled
-    return {"evaluator": {"loaded": {"environment": loaded}, "versions": {}}, "sampled": told}
+    values = {"answer_tokens": 10.0, "parse_failures": 0.0, "truncated": 0.0} | sampled
+    return {"evaluator": {"loaded": {"environment": loaded}, "versions": {}}, "sampled": values}
 
 
 def checks(folder, evaluations=None, rows=(), model="embedded"):
@@ -101,8 +101,8 @@ def test_lineage_follows_weights_through_runs(folder):
         {"run": "first-run", "step": 100},
         {"model": "some/model"},
     ]
-    told = checks(folder, model=model)["lineage"]
-    assert told.state == "unknown" and "step 200 of second-run, which started from step 100 of first-run" in told.what
+    check = checks(folder, model=model)["lineage"]
+    assert check.state == "unknown" and "step 200 of second-run, which started from step 100 of first-run" in check.what
     # A cycle ends too.
     specification("first-run", model).write(grandparent)
     assert len(lineage_of(folder, model)) <= 20

@@ -52,9 +52,20 @@ def test_reader_decodes_whole_texts_from_tokens(home: Path):
     assert (third.state, third.action) == (system[:2], system[2:])
     assert fourth.messages == posted
     assert [one.metadata["text"] for one in (first, second, third, fourth)] == ["tokens"] * 3 + ["messages"]
-    told = first.metadata
-    assert (told["run"], told["task"], told["group"], told["rollout"], told["version"]) == ("long", "task-1", 1, 0, 1)
-    assert (told["success"], told["turns"], told["parts"], told["split"]) == (True, 2, {"exact": 1.0}, "train")
+    metadata = first.metadata
+    assert (metadata["run"], metadata["task"], metadata["group"], metadata["rollout"], metadata["version"]) == (
+        "long",
+        "task-1",
+        1,
+        0,
+        1,
+    )
+    assert (metadata["success"], metadata["turns"], metadata["parts"], metadata["split"]) == (
+        True,
+        2,
+        {"exact": 1.0},
+        "train",
+    )
 
 
 def test_reader_joins_segments_of_a_rollout(home: Path):
@@ -198,10 +209,10 @@ class Solved(TrajectoryStrategy):
 
 
 def test_per_task_filter_takes_best_of_any_task_id():
-    def told(reward, **metadata):
+    def rated(reward, **metadata):
         return TrajectoryItem(f"q{reward}", "a", reward, metadata)
 
-    odd = [told(0.1, task=["t"]), told(0.9, task=["t"]), told(0.2, task="u", group=1), told(0.3, task="u", group=1)]
+    odd = [rated(0.1, task=["t"]), rated(0.9, task=["t"]), rated(0.2, task="u", group=1), rated(0.3, task="u", group=1)]
     found = list(Query(per_task=1).select(lambda: iter(odd)))
     assert [item.reward for item in found] == [0.9, 0.3]
 

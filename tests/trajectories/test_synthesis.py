@@ -1,4 +1,4 @@
-"""Near duplicates, splits, augmentation, and pipelines: counts, retries and resumption."""
+"""Near duplicates, splits, augmentation, and pipelines: sizes, retries and resumption."""
 
 from __future__ import annotations
 
@@ -186,11 +186,11 @@ def test_interrupted_pipeline_resumes_after_last_round(tmp_path: Path):
     state = tmp_path / "state.jsonl"
     with pytest.raises(Stopped):
         asyncio.run(pipeline(state, target_size=600).add_step(stopping).run())
-    told = []
-    again = pipeline(state, lambda result: told.append(len(result.items)), target_size=600).add_step(lambda made: made)
+    sizes = []
+    again = pipeline(state, lambda result: sizes.append(len(result.items)), target_size=600).add_step(lambda made: made)
     result = asyncio.run(again.run())
     assert [text_of(item.state) for item in result.items] == [text_of(item.state) for item in whole.items]
-    assert told == [512, 600] and result.generated_count == 600
+    assert sizes == [512, 600] and result.generated_count == 600
     with pytest.raises(InvalidValue, match="other steps"):
         asyncio.run(pipeline(state, target_size=601).add_step(lambda made: made).run())
 
@@ -330,7 +330,7 @@ def test_failed_order_restarts_after_its_file_was_fixed(tmp_path: Path):
 
 
 class Teacher:
-    """Answers each question at the second request, "impossible" never; counts concurrent requests."""
+    """Answers each question at the second request, "impossible" never; sizes concurrent requests."""
 
     def __init__(self):
         self.asked, self.now, self.most = {}, 0, 0

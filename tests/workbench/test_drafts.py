@@ -3,11 +3,9 @@ import sqlite3
 import pytest
 
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound
-from toprope.records.index.database import Index
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
-from toprope.workbench.drafts import Drafts
 
 SOURCE = EnvironmentSource(name="words", file="/words.py", attribute="Words")
 KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1}, {"name": "easy", "type": "bool", "default": True}]
@@ -18,8 +16,7 @@ def preset(knobs=None, **values):
     return Preset("p", "", {name.replace("__", "."): one for name, one in values.items()}, {"words": knobs or {}})
 
 
-def test_create_draft_takes_preset_and_every_knob(tmp_path):
-    drafts = Drafts(Index(tmp_path / "index.db"))
+def test_create_draft_takes_preset_and_every_knob(drafts):
     draft, moved = drafts.create(SOURCE, preset({"length": "5"}, budget__steps=7), KNOBS, NONE)
     assert draft.id.startswith("draft-")
     assert (draft.revision, draft.config.budget.steps, draft.config.environment.name) == (1, 7, "words")
@@ -29,8 +26,7 @@ def test_create_draft_takes_preset_and_every_knob(tmp_path):
     assert drafts.history(draft.id) == []
 
 
-def test_create_draft_reports_values_moved_by_locks(tmp_path):
-    drafts = Drafts(Index(tmp_path / "index.db"))
+def test_create_draft_reports_values_moved_by_locks(drafts):
     locks = Locks(
         {"budget.steps": Lock("budget.steps", "r", max=5), "policy.model": Lock("policy.model", "r", True, "m")}
     )
@@ -41,15 +37,13 @@ def test_create_draft_reports_values_moved_by_locks(tmp_path):
     }  # fmt: skip
 
 
-def test_create_draft_refuses_preset_with_unknown_knob(tmp_path):
-    drafts = Drafts(Index(tmp_path / "index.db"))
+def test_create_draft_refuses_preset_with_unknown_knob(drafts):
     with pytest.raises(InvalidValue, match="preset p does not fit words.*length"):
         drafts.create(SOURCE, preset({"lenght": 5}), KNOBS, NONE)
     assert drafts.recent() == []
 
 
-def test_edit_is_atomic_and_recorded_in_history(tmp_path):
-    drafts = Drafts(Index(tmp_path / "index.db"))
+def test_edit_is_atomic_and_recorded_in_history(drafts):
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
     edited, changed = drafts.edit(draft.id, {"budget.steps": "9", "environment.knobs.easy": "false"}, NONE)
     assert (edited.revision, edited.config.budget.steps, edited.config.environment.knobs["easy"]) == (2, 9, False)
@@ -64,8 +58,7 @@ def test_edit_is_atomic_and_recorded_in_history(tmp_path):
     assert [edit.changes for edit in drafts.history(draft.id)] == [changed]
 
 
-def test_unknown_draft_names_existing_ones(tmp_path):
-    drafts = Drafts(Index(tmp_path / "index.db"))
+def test_unknown_draft_names_existing_ones(drafts):
     with pytest.raises(NotFound, match="no drafts yet"):
         drafts.get("draft-1")
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
@@ -74,9 +67,7 @@ def test_unknown_draft_names_existing_ones(tmp_path):
             use("nonsense")
 
 
-def test_corrupt_draft_is_refused_and_left_unchanged(tmp_path):
-    index = Index(tmp_path / "index.db")
-    drafts = Drafts(index)
+def test_corrupt_draft_is_refused_and_left_unchanged(index, drafts):
     draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
     other, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
     with sqlite3.connect(index.path) as db:

@@ -5,24 +5,17 @@ import time
 import pytest
 
 from toprope.errors import LockedField, NotFound
-from toprope.records.index.database import Index
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.changes import Change
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
-from toprope.workbench.drafts import Drafts
 from toprope.workbench.history import beside_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
 
 SOURCE = EnvironmentSource(name="words", file="/words.py", attribute="Words")
 KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1}, {"name": "easy", "type": "bool", "default": True}]
 NONE = Locks({})
-
-
-@pytest.fixture
-def drafts(tmp_path):
-    return Drafts(Index(tmp_path / "index.db"))
 
 
 def edited(drafts):

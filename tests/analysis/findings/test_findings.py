@@ -180,10 +180,10 @@ def test_findings_page_names_every_rule_and_failure_kind() -> None:
 @pytest.mark.parametrize("rule", CASES)
 def test_rule_reports_its_symptom(rule: str) -> None:
     series, level, _ = CASES[rule]
-    told = [finding for finding in diagnose(healthy(**series), config()) if finding.rule == rule]
-    assert told, "not reported"
-    assert max(told, key=lambda one: ["over", "note", "warning", "critical"].index(one.level)).level == level
-    first = told[0]
+    reported = [finding for finding in diagnose(healthy(**series), config()) if finding.rule == rule]
+    assert reported, "not reported"
+    assert max(reported, key=lambda one: ["over", "note", "warning", "critical"].index(one.level)).level == level
+    first = reported[0]
     assert first.what and first.next and first.threshold and first.source and first.observed and first.step
     # check_status cuts these texts at this length.
     assert len(first.what) <= 240 and len(first.next) <= 240, (len(first.what), len(first.next))
@@ -237,25 +237,25 @@ def rule_of(levels: dict[int, str]) -> Rule:
     return Rule("made_up", look, "none", "nowhere", patience=3)
 
 
-def told_by(levels: dict[int, str], rows: int = 400) -> list[tuple[str, int | None]]:
+def reported_by(levels: dict[int, str], rows: int = 400) -> list[tuple[str, int | None]]:
     diagnosis = Diagnosis(config(), [rule_of(levels)])
-    told = [finding for row in healthy(rows) for finding in diagnosis.see(row)]
-    return [(finding.level, finding.step) for finding in told]
+    reported = [finding for row in healthy(rows) for finding in diagnosis.see(row)]
+    return [(finding.level, finding.step) for finding in reported]
 
 
 def test_finding_is_reported_at_start_worsening_and_end() -> None:
     levels = {0: "", 10: "warning", 40: "critical", 70: "warning", 100: ""}
-    assert told_by(levels) == [("warning", 12), ("critical", 42), ("over", 119)]
+    assert reported_by(levels) == [("warning", 12), ("critical", 42), ("over", 119)]
 
 
 def test_brief_symptom_is_not_reported() -> None:
-    assert told_by({row: "critical" if row % 3 else "" for row in range(400)}) == []
+    assert reported_by({row: "critical" if row % 3 else "" for row in range(400)}) == []
 
 
 def test_recurring_symptom_is_reported_ever_more_rarely() -> None:
-    told = told_by({row: "warning" if row % 40 < 10 else "" for row in range(2000)}, 2000)
-    assert 2 < len(told) < 12
-    assert told[-1][1] is not None and told[-1][1] < 1000
+    reported = reported_by({row: "warning" if row % 40 < 10 else "" for row in range(2000)}, 2000)
+    assert 2 < len(reported) < 12
+    assert reported[-1][1] is not None and reported[-1][1] < 1000
 
 
 def test_open_findings_are_ranked_and_notes_make_no_headline() -> None:
@@ -324,9 +324,9 @@ HEADLINES = {"collapse": "learning_rate_high", "kl": "learning_rate_high", "old-
 @pytest.mark.parametrize("name", REAL)
 def test_recorded_sick_run_is_named(name: str) -> None:
     rows, made = recorded(name)
-    told = [one for one in diagnose(rows, made) if one.level != "over"]
-    assert REAL[name] in {one.rule for one in told}
-    found = headline(told)
+    reported = [one for one in diagnose(rows, made) if one.level != "over"]
+    assert REAL[name] in {one.rule for one in reported}
+    found = headline(reported)
     expected = None if name == "slow" else HEADLINES.get(name, REAL[name])
     assert (found and found.rule) == expected
 
@@ -344,19 +344,19 @@ def test_learning_ppo_run_has_no_warning() -> None:
 
 
 def test_low_entropy_is_fine_if_nearly_all_is_right() -> None:
-    def told(success: float) -> set[str]:
+    def rules(success: float) -> set[str]:
         rows = healthy(reward=success, success=success, entropy=lambda row: 0.6 if row < 10 else 0.03)
         return {one.rule for one in diagnose(rows, config())}
 
-    assert "entropy_gone" in told(0.7) and "entropy_gone" not in told(0.87)
+    assert "entropy_gone" in rules(0.7) and "entropy_gone" not in rules(0.87)
 
 
 def test_kl_advice_for_ppo_names_ppo_field() -> None:
     made = config(algorithm__name="ppo", ppo__kl_coef=0.02)
-    [told] = [one for one in diagnose(healthy(kl=lambda row: 0.9), made) if one.rule == "kl" and one.level != "over"][
-        :1
-    ]
-    assert "ppo.kl_coef to 0.04" in told.next
+    [reported] = [
+        one for one in diagnose(healthy(kl=lambda row: 0.9), made) if one.rule == "kl" and one.level != "over"
+    ][:1]
+    assert "ppo.kl_coef to 0.04" in reported.next
 
 
 # The judgement of the benchmark
@@ -365,18 +365,18 @@ def test_kl_advice_for_ppo_names_ppo_field() -> None:
 def test_judge_counts_findings_of_first_half() -> None:
     case = Case("x", "stale")
 
-    def told(rule: str, level: str, step: int) -> Finding:
+    def finding(rule: str, level: str, step: int) -> Finding:
         return Finding(rule=rule, level=level, what="", step=step)  # type: ignore[arg-type]
 
-    early, late = told("staleness", "warning", 60), told("staleness", "warning", 140)
+    early, late = finding("staleness", "warning", 60), finding("staleness", "warning", 140)
     assert judge(case, [early]).right and not judge(case, [late]).right and not judge(case, []).right
-    graver = judge(case, [early, told("all_wrong", "critical", 70)])
+    graver = judge(case, [early, finding("all_wrong", "critical", 70)])
     assert (graver.named, graver.right, graver.criticals) == ("all_wrong", False, ("all_wrong",))
     # A finding that is over by then still counts if no other is open.
-    assert judge(case, [early, told("staleness", "over", 90)]).right
+    assert judge(case, [early, finding("staleness", "over", 90)]).right
     healthy_case = Case("y", "healthy")
     assert judge(healthy_case, [early]).right
-    assert not judge(healthy_case, [told("kl", "critical", 190)]).right
+    assert not judge(healthy_case, [finding("kl", "critical", 190)]).right
 
 
 def test_heldout_cases_are_half_of_each_label() -> None:

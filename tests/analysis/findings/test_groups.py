@@ -32,9 +32,9 @@ def test_failed_groups_ignore_restarts_and_new_attempts() -> None:
 
 def test_failed_groups_finding_ends_only_if_clearly_better() -> None:
     failed_groups = FailedGroups()
-    told = [failed_groups.take(begun, {"the environment failed": begun // 18}) for begun in range(20, 400, 10)]
-    first = next(place for place, one in enumerate(told) if one is not None)
-    assert all(one is not None for one in told[first:])
+    findings = [failed_groups.take(begun, {"the environment failed": begun // 18}) for begun in range(20, 400, 10)]
+    first = next(place for place, one in enumerate(findings) if one is not None)
+    assert all(one is not None for one in findings[first:])
 
 
 def test_dropped_groups_without_steps_are_a_standstill() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.analysis.reports.test_report import evaluation, rows
+from tests.support.evaluations import evaluation, rows
 from tests.support.run_harness import RunHarness
 from toprope.analysis.plots.style import smoothed
 from toprope.atomic import write_json

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.support.evaluations import evaluation, rows, sampled
 from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.narrative import RunRecords, compose_run_report
 from toprope.analysis.reports.page import Table
@@ -16,29 +17,6 @@ from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Event, Status
-
-
-def sampled(successes: int, tasks: int = 200, **more) -> dict:
-    return {
-        "split": "heldout",
-        "tasks": tasks,
-        "successes": successes,
-        "accuracy": successes / tasks,
-        "errors": 1,
-    } | more
-
-
-def evaluation(label: str, successes: int, greedy: int | None = None) -> dict:
-    examples = [{"task_id": "b", "prompt": "p", "answer": f"{label} b", "success": label == "after", "reward": 0.5}]
-    examples.append({"task_id": f"only {label}", "prompt": "q", "reference": 7, "answer": "c", "success": False})
-    return {
-        "label": label,
-        "policy_version": 4,
-        "seconds": 1.5,
-        "sampled": sampled(successes, reward_mean=0.4, parts={"exact": 0.2}, truncated=0.1),
-        "greedy": None if greedy is None else sampled(greedy),
-        "examples": examples,
-    }
 
 
 @pytest.fixture
@@ -61,13 +39,6 @@ def status(specification):
         checkpoint={"step": 40, "path": "checkpoints/step-40", "cursor": 9},
         counts={"accepted": 5},
     )
-
-
-def rows(count: int) -> list[dict]:
-    return [
-        {"step": n, "reward": float(n), "success": n / count, "rollouts": n * 64, "rollouts_per_second": 9.0}
-        for n in range(1, count + 1)
-    ]
 
 
 def test_report_has_intervals_and_says_if_accuracy_rose(specification, status):

@@ -113,8 +113,8 @@ def opened(gym: Gym, tmp_path: Path, made: list[dict[str, Any]] | None = None, *
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in made or [row(number) for number in range(20)]))
     service = Service()
-    told = {"url": gym.url, "rows": str(file), "timeout_s": 10, **target}
-    service.answer("open", {"source": {"adapter": "nemo_gym", "target": json.dumps(told)}})
+    values = {"url": gym.url, "rows": str(file), "timeout_s": 10, **target}
+    service.answer("open", {"source": {"adapter": "nemo_gym", "target": json.dumps(values)}})
     return service
 
 

@@ -99,7 +99,7 @@ def server(stand_in: Callable[..., None]) -> Iterator[str]:
     http.server_close()
 
 
-def played(environment: Environment, task: Task, answer: str, size: int) -> list[Any]:
+def sample(environment: Environment, task: Task, answer: str, size: int) -> list[Any]:
     assert isinstance(environment, OwnLoop)
     with scripted_session(answer) as session:
         return asyncio.run(sample_group(environment, task, [session] * size)).outcomes
@@ -109,10 +109,10 @@ def test_openenv_reads_schema_and_waits_for_full_server(server: str) -> None:
     environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}, "tasks": 6})
     tasks = list(environment.tasks())
     assert [task.messages[0]["content"] for task in tasks] == [f"say {seed}" for seed in range(6)]
-    assert [one.reward for one in played(environment, tasks[4], "4", 5)] == [1.0] * 5 and Episode.refused
-    [bad] = played(environment, tasks[4], "5", 1)
+    assert [one.reward for one in sample(environment, tasks[4], "4", 5)] == [1.0] * 5 and Episode.refused
+    [bad] = sample(environment, tasks[4], "5", 1)
     assert (bad.reward, bad.error, bad.success, bad.turns) == (0.0, None, False, 1)
-    [broken] = played(environment, tasks[4], "boom", 1)
+    [broken] = sample(environment, tasks[4], "boom", 1)
     assert "it broke" in broken.error and broken.reward == 0.0
     assert Episode.open == 0, "every episode is closed"
 

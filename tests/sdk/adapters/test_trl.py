@@ -20,13 +20,12 @@ from toprope.sdk.worker.service import Service
 
 REWARDS = """
     '''Rewards of mine.'''
-    import asyncio
-
-    batches = []
+    import asyncio, json
 
     def accuracy(prompts, completions, completion_ids, solution, trainer_state, log_extra, log_metric, **kwargs):
         "Right or not."
-        batches.append((prompts, completions, completion_ids, solution, sorted(kwargs)))
+        with open(__file__ + ".batches", "a") as file:
+            file.write(json.dumps([prompts, completions, completion_ids, solution, sorted(kwargs)]) + "\\n")
         log_extra("column", solution)
         log_metric("seen", 1.0)
         return [float(c == s) for c, s in zip(completions, solution)]
@@ -62,15 +61,14 @@ REWARDS = """
 
 GAME = """
     '''A guessing game.'''
-    import asyncio, random, time
-
-    made = []
+    import asyncio, random
 
     class Guess:
         '''Guess the number.'''
 
         def __init__(self):
-            made.append(self)
+            with open(__file__ + ".made", "a") as file:
+                file.write("1")
             self.resets = 0
 
         def reset(self, high=9, **row):
@@ -125,7 +123,7 @@ def opened(target: dict[str, Any], **settings: Any) -> Service:
     return service
 
 
-def played(service: Service, answers: list[str], index: int = 0, tokens: bool = False) -> list[dict[str, Any]]:
+def sample(service: Service, answers: list[str], index: int = 0, tokens: bool = False) -> list[dict[str, Any]]:
     begun = service.answer("begin", {"split": "train", "index": index, "count": len(answers)})
     moves = [
         [one, text, False, *([[1, 2, 3]] if tokens else [])]
@@ -138,18 +136,15 @@ def task(service: Service, index: int = 0) -> dict[str, Any]:
     return service.answer("tasks", {"split": "train", "start": index, "count": 1})["tasks"][0]
 
 
-def module(service: Service) -> Any:
-    return service.environment._user.module
-
-
 def test_trl_rewards_get_whole_group_in_one_call(tmp_path: Path) -> None:
     target = {"file": written(tmp_path), "reward_funcs": ["accuracy", "brief", "rank"], "weights": [1, 0.5, 0],
               "ranges": {"brief": [-1, 0]}, "success": "accuracy"}  # fmt: skip
     service = opened(target)
     right = task(service)["reference"]
-    outcomes = played(service, [right, "wrong!", "skip"], tokens=True)
+    outcomes = sample(service, [right, "wrong!", "skip"], tokens=True)
     prompt = task(service)["messages"][0]["content"]
-    [(prompts, completions, ids, solution, others)] = module(service).batches
+    [batch] = (tmp_path / "mine.py.batches").read_text().splitlines()
+    prompts, completions, ids, solution, others = json.loads(batch)
     assert (prompts, completions) == ([prompt] * 3, [right, "wrong!", "skip"])
     assert ids == [[1, 2, 3]] * 3 and solution == [right] * 3 and others == ["level"]
     assert [one["parts"]["accuracy"] for one in outcomes] == [1.0, 0.0, 0.0]
@@ -168,7 +163,7 @@ def test_trl_rewards_get_whole_group_in_one_call(tmp_path: Path) -> None:
     ],
 )
 def test_trl_unusable_reward_is_rollout_error(tmp_path: Path, funcs: list[str], answer: str, said: str) -> None:
-    outcomes = played(opened({"file": written(tmp_path), "reward_funcs": funcs}), [answer, answer])
+    outcomes = sample(opened({"file": written(tmp_path), "reward_funcs": funcs}), [answer, answer])
     assert all(said in one["error"] and one["reward"] == 0.0 for one in outcomes), outcomes
 
 
@@ -176,7 +171,7 @@ def test_trl_reward_outside_range_can_be_clipped(tmp_path: Path) -> None:
     service = opened(
         {"file": written(tmp_path), "reward_funcs": ["brief"], "ranges": {"brief": [-0.1, 0]}, "clip": True}
     )
-    assert [one["reward"] for one in played(service, ["x" * 30, "x"])] == [-0.1, -0.01]
+    assert [one["reward"] for one in sample(service, ["x" * 30, "x"])] == [-0.1, -0.01]
 
 
 def test_trl_rows_come_from_function_list_or_file(tmp_path: Path) -> None:
@@ -252,10 +247,9 @@ def test_trl_environment_methods_are_tools_and_give_reward(tmp_path: Path) -> No
         "calls": 3.0,
     }
     assert last["outcome"]["parts"]["Guess"] == 0.0 and last["outcome"]["parts"]["tool_errors"] == 1.0
-    count = len(module(service).made)
     for _ in range(3):
-        played(service, ["x", "y"], 1)
-    assert count == len(module(service).made) == 2  # constructed once, reset often
+        sample(service, ["x", "y"], 1)
+    assert (tmp_path / "game.py.made").read_text() == "11"  # constructed once per place, reset often
 
 
 def test_trl_environment_owns_tasks_or_is_chosen_by_row(tmp_path: Path) -> None:
@@ -272,7 +266,7 @@ def test_trl_environment_owns_tasks_or_is_chosen_by_row(tmp_path: Path) -> None:
     ]
     both = opened({"file": file, "environment": {"one": "Guess", "two": "Other"}, "rows": rows})
     for index in range(4):
-        [outcome] = played(both, ["done"], index)
+        [outcome] = sample(both, ["done"], index)
         other = task(both, index)["messages"][0]["content"] in {str(n) for n in range(0, 20, 2)}
         assert (outcome["parts"]["Other"], outcome["reward"]) == ((0.5, 0.5) if other else (0.0, 0.0)), outcome
 
@@ -286,7 +280,9 @@ def test_trl_environment_with_hung_call_is_not_reused(tmp_path: Path) -> None:
     [turn] = service.answer("advance", {"moves": [[handle, text]]})
     assert "hint did not answer within" in turn["messages"][0]["content"]
     service.answer("advance", {"moves": [[handle, "done"]]})
-    assert service.environment._pool[None] == []
+    sample(service, ["x"])
+    sample(service, ["x"])
+    assert (tmp_path / "game.py.made").read_text() == "11"  # a new one replaced it and was used again
 
 
 def test_own_random_isolates_global_generators() -> None:

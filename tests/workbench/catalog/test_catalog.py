@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
-import psutil
 import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry, shipped_folder
 from toprope.workbench.catalog.describe import WorkerOptions
+
+Children = Callable[[], set[int]]
 
 HEAD = "import os, sys, time\nfrom toprope.sdk import Environment, Part, Task, knob\n"
 TASKS = "    def tasks(self):\n        for n in range(60): yield Task(f'Say {n}', reference=str(n))\n"
@@ -45,10 +47,6 @@ def described(folder: Path, text: str, examples: int = 3, **options: Any) -> Des
     (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n" + text)
     catalog = Catalog([folder])
     return asyncio.run(catalog.describe(catalog.find("mine"), WorkerOptions(**options), examples=examples))
-
-
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def by_name(entries: list[Entry]) -> dict[str, Entry]:
@@ -121,7 +119,7 @@ def test_search_requires_every_word_and_ranks_names_first(folder: Path) -> None:
     assert catalog.search("no such words at all") == [] and len(catalog.search()) == len(catalog.entries())
 
 
-def test_describe_returns_card_and_examples_and_ends_worker(folder: Path) -> None:
+def test_describe_returns_card_and_examples_and_ends_worker(folder: Path, children: Children) -> None:
     catalog, before = Catalog([folder]), children()
     description = asyncio.run(catalog.describe(catalog.find("good"), WorkerOptions({"size": 5}), examples=2))
     card = description.card
@@ -157,7 +155,7 @@ def test_describe_without_examples_makes_no_task(folder: Path) -> None:
     assert none.remarks == ("The train split has no tasks.",)
 
 
-def test_cancelled_description_leaves_no_process(folder: Path) -> None:
+def test_cancelled_description_leaves_no_process(folder: Path, children: Children) -> None:
     (folder / "mine.py").write_text(HEAD + "class Mine(Environment):\n    while True: pass\n")
     catalog, before = Catalog([folder]), children()
 
@@ -197,7 +195,9 @@ def test_describe_remarks_on_scorer_that_rewards_junk_or_raises(folder: Path) ->
         ("    pass\n", ["NotImplementedError", "define tasks(self)"]),
     ],
 )
-def test_failing_environment_says_why_and_leaves_no_process(folder: Path, text: str, said: list[str]) -> None:
+def test_failing_environment_says_why_and_leaves_no_process(
+    folder: Path, text: str, said: list[str], children: Children
+) -> None:
     before = children()
     limit = 2.0 if "within" in said[0] else 30.0
     with pytest.raises(EnvironmentFailed) as failure:

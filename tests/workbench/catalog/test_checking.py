@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from toprope_server.cli.app import build
 from toprope_tools.planning.environment_check import check_environment
@@ -17,6 +17,8 @@ from tests.support.tools_house import make_workshop
 from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.check import CheckReport, check
+
+Children = Callable[[], set[int]]
 
 HEAD = """import os, random, subprocess, sys, time
 from toprope.sdk import Environment, Part, Task, knob
@@ -40,8 +42,8 @@ def flags(report: CheckReport) -> set[str]:
     return {finding.rule for finding in report.findings if finding.level != "note"}
 
 
-def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path) -> None:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path, children: Children) -> None:
+    before = children()
     report = checked(tmp_path)
     seen = report.seen
     assert (report.worst, flags(report), seen.skipped) == ("ok", set(), []), report.findings
@@ -51,7 +53,7 @@ def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path) ->
     assert sum(size.known for size in seen.splits.values()) >= 500 and seen.memory_mb > 5
     [again] = seen.again
     assert (again.hash_seed, again.other_tasks, again.other_scores) == ("1", 0, 0) and again.scores > 5
-    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+    assert children() == before
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from toprope_server.cli.runs.prune import leftovers
+from toprope_tools.workshop import Workshop
 
 from tests.support.tiny_wheels import make_wheel
 from tests.support.tools_house import become, make_workshop
@@ -86,6 +87,13 @@ def wanted_from(wheels: Path) -> Wanted:
     return Wanted((), find_links=(str(wheels),), offline=True)
 
 
+def specification(shop: Workshop, run_id: str, environment: EnvironmentSource) -> Specification:
+    return Specification(
+        run_id=run_id, kind="train", created_at=0, toprope_version="0", environment=environment, config=Config(),
+        policy_cache=str(shop.home.policies),
+    )  # fmt: skip
+
+
 def left_in(home: Home) -> list[str]:
     folder = home.interpreters
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
@@ -100,8 +108,8 @@ def test_add_installs_pins_and_records_interpreter(home: Home, wheels: Path) -> 
     assert made.pins == ["tinygame==2.0", "tinyrules==1.5"] and made.bytes > 0
     assert (home.interpreters / str(added.lock) / "lock.txt").read_text() == "tinygame==2.0\ntinyrules==1.5\n"
     says = [str(added.python), "-I", "-c", "import tinyrules, sys; print(tinyrules.VERSION, sys.prefix)"]
-    told = subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert told.split() == ["1.5", str(home.interpreters / str(added.lock))]
+    printed = subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert printed.split() == ["1.5", str(home.interpreters / str(added.lock))]
     script = Path(str(added.python)).with_name("tinygame-says")  # created elsewhere: its first line was rewritten
     assert subprocess.run([script], capture_output=True, text=True, timeout=60).stdout == "scripts work\n"
     site = site_packages_of(str(added.python))
@@ -265,10 +273,7 @@ def test_interpreter_of_running_run_is_kept_until_it_ends(tmp_path: Path, quick:
     here = Interpreters(shop.home, lambda: [])
     added = here.add(Order("tinyrules")).added
     source = EnvironmentSource(name="tiny", adapter="dataset", target="{}", interpreter=added.python)
-    run = Specification(
-        run_id="tiny-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
-        policy_cache=str(shop.home.policies),
-    )  # fmt: skip
+    run = specification(shop, "tiny-1", source)
     folder = shop.runs.start(run)
     try:
         here.remove("tinyrules")
@@ -279,7 +284,7 @@ def test_interpreter_of_running_run_is_kept_until_it_ends(tmp_path: Path, quick:
         [left] = [one for one in leftovers(shop) if one.path.parent == shop.home.interpreters]
         assert left.path.name == added.lock and left.bytes > 0  # `toprope prune` shows it
         assert [path.name for path in here.collect()] == [added.lock] and left_in(shop.home) == []
-        with pytest.raises(InvalidValue, match="interpreter of tiny, .* is gone") as refusal:
+        with pytest.raises(InvalidValue, match="interpreter of tiny, .* does not exist any more") as refusal:
             require_interpreters(run)
         assert "toprope env add" in refusal.value.hint
     finally:
@@ -309,10 +314,7 @@ def test_checkout_of_running_run_is_kept(tmp_path: Path) -> None:
     with here.registry.changing() as entries:
         entries["mine"] = Added(name="mine", kind="git", given=url, path=str(place))
     source = EnvironmentSource(name="ruled", file=str(place / "ruled.py"), attribute="Ruled")
-    run = Specification(
-        run_id="ruled-1", kind="train", created_at=0, toprope_version="0", environment=source, config=Config(),
-        policy_cache=str(shop.home.policies),
-    )  # fmt: skip
+    run = specification(shop, "ruled-1", source)
     folder = shop.runs.start(run)
     try:
         for change in (lambda: here.remove("mine"), lambda: here.add(Order(url))):
@@ -338,8 +340,8 @@ def test_unreadable_registry_is_reported_and_left_unchanged(home: Home) -> None:
         assert home.environments_file.read_text() == text
         entries = catalog.entries()
         assert len(entries) > 100
-        [told] = [entry for entry in entries if entry.source == "registered"]
-        assert told.status == "broken" and "environments.json" in told.problem
+        [broken] = [entry for entry in entries if entry.source == "registered"]
+        assert broken.status == "broken" and "environments.json" in broken.problem
 
 
 def test_folders_and_clones_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:

@@ -3,12 +3,10 @@ import re
 import pytest
 
 from toprope.errors import InvalidValue, LockedField
-from toprope.records.index.database import Index
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.specification import EnvironmentSource, TestPlan, TrainPlan, training_plan
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
-from toprope.workbench.drafts import Drafts
 from toprope.workbench.launch.freeze import freeze, new_run_id
 
 SOURCE = EnvironmentSource(name="reasoning_gym/spell_backward", adapter="reasoning_gym", target="spell_backward")
@@ -17,8 +15,8 @@ NONE = Locks({})
 
 
 @pytest.fixture
-def draft(tmp_path):
-    return Drafts(Index(tmp_path / "index.db")).create(SOURCE, Preset("p", "", {}, {}), KNOBS, NONE)[0]
+def draft(drafts):
+    return drafts.create(SOURCE, Preset("p", "", {}, {}), KNOBS, NONE)[0]
 
 
 def test_freeze_copies_draft_and_records_locks(draft):

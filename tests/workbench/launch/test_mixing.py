@@ -8,7 +8,6 @@ import pytest
 
 from toprope.analysis.reports.report import build
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.records.index.database import Index
 from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
@@ -37,9 +36,8 @@ def folder(tmp_path: Path) -> Path:
     return own
 
 
-def draft(tmp_path: Path, **section: object) -> Draft:
+def draft(drafts: Drafts, **section: object) -> Draft:
     source = EnvironmentSource(name="mine", file="/nowhere.py", attribute="Mine")
-    drafts = Drafts(Index(tmp_path / "index.db"))
     made = drafts.create(source, Preset("p", "", {}, {}), KNOBS, NONE)[0]
     return drafts.edit(made.id, {f"environment.{name}": value for name, value in section.items()}, NONE)[0]
 
@@ -49,12 +47,12 @@ def frozen(made: Draft, folder: Path, locks: Locks = NONE) -> Specification:
     return freeze(made, locks, TrainPlan(), policy_cache="", ingredients=ingredients)
 
 
-def test_freeze_records_mixture_sources_and_reward_files(tmp_path: Path, folder: Path) -> None:
+def test_freeze_records_mixture_sources_and_reward_files(drafts: Drafts, folder: Path) -> None:
     mixture = [
         {"name": "sort_letters", "weight": 2, "rewards": [BRIEF]},
         {"name": "number_guess", "knobs": {"spare": 2}},
     ]
-    spec = frozen(draft(tmp_path, mixture=mixture, rewards=[{**BRIEF, "fn": f"{folder}/more.py:exact"}]), folder)
+    spec = frozen(draft(drafts, mixture=mixture, rewards=[{**BRIEF, "fn": f"{folder}/more.py:exact"}]), folder)
     assert [source.name for source in spec.mixture] == ["sort_letters", "number_guess"]
     assert Path(spec.mixture[0].file or "").name == "template.py"
     [own], [added] = spec.environment.rewards, spec.mixture[0].rewards
@@ -89,10 +87,10 @@ def test_freeze_records_mixture_sources_and_reward_files(tmp_path: Path, folder:
     ],
 )
 def test_freeze_refuses_unknown_or_foreign_sources(
-    tmp_path: Path, folder: Path, section: dict[str, object], error: type[Exception], says: str
+    drafts: Drafts, folder: Path, section: dict[str, object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=".*") as refused:
-        frozen(draft(tmp_path, **section), folder)
+        frozen(draft(drafts, **section), folder)
     assert says in str(refused.value)
 
 
@@ -125,9 +123,9 @@ def test_reward_file_outside_own_folders_is_refused(folder: Path) -> None:
     ],
 )
 def test_freeze_applies_locks_to_each_environment_and_level(
-    tmp_path: Path, folder: Path, section: dict[str, object], lock: Lock, says: str
+    drafts: Drafts, folder: Path, section: dict[str, object], lock: Lock, says: str
 ) -> None:
-    made = draft(tmp_path, max_turns=4, **section)
+    made = draft(drafts, max_turns=4, **section)
     with pytest.raises(LockedField, match=".*") as refused:
         frozen(made, folder, Locks({lock.field: lock}))
     assert says in str(refused.value)

@@ -87,9 +87,9 @@ def test_failing_adapter_hides_no_other_entry(tmp_path: Path) -> None:
         stub("beta", "beta", declared=raises, installed=raises),
         stub("alpha", "alpha", declared=declares("a")),
     ]
-    ready, told = folder_entries(mine, found, [Known("", None, site)])
+    ready, bad = folder_entries(mine, found, [Known("", None, site)])
     assert (ready.name, ready.status) == ("a_task", "ready")
-    assert told.status == "broken" and "The adapter beta cannot read" in told.problem and "half written" in told.problem
+    assert bad.status == "broken" and "The adapter beta cannot read" in bad.problem and "half written" in bad.problem
     source = InstalledSource(
         lambda: [*found, Adapter("gamma", "", problem="SyntaxError")], lambda: [Known("", None, site)]
     )
@@ -227,8 +227,8 @@ def test_failing_source_becomes_one_broken_entry(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DatasetSource, "entries", raises)
     entries = Catalog().entries()
     assert len(entries) > 100
-    [told] = [entry for entry in entries if "cannot be listed" in entry.problem]
-    assert told.status == "broken" and "half written" in told.problem
+    [bad] = [entry for entry in entries if "cannot be listed" in entry.problem]
+    assert bad.status == "broken" and "half written" in bad.problem
 
 
 def test_untrusted_texts_are_printable_and_bounded(tmp_path: Path) -> None:
