@@ -1,4 +1,4 @@
-"""Near duplicates, splits, augmentation, and pipelines: sizes, retries and resumption."""
+"""Near duplicates, splits, augmentation, and pipelines: counts, retries and resumption."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_failed_order_restarts_after_its_file_was_fixed(tmp_path: Path):
 
 
 class Teacher:
-    """Answers each question at the second request, "impossible" never; sizes concurrent requests."""
+    """Answers each question at the second request, "impossible" never; counts concurrent requests."""
 
     def __init__(self):
         self.asked, self.now, self.most = {}, 0, 0
