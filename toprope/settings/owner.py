@@ -370,8 +370,9 @@ def _with_value(text: str, place: tuple[str, str, str], value: str) -> str:
 
     editor = YAML()
     editor.preserve_quotes, editor.width = True, 1 << 20
-    data, indent, _ = load_yaml_guess_indent(text, yaml=editor)
-    editor.indent = indent or 2
+    data, indent, dash = load_yaml_guess_indent(text, yaml=editor)
+    # If the file has a list, `indent` is that of its items.
+    editor.indent(mapping=dash or indent or 2, sequence=(dash or 0) + 2, offset=dash or 0)
     root = data if data is not None else {}
     mapping: Any = root
     for key in place[:-1]:

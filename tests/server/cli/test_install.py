@@ -192,6 +192,16 @@ def test_a_variable_is_entered_and_all_else_stays(tmp_path, before):
     assert [found.name for found in tmp_path.iterdir()] == ["settings.yaml"]
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_set_variable_keeps_indentation(tmp_path, width):
+    indent = " " * width
+    before = f"environments:\n{indent}- a\n{indent}- b\nvariables:\n{indent}trainer:\n{indent * 2}A: b\n"
+    path = tmp_path / "settings.yaml"
+    path.write_text(before)
+    assert set_variable(path, "trainer", "C", "d")
+    assert path.read_text() == f'{before}{indent * 2}C: "d"\n'
+
+
 @pytest.mark.parametrize("text", ["variables: [1]\n", "variables: {policy: x}\n", "a: [\n"])
 def test_install_leaves_invalid_settings_file_unchanged(tmp_path, text):
     path = tmp_path / "settings.yaml"
