@@ -126,6 +126,19 @@ def test_limits_count_the_sweep_and_all_its_members(house):
     assert sweep.limits.reserved == {} and set(sweep.limits.caps) == {"wall_hours"}
 
 
+def test_repeated_sweep_is_answered_although_space_is_locked_now(house):
+    shop, _ = house
+    draft = draft_of(shop)
+    first = started(shop, draft_id=draft, options={"key": "k-1"}).data.run_id
+    (shop.home.configuration / "locks.yaml").write_text(
+        "locks:\n- {field: optimizer.learning_rate, value: 1.0e-4, reason: fixed}\n"
+    )
+    with pytest.raises(LockedField):
+        started(shop, draft_id=draft)
+    again = started(shop, draft_id=draft, options={"key": "k-1"})
+    assert again.data.run_id == first and "no second one" in again.text
+
+
 def test_sweep_with_key_of_seed_group_is_answered_with_its_run(house):
     shop, _ = house
     draft = draft_of(shop)

@@ -97,6 +97,9 @@ async def start_sweep(
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
+        # Before planning: draft and locks may have changed since the first call with this key.
+        if not chosen.preview and (earlier := workshop.starter.find_earlier(chosen.key, draft.id)) is not None:
+            return _answer_repeated(earlier.specifications[0])
         plan = make_plan(
             draft,
             workshop.home.locks(),
@@ -130,10 +133,7 @@ async def start_sweep(
                 f"confirm {refused.preview.hash!r} in options. A changed draft or sweep has another hash.",
             ) from None
         sweep = started.specifications[0]  # a key may have started a seed group of the draft before
-        if started.repeated:
-            text = f"{sweep.run_id} was started with this key before; no second one was started.\n{_next(sweep.run_id)}"
-            return Answer(text, _data(sweep).model_copy(update={"state": "started before"}), brief=True)
-        return _answer_started(sweep, plan)
+        return _answer_repeated(sweep) if started.repeated else _answer_started(sweep, plan)
 
     return await to_thread.run_sync(work)
 
@@ -157,6 +157,12 @@ def _answer_started(sweep: Specification, plan: SweepPlan) -> Answer:
         f"{_next(sweep.run_id)}"
     )
     return Answer(text, _data(sweep), brief=True)
+
+
+def _answer_repeated(sweep: Specification) -> Answer:
+    """Answer a call whose key started this run before."""
+    text = f"{sweep.run_id} was started with this key before; no second one was started.\n{_next(sweep.run_id)}"
+    return Answer(text, _data(sweep).model_copy(update={"state": "started before"}), brief=True)
 
 
 def _said(found: Preview, plan: SweepPlan) -> str:

@@ -115,8 +115,9 @@ class RestartingWorker:
 
         Held-out tasks are sampled only within it.
         """
+        worker = await self.current()
         self.is_sealed = True
-        (await self.current()).seal()
+        worker.seal()
         try:
             yield
         finally:

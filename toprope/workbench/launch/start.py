@@ -97,7 +97,7 @@ class RunStarter:
             NotPossibleNow: A limit forbids it, or the revision is running already.
             ComponentFailed: A keeper did not come up.
         """
-        if (earlier := self._earlier(request)) is not None:
+        if (earlier := self.find_earlier(request.key, request.draft.id)) is not None:
             return earlier
         return self.start_frozen(self._frozen(request), request)
 
@@ -233,21 +233,21 @@ class RunStarter:
         for run_id in begun:
             self._runs.stop(run_id)
 
-    def _earlier(self, request: StartRequest) -> Started | None:
-        """Return the runs that a request with the same key started; None if there are none.
+    def find_earlier(self, key: str | None, draft_id: str) -> Started | None:
+        """Return the runs that a request with this key started; None if there are none.
 
         Raises:
-            InvalidValue: The key started another draft; nothing was started.
+            InvalidValue: The key started another draft.
+            NotPossibleNow: Another call with the key is starting its run and takes long.
         """
-        if request.key is None or self._index is None:
+        if key is None or self._index is None:
             return None
-        taken = idempotency_keys.taken(self._index, request.key)
+        taken = idempotency_keys.taken(self._index, key)
         if taken is None or not self._appears(taken):
             return None
-        if taken.draft_id != request.draft.id:
+        if taken.draft_id != draft_id:
             raise InvalidValue(
-                f"The key {shown(request.key)} started {taken.run_id} from {taken.draft_id}; it cannot start "
-                f"{request.draft.id}.",
+                f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
                 hint="Give every intended start a key of its own; repeat a key only to repeat its call.",
             )
         return self._await_runs(taken)
