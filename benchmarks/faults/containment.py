@@ -83,27 +83,27 @@ def _until(condition: Any, limit_s: float = LIMIT_S) -> bool:
     return True
 
 
-def left_over(house: RunHarness, level: Level, whom: str) -> tuple[list[str], list[str]]:
+def left_over(harness: RunHarness, level: Level, whom: str) -> tuple[list[str], list[str]]:
     """Return the survivors of the six when the lock of their run is free, and after a front end has looked.
 
     Args:
-        house: A harness with stand-ins; a run is started in it.
+        harness: A harness with stand-ins; a run is started in it.
         level: Containment of its components.
         whom: One of WHOM.
     """
-    token = f"{house.token}-{level}-{whom.replace(' ', '-')}"
-    programs = supervisor_stand_ins.programs({}, house.token)
+    token = f"{harness.token}-{level}-{whom.replace(' ', '-')}"
+    programs = supervisor_stand_ins.programs({}, harness.token)
     programs["inference"] = [sys.executable, "-I", "-S", "-c", _BROOD, token]
-    table = house.path / f"{token}.json"
+    table = harness.path / f"{token}.json"
     table.write_text(json.dumps(programs))
     command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table)]
-    runs = RunManager(house.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: house.machine)
-    specification = house.specification(stop_grace_s=0.3)
+    runs = RunManager(harness.path / "runs", LocalLauncher(command, contained=lambda: level), lambda: harness.machine)
+    specification = harness.specification(stop_grace_s=0.3)
     folder = runs.start(specification)
-    house.started.append(folder)
+    harness.started.append(folder)
     if not _until(lambda: len(_processes(token)) == 1 + len(KINDS)):
         raise TimeoutError(f"the component did not come up; {folder.path} has its logs")
-    component, keeper = _processes(token)["component"], house.keeper(folder)
+    component, keeper = _processes(token)["component"], harness.keeper(folder)
     guard = component.parent()
     assert guard is not None
     victims = {"component": [component], "keeper": [keeper], "guard": [guard], "keeper and guard": [guard, keeper]}[
@@ -132,13 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     why, found = containment.probe_bubblewrap(), {}
     levels: list[Level] = ["guard"] if why else ["guard", "bubblewrap"]
     with scratch("containment") as path:
-        house = RunHarness(path)
+        harness = RunHarness(path)
         try:
             for level in levels:
                 for whom in WHOM:
-                    found[level, whom] = left_over(house, level, whom)
+                    found[level, whom] = left_over(harness, level, whom)
         finally:
-            house.close()
+            harness.close()
     table = Table(title="Left over of a component and its five grandchildren, before and after a front end looks")
     table.add_column("held by")
     for whom in WHOM:

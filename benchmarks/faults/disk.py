@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults.lives import RealHouse, eventually
+from benchmarks.faults.lives import RealHarness, eventually
 from benchmarks.scratch import scratch
 from toprope.analysis.reports.report import gather
 from toprope.records.run.checkpoints import newest_sound
@@ -57,12 +57,12 @@ def fill(path: Path) -> None:
                 continue
 
 
-def begun(runs: RunManager, house: RealHouse) -> RunFolder:
+def begun(runs: RunManager, harness: RealHarness) -> RunFolder:
     """Start a run and wait for its first checkpoint."""
-    specification = house.specification(steps=STEPS)
+    specification = harness.specification(steps=STEPS)
     specification.config.logging.save_steps = SAVE_STEPS
     folder = runs.start(specification)
-    house.started.append(folder)
+    harness.started.append(folder)
     eventually(lambda: runs.status(folder.run_id).checkpoint, "the first checkpoint", LIMIT_S)
     return folder
 
@@ -80,11 +80,11 @@ def seconds_until(
 
 def measure(home: Path) -> dict[str, Any]:
     """Return the figures."""
-    house, ballast = RealHouse(home), home / "fill"
-    house.machine = Machine(threads=64, disk_floor=FLOOR)
+    harness, ballast = RealHarness(home), home / "fill"
+    harness.machine = Machine(threads=64, disk_floor=FLOOR)
     try:
-        runs = house.runs()
-        folder = begun(runs, house)
+        runs = harness.runs()
+        folder = begun(runs, harness)
         fill(ballast)
         to_paused, status = seconds_until(runs, folder, "paused", "failed", "lost", "completed")
         paused = status.state == "paused"
@@ -102,7 +102,7 @@ def measure(home: Path) -> dict[str, Any]:
         found, damaged = newest_sound(folder)
         findings = [event.data["level"] for event in read_events(folder.events, kinds=("finding",))
                     if event.data["rule"] == "disk_full"]  # fmt: skip
-        other = begun(runs, house)
+        other = begun(runs, harness)
         fill(ballast)
         seconds_until(runs, other, "paused", "failed", "lost", "completed")
         fill(ballast)
@@ -128,7 +128,7 @@ def measure(home: Path) -> dict[str, Any]:
         }
     finally:
         ballast.unlink(missing_ok=True)
-        house.close()
+        harness.close()
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.faults import times as _faults_times
 from benchmarks.faults.accuracy import accuracy
 from benchmarks.faults.judge import Story, Tally, index_errors, last_look, said
-from benchmarks.faults.lives import RealHouse, house_at
+from benchmarks.faults.lives import RealHarness, harness_at
 from benchmarks.faults.rounds import Stage, light, real
 from benchmarks.scratch import scratch
 
@@ -79,8 +79,8 @@ def campaign(
     for name, rounds, play in parts:
         if not rounds:
             continue
-        house = house_at(root / name)
-        stage = Stage(house if name == "light" else RealHouse(house.path), tally)
+        harness = harness_at(root / name)
+        stage = Stage(harness if name == "light" else RealHarness(harness.path), tally)
         try:
             for number in range(rounds):
                 before = len(tally.everything)
@@ -123,18 +123,18 @@ def _figures(stories: dict[str, list[Story]], tally: Tally) -> dict[str, Any]:
 
 def times(root: Path, repeats: int = 5) -> dict[str, Any]:
     """Return the figures of time; nothing else may kill processes meanwhile."""
-    house = house_at(root / "times")
+    harness = harness_at(root / "times")
     try:
-        took = _faults_times.deaths(house, MEMBERS, repeats)
+        took = _faults_times.deaths(harness, MEMBERS, repeats)
         return {
             "death_to_state_ms_median": round(statistics.median(took), 1),
             "death_to_state_ms_max": round(max(took), 1),
-            "stop_seconds": round(max(_faults_times.stops(house, 3)), 2),
-            "stubborn_stop_seconds": round(max(_faults_times.stubborn_stops(house, 3)), 2),
-            "readopt_200_ms": round(_faults_times.readopt_ms(house), 1),
+            "stop_seconds": round(max(_faults_times.stops(harness, 3)), 2),
+            "stubborn_stop_seconds": round(max(_faults_times.stubborn_stops(harness, 3)), 2),
+            "readopt_200_ms": round(_faults_times.readopt_ms(harness), 1),
         }
     finally:
-        house.close()
+        harness.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,11 +1,11 @@
 """Front ends that may be killed at any moment, as processes of their own.
 
-    python -P -m benchmarks.faults.front HOUSE           a front end; see `serve`
-    python -P -m benchmarks.faults.front keeper HOUSE RUN_FOLDER ...    a keeper of theirs
+    python -P -m benchmarks.faults.front HOME           a front end; see `serve`
+    python -P -m benchmarks.faults.front keeper HOME RUN_FOLDER ...    a keeper of theirs
 
 A front end does what a server does with runs and the index, without the protocol: it looks at all runs ten times a
 second, which also resumes lost ones, and carries out one order a line. Its keepers start stand-ins for the members if
-HOUSE/programs/<run_id>.json names some, and real ones otherwise.
+HOME/programs/<run_id>.json names some, and real ones otherwise.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = ["Front", "Fronts", "runs_at"]
 _LOOK_EVERY_S = 0.1
 
 
-def runs_at(house: Path, *, revives: bool = False) -> RunManager:
+def runs_at(home: Path, *, revives: bool = False) -> RunManager:
     """Return the runs of a home as its front ends see them."""
-    command = [sys.executable, "-P", "-m", "benchmarks.faults.front", "keeper", str(house)]
+    command = [sys.executable, "-P", "-m", "benchmarks.faults.front", "keeper", str(home)]
     variables = (lambda _: {}) if revives else None
-    return RunManager(house / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
+    return RunManager(home / "runs", LocalLauncher(command), lambda: Machine(threads=64), variables)
 
 
-def serve(house: Path) -> None:
+def serve(home: Path) -> None:
     """Read orders as JSON lines, answer each with one line, and look at the runs meanwhile. Return at end of input."""
-    runs, index, pending, looked = runs_at(house, revives=True), Index(house / "index.db"), b"", 0.0
+    runs, index, pending, looked = runs_at(home, revives=True), Index(home / "index.db"), b"", 0.0
     while True:
         if time.monotonic() - looked >= _LOOK_EVERY_S:
             looked = time.monotonic()
@@ -88,11 +88,11 @@ def _carry_out(runs: RunManager, index: Index, order: dict[str, Any]) -> dict[st
 class Front:
     """One front end, from its owner's side."""
 
-    def __init__(self, house: Path) -> None:
-        self.complaints = house / "complaints.log"
+    def __init__(self, home: Path) -> None:
+        self.complaints = home / "complaints.log"
         with self.complaints.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "benchmarks.faults.front", str(house)],
+                [sys.executable, "-P", "-m", "benchmarks.faults.front", str(home)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -158,15 +158,15 @@ class Front:
 class Fronts:
     """Two front ends at any time: one that was killed is replaced."""
 
-    def __init__(self, house: Path, count: int = 2) -> None:
-        self._house, self._fronts = house, [Front(house) for _ in range(count)]
+    def __init__(self, home: Path, count: int = 2) -> None:
+        self._home, self._fronts = home, [Front(home) for _ in range(count)]
 
     def one(self, number: int) -> Front:
         """Return the front end of that number, modulo their count; it was alive a moment ago."""
         place = number % len(self._fronts)
         if not self._fronts[place].alive:
             self._fronts[place].close()
-            self._fronts[place] = Front(self._house)
+            self._fronts[place] = Front(self._home)
         return self._fronts[place]
 
     def all(self) -> list[Front]:
@@ -194,10 +194,10 @@ class Fronts:
             front.close()
 
 
-def _keeper(house: Path, arguments: list[str]) -> int:
+def _keeper(home: Path, arguments: list[str]) -> int:
     from toprope.supervisor.keeper.program import main
 
-    table = house / "programs" / f"{Path(arguments[0]).name}.json"
+    table = home / "programs" / f"{Path(arguments[0]).name}.json"
     return main(arguments, programs=json.loads(table.read_text()) if table.exists() else None)
 
 

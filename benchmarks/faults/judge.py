@@ -66,7 +66,7 @@ class Tally:
 
 
 def look(
-    house: Path,
+    harness: Path,
     folder: RunFolder,
     story: Story,
     ports: Ports,
@@ -80,11 +80,11 @@ def look(
         tally.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
         tally.locks += [f"{folder.run_id}: its lock is held"] if is_held(folder.lock) else []
     tally.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
-    files = [*folder.path.rglob(".*"), *(house / "tmp").iterdir()]
+    files = [*folder.path.rglob(".*"), *(harness / "tmp").iterdir()]
     files += [folder.crew] if folder.crew.exists() else []
-    files += list((house / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
+    files += list((harness / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
     known = set(tally.files)
-    tally.files += [name for path in files if (name := str(path.relative_to(house))) not in known]
+    tally.files += [name for path in files if (name := str(path.relative_to(harness))) not in known]
     status = Status.read(folder)
     events = list(read_events(folder.events))
     story.states = [str(event.data["to"]) for event in events if event.kind == "state"]
@@ -135,10 +135,10 @@ def _unaccounted(status: Status) -> list[str]:
     return found
 
 
-def index_errors(house: Path, started: set[str]) -> list[str]:
+def index_errors(harness: Path, started: set[str]) -> list[str]:
     """Return the problems of the index after the campaign: damage, missing starts, complaints of front ends."""
-    found, complaints = [], house / "complaints.log"
-    db = sqlite3.connect(house / "index.db")
+    found, complaints = [], harness / "complaints.log"
+    db = sqlite3.connect(harness / "index.db")
     try:
         found += [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
         noted = {str(row[0]) for row in db.execute("SELECT run_id FROM starts")}
@@ -150,23 +150,25 @@ def index_errors(house: Path, started: set[str]) -> list[str]:
     return found
 
 
-def last_look(house: Path, tally: Tally) -> None:
-    """Return the files that lie beside the runs after the campaign. A list removes after seconds what killed front ends
-    left.
+def last_look(harness: Path, tally: Tally) -> None:
+    """Record the files that lie beside the runs after the campaign. Listing the runs removes, after seconds, the files
+    of killed front ends.
     """
     from benchmarks.faults.front import runs_at
 
     def left() -> list[Path]:
-        runs_at(house).list()
+        runs_at(harness).list()
         names = (".making-*", "..*", ".reservations/.*.*", ".index.*")
-        found = [path for name in names for path in (house / "runs").glob(name) if not path.name.startswith(".machine")]
-        return [*found, *house.glob(".index.*")]
+        found = [
+            path for name in names for path in (harness / "runs").glob(name) if not path.name.startswith(".machine")
+        ]
+        return [*found, *harness.glob(".index.*")]
 
     limit = time.monotonic() + 15.0
     while left() and time.monotonic() < limit:
         time.sleep(0.5)
-    tally.files += [str(path.relative_to(house)) for path in left()]
-    if is_held(house / "runs" / ".reservations" / "lock"):
+    tally.files += [str(path.relative_to(harness)) for path in left()]
+    if is_held(harness / "runs" / ".reservations" / "lock"):
         tally.locks.append("the lock of the reservations is held")
 
 

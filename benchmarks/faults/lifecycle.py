@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults.lives import Leftovers, RealHouse, Round, deaths, house_at, play, play_real, stubborn
+from benchmarks.faults.lives import Leftovers, RealHarness, Round, deaths, harness_at, play, play_real, stubborn
 from benchmarks.scratch import scratch
 
 MEMBERS = ("api", "inference", "trainer", "environment")
@@ -43,18 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, leftovers, began = Console(), Leftovers(), time.monotonic()
     print(f"seed {seed}")
     with scratch("lifecycle") as folder:
-        house, real = house_at(folder / "light"), None
+        harness, real = harness_at(folder / "light"), None
         try:
-            took = deaths(house, MEMBERS, DEATHS_EACH)
-            stops = stubborn(house, STUBBORN_STOPS)
+            took = deaths(harness, MEMBERS, DEATHS_EACH)
+            stops = stubborn(harness, STUBBORN_STOPS)
             dice = random.Random(seed)
-            light = [play(house, dice, leftovers) for _ in range(given.rounds - given.real)]
-            real = RealHouse(house_at(folder / "real").path)
+            light = [play(harness, dice, leftovers) for _ in range(given.rounds - given.real)]
+            real = RealHarness(harness_at(folder / "real").path)
             heavy = [
                 play_real(real, REAL_ENDS[number % len(REAL_ENDS)], dice, leftovers) for number in range(given.real)
             ]
         finally:
-            for one in (house, real):
+            for one in (harness, real):
                 if one is not None:
                     one.close()
     errors = [story.step_error for story in heavy if story.step_error is not None]

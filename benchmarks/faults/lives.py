@@ -36,7 +36,7 @@ ROOT = Path(toprope.__file__).resolve().parent.parent
 from tests.support.run_harness import RunHarness  # noqa: E402
 from tests.support.tiny_policy import make_tiny_policy  # noqa: E402
 
-__all__ = ["Leftovers", "Ports", "RealHouse", "Round", "deaths", "house_at", "play", "play_real", "stubborn"]
+__all__ = ["Leftovers", "Ports", "RealHarness", "Round", "deaths", "harness_at", "play", "play_real", "stubborn"]
 
 LIMIT_S = 60.0
 BEHAVIOURS: dict[str, dict[str, dict[str, Any]]] = {
@@ -88,14 +88,14 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
     return found
 
 
-def house_at(path: Path) -> RunHarness:
+def harness_at(path: Path) -> RunHarness:
     """A home whose runs put their temporary files where they can be counted."""
     (path / "tmp").mkdir(parents=True)
     os.environ["TMPDIR"] = str(path / "tmp")
     return RunHarness(path)
 
 
-class RealHouse(RunHarness):
+class RealHarness(RunHarness):
     """Runs with the real programs, a policy with random weights, and an environment that ships with Toprope."""
 
     def __init__(self, path: Path) -> None:
@@ -124,12 +124,12 @@ class RealHouse(RunHarness):
         return light.model_copy(update={"environment": environment, "config": config})
 
 
-def deaths(house: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
+def deaths(harness: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
     """Return the milliseconds from the SIGKILL of each member to the run's new state on disk."""
     took = []
     for _ in range(times):
         for member in members:
-            runs, folder = house.start(BEHAVIOURS["endless"])
+            runs, folder = harness.start(BEHAVIOURS["endless"])
             status = _until(runs, folder, "training")
             began = time.monotonic()
             os.kill(status.crew[member].pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def deaths(house: RunHarness, members: tuple[str, ...], times: int) -> list[floa
     return took
 
 
-def stubborn(house: RunHarness, times: int) -> list[float]:
+def stubborn(harness: RunHarness, times: int) -> list[float]:
     """Return the seconds from a stop order to the end of a crew that ignores SIGTERM, with the default grace. Its
     trainer has steps to save and does not save them.
     """
@@ -152,7 +152,7 @@ def stubborn(house: RunHarness, times: int) -> list[float]:
     }
     took = []
     for _ in range(times):
-        runs, folder = house.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
+        runs, folder = harness.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
         _until(runs, folder, "training")
         eventually(_has_rows(folder, 3), "the third step")
         began = time.monotonic()
@@ -162,54 +162,54 @@ def stubborn(house: RunHarness, times: int) -> list[float]:
     return took
 
 
-def play(house: RunHarness, dice: random.Random, leftovers: Leftovers) -> Round:
+def play(harness: RunHarness, dice: random.Random, leftovers: Leftovers) -> Round:
     """Play one run with stand-ins: start it, end it at a random moment in a random way, perhaps resume and end it
     again.
     """
     began = time.monotonic()
     crew = dice.choice(list(BEHAVIOURS))
     kind = "test" if crew in ("short", "loads for ever") and dice.random() < 0.4 else "train"
-    house.machine = Machine(threads=2)
+    harness.machine = Machine(threads=2)
     # Sometimes another holder has the machine, and the run is ended in the queue or when it leaves it.
-    before = house.start(BEHAVIOURS["endless"]) if kind == "train" and dice.random() < 0.25 else None
-    runs, folder = house.start(BEHAVIOURS[crew], kind, stop_grace_s=0.5)
+    before = harness.start(BEHAVIOURS["endless"]) if kind == "train" and dice.random() < 0.25 else None
+    runs, folder = harness.start(BEHAVIOURS[crew], kind, stop_grace_s=0.5)
     story = Round(f"{crew} ({kind}{', queued' if before else ''})", "", [], 0.0)
     ports = Ports()
     time.sleep(dice.random() * 1.2)
-    ports.note(house.processes(folder))
+    ports.note(harness.processes(folder))
     if before:
         if dice.random() < 0.5:
             before[0].stop(before[1].run_id, 0)
-        story.end = _finish(house, runs, folder, dice, crew)
+        story.end = _finish(harness, runs, folder, dice, crew)
         before[0].stop(before[1].run_id, 0)
         _end_of(*before)
     else:
-        story.end = _finish(house, runs, folder, dice, crew)
+        story.end = _finish(harness, runs, folder, dice, crew)
     status = _end_of(runs, folder)
     if status.state in RESUMABLE and dice.random() < 0.5:
-        house.runs(BEHAVIOURS["endless"]).resume(folder.run_id)
+        harness.runs(BEHAVIOURS["endless"]).resume(folder.run_id)
         time.sleep(dice.random() * 0.8)
-        ports.note(house.processes(folder))
-        story.end += ", resumed, " + _finish(house, runs, folder, dice, "endless")
+        ports.note(harness.processes(folder))
+        story.end += ", resumed, " + _finish(harness, runs, folder, dice, "endless")
         _end_of(runs, folder)
-    _look(house, folder, ports, leftovers)
+    _look(harness, folder, ports, leftovers)
     story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
     story.seconds = time.monotonic() - began
     return story
 
 
-def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftovers) -> Round:
+def play_real(harness: RealHarness, end: str, dice: random.Random, leftovers: Leftovers) -> Round:
     """Play one real training: end it, resume it from its checkpoint, then stop it or let it train to its end."""
     began = time.monotonic()
     steps = 300 if end == "stop" else 100_000
-    runs = house.runs()
-    folder = runs.start(house.specification(steps=steps))
-    house.started.append(folder)
+    runs = harness.runs()
+    folder = runs.start(harness.specification(steps=steps))
+    harness.started.append(folder)
     ports = Ports()
     wanted = 6 + dice.randrange(8)
     eventually(_has_rows(folder, wanted), f"step {wanted}")
-    ports.note(house.processes(folder))
-    _act(house, runs, folder, end, dice)
+    ports.note(harness.processes(folder))
+    _act(harness, runs, folder, end, dice)
     _end_of(runs, folder)
     rows = len(_steps(folder))
     begun = runs.resume(folder.run_id)
@@ -219,12 +219,12 @@ def play_real(house: RealHouse, end: str, dice: random.Random, leftovers: Leftov
     # No step at all is as wrong as a wrong one, unless every step had been done before.
     first = [*_steps(folder)[rows:], story.resumed_from + 1 if story.resumed_from == steps else 0][0]
     story.step_error = abs(first - story.resumed_from - 1)
-    ports.note(house.processes(folder))
+    ports.note(harness.processes(folder))
     if end != "stop":
         runs.stop(folder.run_id)
     status = _end_of(runs, folder)
     story.end += f", {status.state}"
-    _look(house, folder, ports, leftovers)
+    _look(harness, folder, ports, leftovers)
     story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
     story.seconds = time.monotonic() - began
     return story
@@ -245,14 +245,14 @@ def _steps(folder: RunFolder) -> list[int]:
     return [row["step"] for row in rows if "step" in row]
 
 
-def _finish(house: RunHarness, runs: RunManager, folder: RunFolder, dice: random.Random, crew: str) -> str:
+def _finish(harness: RunHarness, runs: RunManager, folder: RunFolder, dice: random.Random, crew: str) -> str:
     ends = [end for end in ENDS if end != "wait" or crew in ("short", "fails", "dies while saving")]
     end = dice.choice(ends)
-    _act(house, runs, folder, end, dice)
+    _act(harness, runs, folder, end, dice)
     return end
 
 
-def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice: random.Random) -> None:
+def _act(harness: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice: random.Random) -> None:
     """Carry out an end; a run that has ended meanwhile is left alone."""
     if end == "wait" or Status.read(folder).ended:
         return
@@ -263,7 +263,7 @@ def _act(house: RunHarness, runs: RunManager, folder: RunFolder, end: str, dice:
             runs.stop(folder.run_id, 0)
         return
     try:
-        keeper = house.keeper(folder)
+        keeper = harness.keeper(folder)
         if end == "kill the keeper":
             victims = [keeper]
         elif end == "kill a guard":
@@ -307,19 +307,19 @@ class Ports:
         return left
 
 
-def _look(house: RunHarness, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
+def _look(harness: RunHarness, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
     """Count the leftovers of a run that has ended; its last processes get 5 s."""
     try:
-        eventually(lambda: not house.processes(folder), "the end of all processes", 5.0)
+        eventually(lambda: not harness.processes(folder), "the end of all processes", 5.0)
     except TimeoutError:
-        leftovers.processes += [" ".join(process.cmdline())[:120] for process in house.processes(folder)]
+        leftovers.processes += [" ".join(process.cmdline())[:120] for process in harness.processes(folder)]
     leftovers.ports += ports.open()
-    places = [folder.path, house.path / "tmp"]
+    places = [folder.path, harness.path / "tmp"]
     files = [path for place in places for path in place.rglob(".*")]
     files += [folder.crew] if folder.crew.exists() else []
-    files += list((house.path / "tmp").iterdir())
+    files += list((harness.path / "tmp").iterdir())
     files += [path for path in (folder.path.parent / ".reservations").glob(f"*{folder.run_id}*")]
-    names = [str(path.relative_to(house.path)) for path in files]
+    names = [str(path.relative_to(harness.path)) for path in files]
     leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]
 
 

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.faults.front import Fronts, runs_at
 from benchmarks.faults.judge import Story, Tally, look
-from benchmarks.faults.lives import Ports, RealHouse, eventually
+from benchmarks.faults.lives import Ports, RealHarness, eventually
 from toprope.errors import NotFound
 from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.folder import RunFolder
@@ -44,8 +44,8 @@ ENDS = frozenset({"short", "loads slowly"})
 class Stage:
     """The setting of a campaign: a home, its front ends, and the counts."""
 
-    def __init__(self, house: RunHarness, tally: Tally) -> None:
-        self.house, self.path, self.tally = house, house.path, tally
+    def __init__(self, harness: RunHarness, tally: Tally) -> None:
+        self.harness, self.path, self.tally = harness, harness.path, tally
         (self.path / "programs").mkdir(exist_ok=True)
         (self.path / "runs").mkdir(exist_ok=True)
         self.fronts = Fronts(self.path)
@@ -54,11 +54,11 @@ class Stage:
 
     def close(self) -> None:
         self.fronts.close()
-        self.house.close()
+        self.harness.close()
 
     def processes(self, folder: RunFolder) -> list[psutil.Process]:
         """Return the processes of a run, by their command lines or by the mark in their environment."""
-        found = {process.pid: process for process in self.house.processes(folder)}
+        found = {process.pid: process for process in self.harness.processes(folder)}
         for process in psutil.process_iter():
             try:
                 if process.environ().get(ENV_FOLDER) == str(folder.path):
@@ -71,11 +71,11 @@ class Stage:
 def light(stage: Stage, dice: random.Random) -> Story:
     """Specify a run with stand-ins for its members."""
     crew = dice.choice(list(CREWS))
-    specification = stage.house.specification(stop_grace_s=0.5, restarts=dice.choice([0, 2, 3]))
+    specification = stage.harness.specification(stop_grace_s=0.5, restarts=dice.choice([0, 2, 3]))
     launcher = specification.config.launcher
     launcher.restart_backoff_s = launcher.resume_lost_backoff_s = 0.05
     launcher.resume_lost_limit = 100
-    programs = supervisor_stand_ins.programs(CREWS[crew], stage.house.token)
+    programs = supervisor_stand_ins.programs(CREWS[crew], stage.harness.token)
     programs["plot"] = ["true"]
     (stage.path / "programs" / f"{specification.run_id}.json").write_text(json.dumps(programs))
     pauses = [dice.random() * dice.choice([0.05, 0.4, 1.0]) for _ in range(dice.randint(4, 9))]
@@ -84,8 +84,8 @@ def light(stage: Stage, dice: random.Random) -> Story:
 
 def real(stage: Stage, dice: random.Random, strikes: int = 6) -> Story:
     """Specify a run with the real programs, whose policy is tiny and has random weights."""
-    assert isinstance(stage.house, RealHouse)
-    specification = stage.house.specification(steps=dice.choice([60, 150, 100_000]))
+    assert isinstance(stage.harness, RealHarness)
+    specification = stage.harness.specification(steps=dice.choice([60, 150, 100_000]))
     launcher = specification.config.launcher
     launcher.restarts, launcher.restart_backoff_s, launcher.resume_lost_backoff_s = 100, 0.1, 0.1
     launcher.resume_lost_limit = 100
@@ -119,7 +119,7 @@ def play(
     """
     began, story, ports = time.monotonic(), Story(crew), Ports()
     folder = RunFolder(stage.path / "runs" / specification.run_id)
-    stage.house.started.append(folder)
+    stage.harness.started.append(folder)
     stage.started.add(specification.run_id)
     order = {"do": "start", "specification": specification.model_dump(mode="json")}
     if dice.random() < 0.3 and not trains_first:
@@ -269,7 +269,7 @@ def _ours(stage: Stage, folder: RunFolder, pid: int) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         words = " ".join(process.cmdline())
-        if stage.house.token in words or str(folder.path) in words:
+        if stage.harness.token in words or str(folder.path) in words:
             return process
         return process if process.environ().get(ENV_FOLDER) == str(folder.path) else None
     except psutil.Error:

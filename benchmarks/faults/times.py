@@ -24,12 +24,12 @@ __all__ = ["deaths", "readopt_ms", "stops", "stubborn_stops"]
 _SAVING_S = 0.5
 
 
-def stops(house: RunHarness, times: int) -> list[float]:
+def stops(harness: RunHarness, times: int) -> list[float]:
     """Return the seconds from a stop order to the run's end, less the trainer's time to write its checkpoint."""
     crew = {**BEHAVIOURS["endless"], "trainer": {"endless": True, "patient": True, "saving": _SAVING_S}}
     took = []
     for _ in range(times):
-        runs, folder = house.start(crew, stop_grace_s=10.0)
+        runs, folder = harness.start(crew, stop_grace_s=10.0)
         eventually(lambda runs=runs, folder=folder: runs.status(folder.run_id).state == "training", "training")
         began = time.monotonic()
         runs.stop(folder.run_id)
@@ -38,7 +38,7 @@ def stops(house: RunHarness, times: int) -> list[float]:
     return took
 
 
-def stubborn_stops(house: RunHarness, times: int) -> list[float]:
+def stubborn_stops(harness: RunHarness, times: int) -> list[float]:
     """Return the seconds from a stop order to the end of a crew that ignores SIGTERM and has nothing to save."""
     sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
     crew = {
@@ -49,7 +49,7 @@ def stubborn_stops(house: RunHarness, times: int) -> list[float]:
     }
     took = []
     for _ in range(times):
-        runs, folder = house.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
+        runs, folder = harness.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
         eventually(lambda folder=folder: Status.read(folder).checkpoint, "the checkpoint")
         began = time.monotonic()
         runs.stop(folder.run_id)
@@ -58,13 +58,13 @@ def stubborn_stops(house: RunHarness, times: int) -> list[float]:
     return took
 
 
-def readopt_ms(house: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> float:
+def readopt_ms(harness: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> float:
     """Return the milliseconds of the first list of `stored` runs, of which `lost` just lost their keepers, by a front
     end that has the owner's variables: all of them are reported, marked, and about to be resumed. The median of `times`
     tries.
     """
-    template = _stored(house)
-    return statistics.median(_readopt_ms(house.path / f"stored-{n}", template, stored, lost) for n in range(times))
+    template = _stored(harness)
+    return statistics.median(_readopt_ms(harness.path / f"stored-{n}", template, stored, lost) for n in range(times))
 
 
 def _readopt_ms(path: Path, template: RunFolder, stored: int, lost: int) -> float:
@@ -94,9 +94,9 @@ class _NoKeepers(LocalLauncher):
         return None
 
 
-def _stored(house: RunHarness) -> RunFolder:
+def _stored(harness: RunHarness) -> RunFolder:
     """Write a run that has completed, with all its files."""
-    runs, folder = house.start({})
+    runs, folder = harness.start({})
     _ended(folder)
     assert runs.status(folder.run_id).state == "completed"
     return folder

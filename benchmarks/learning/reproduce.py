@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults.lives import RealHouse, house_at
+from benchmarks.faults.lives import RealHarness, harness_at
 from benchmarks.scratch import scratch
 from toprope.analysis.reproduction import compare_runs_of_one, is_timing
 from toprope.records.run.folder import RunFolder, read_json
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     console = Console()
     with scratch("reproduce") as path:
-        house = RealHouse(house_at(path).path)
+        harness = RealHarness(harness_at(path).path)
         try:
-            same = [_run(house, given.steps, deterministic=True) for _ in range(given.runs)]
-            loose = [_run(house, given.steps, deterministic=False) for _ in range(2)]
+            same = [_run(harness, given.steps, deterministic=True) for _ in range(given.runs)]
+            loose = [_run(harness, given.steps, deterministic=False) for _ in range(2)]
             found = [_difference(same[0][0], other[0], True) for other in same[1:]]
             control = _difference(loose[0][0], loose[1][0], False)
             figures: dict[str, Any] = {
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             excluded = sorted({name for row in read_rows(same[0][0].metrics) for name in row if is_timing(name)})
         finally:
-            house.close()
+            harness.close()
     for one in found:
         for name in one["differing"]:
             console.print(f"differs: {name}")
@@ -75,17 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _run(house: RealHouse, steps: int, *, deterministic: bool) -> tuple[RunFolder, float]:
+def _run(harness: RealHarness, steps: int, *, deterministic: bool) -> tuple[RunFolder, float]:
     """Run once from start to end; return the folder and the seconds of training."""
-    specification = house.specification(steps=steps)
+    specification = harness.specification(steps=steps)
     config = specification.config
     config.algorithm.deterministic, config.algorithm.drop_zero_signal = deterministic, True
     config.optimizer.learning_rate = 1e-3
     config.evaluation.every_steps, config.evaluation.validation_tasks = max(1, steps // 2), 8
     config.environment.knobs = {"shortest": 3, "longest": 4, "alphabet": "abcdefghij"}
-    runs = house.runs()
+    runs = harness.runs()
     folder = runs.start(specification)
-    house.started.append(folder)
+    harness.started.append(folder)
     limit = time.monotonic() + LIMIT_S
     while not (status := runs.status(folder.run_id)).ended_at:
         if time.monotonic() > limit:

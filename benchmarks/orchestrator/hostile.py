@@ -63,7 +63,7 @@ def tried(folder: Path) -> dict[str, Any]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-class _House:
+class _Targets:
     """The targets of the programs, and the checks on them."""
 
     def __init__(self, folder: Path) -> None:
@@ -140,13 +140,13 @@ def _try_all(folder: Path) -> dict[str, Any]:
     probe = box.call("code_interpreter", "6 * 7")
     if probe.content != "42":
         raise SystemExit(f"code_interpreter does not work here: {probe.content}")
-    with closing(_House(folder)) as house:
-        unseen = [name for name in _UNCONFINED if not _harm(house, name, _unconfined)[0]]
+    with closing(_Targets(folder)) as targets:
+        unseen = [name for name in _UNCONFINED if not _harm(targets, name, _unconfined)[0]]
         peak = _own_peak_mb()
         escapes: dict[str, list[str]] = {}
         slowest = 0.0
         for name in PROGRAMS:
-            found, seconds = _harm(house, name, lambda program: box.call("code_interpreter", program).content)
+            found, seconds = _harm(targets, name, lambda program: box.call("code_interpreter", program).content)
             slowest = max(slowest, seconds)
             if seconds > _SECONDS + _SLACK_S:
                 found.append(f"it ran for {seconds:.1f} s")
@@ -168,12 +168,12 @@ def _try_all(folder: Path) -> dict[str, Any]:
     }
 
 
-def _harm(house: _House, name: str, run: Callable[[str], str]) -> tuple[list[str], float]:
-    program = house.told(PROGRAMS[name])
+def _harm(targets: _Targets, name: str, run: Callable[[str], str]) -> tuple[list[str], float]:
+    program = targets.told(PROGRAMS[name])
     began = time.monotonic()
     said = run(program)
     seconds = time.monotonic() - began
-    return house.harmed(said), seconds
+    return targets.harmed(said), seconds
 
 
 def _own_peak_mb() -> float:

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.http.token import TokenFile
 
-from benchmarks.faults.lives import RealHouse, RunHarness, eventually
+from benchmarks.faults.lives import RealHarness, RunHarness, eventually
 from benchmarks.scratch import scratch
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
@@ -60,7 +60,7 @@ _ENVIRONMENTS = ("sort_letters", "number_guess", "reasoning_gym/chain_sum")
 _SECTIONS = ("algorithm", "optimizer", "rollout", "budget")
 
 
-class _NicedHouse(RealHouse):
+class _NicedHarness(RealHarness):
     """Real runs that leave the processor to others."""
 
     def runs(self, behaviours: Any = None, *, plot: Any = False) -> RunManager:
@@ -240,11 +240,11 @@ class Looks:
             await anyio.sleep(1.0)
 
 
-def store_ended(house: RunHarness, count: int) -> None:
+def store_ended(harness: RunHarness, count: int) -> None:
     """Write runs that ended, as a home has them after some weeks."""
     for number in range(count):
-        specification = RunHarness.specification(house).model_copy(update={"run_id": f"ended-{number:02d}"})
-        folder = RunFolder.create(house.path / "runs", specification.run_id)
+        specification = RunHarness.specification(harness).model_copy(update={"run_id": f"ended-{number:02d}"})
+        folder = RunFolder.create(harness.path / "runs", specification.run_id)
         specification.write(folder)
         at = time.time() - 86_400 - number
         rows = [
@@ -377,13 +377,13 @@ def main() -> int:
     options, console = _options(), Console()
     with scratch("load") as home:
         (home / "home").mkdir(mode=0o700)
-        house = (_NicedHouse if options.real else RunHarness)(home / "home")
-        store_ended(house, STORED_RUNS)
+        harness = (_NicedHarness if options.real else RunHarness)(home / "home")
+        store_ended(harness, STORED_RUNS)
         server = None
         try:
             runs, folders = None, []
             for _ in range(2):
-                runs, folder = house.start({"trainer": {"endless": True}})
+                runs, folder = harness.start({"trainer": {"endless": True}})
                 folders.append(folder)
             assert runs is not None
             for folder in folders:
@@ -401,7 +401,7 @@ def main() -> int:
             if server is not None:
                 server.terminate()
                 server.wait(20)
-            house.close()
+            harness.close()
         said = (home / "server.log").read_text()
     table = Table(title="Calls, milliseconds")
     for name in ("tool", "calls", "p50", "p99", "longest"):

@@ -1,4 +1,4 @@
-"""Wrong arguments: the calls of calls.yaml as cases. One existing draft serves all cases of a house."""
+"""Wrong arguments: the calls of calls.yaml as cases. One existing draft serves all cases of an installation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.wrong_inputs.house import Case, Expected, House, Told
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation
 
 __all__ = ["CASES", "read_table", "texts"]
 
@@ -59,14 +59,14 @@ def texts(value: str | list[str]) -> tuple[str, ...]:
 
 
 def _call(kind: str, title: str, tool: str, arguments: dict[str, Any], *wanted: str | list[str]) -> Case:
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        if "draft" not in house.kept:
-            house.kept["draft"] = await house.draft()
-        draft_id = house.kept["draft"]
-        house.mark()
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        if "draft" not in site.kept:
+            site.kept["draft"] = await site.draft()
+        draft_id = site.kept["draft"]
+        site.mark()
         filled = {name: draft_id if value == "$draft" else value for name, value in arguments.items()}
-        told = await house.call(tool, **filled)
-        yield told, Expected(*(tuple(text.replace("$draft", draft_id) for text in texts(cell)) for cell in wanted))
+        answer = await site.call(tool, **filled)
+        yield answer, Expected(*(tuple(text.replace("$draft", draft_id) for text in texts(cell)) for cell in wanted))
 
     return Case(kind, title, play)
 

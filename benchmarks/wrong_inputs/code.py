@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator
 
 from benchmarks.wrong_inputs.environments import BROKEN_BYTES, SOURCES
-from benchmarks.wrong_inputs.house import Case, Expected, House, Told
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation
 
 __all__ = ["CASES", "put"]
 
@@ -74,75 +74,78 @@ _TOLD: list[_Row] = [
 ]
 
 
-def put(house: House, name: str) -> None:
+def put(site: Installation, name: str) -> None:
     """Write one file into the owner's folder of environments."""
     if name in BROKEN_BYTES:
-        (house.environments / f"{name}.py").write_bytes(BROKEN_BYTES[name])
+        (site.environments / f"{name}.py").write_bytes(BROKEN_BYTES[name])
     else:
-        (house.environments / f"{name}.py").write_text(SOURCES[name])
+        (site.environments / f"{name}.py").write_text(SOURCES[name])
 
 
 def _describe(row: _Row, *, refused: bool, slow: bool = False) -> Case:
     title, name, names, cause, remedy = row
 
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
         file = "climbs_out" if name.startswith(".") else name
-        put(house, file)
-        await house.connect()
-        house.mark()
-        told = await house.call("describe_environment", name=name)
-        yield told, Expected(names, cause, remedy, refused)
-        (house.environments / f"{file}.py").unlink()
+        put(site, file)
+        await site.connect()
+        site.mark()
+        answer = await site.call("describe_environment", name=name)
+        yield answer, Expected(names, cause, remedy, refused)
+        (site.environments / f"{file}.py").unlink()
 
     return Case("an environment's code", title, play, slow=slow)
 
 
-async def _select_a_broken_one(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    put(house, "raises_on_import")
-    await house.connect()
-    house.mark()
-    told = await house.call("select_environment", name="raises_on_import")
-    yield told, Expected(("the dice are loaded", "Nothing was changed"), ("RuntimeError",), _MEND)
-    (house.environments / "raises_on_import.py").unlink()
+async def _select_a_broken_one(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    put(site, "raises_on_import")
+    await site.connect()
+    site.mark()
+    answer = await site.call("select_environment", name="raises_on_import")
+    yield answer, Expected(("the dice are loaded", "Nothing was changed"), ("RuntimeError",), _MEND)
+    (site.environments / "raises_on_import.py").unlink()
 
 
-async def _a_name_that_is_taken(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    put(house, "took_a_name")
-    await house.connect()
-    house.mark()
-    told = await house.call("list_environments", query="sort_letters")
-    yield told, Expected(("took_a_name.py:", "sort_letters"), ("is taken by",), ("Set another `name`",), refused=False)
-    (house.environments / "took_a_name.py").unlink()
+async def _a_name_that_is_taken(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    put(site, "took_a_name")
+    await site.connect()
+    site.mark()
+    answer = await site.call("list_environments", query="sort_letters")
+    yield (
+        answer,
+        Expected(("took_a_name.py:", "sort_letters"), ("is taken by",), ("Set another `name`",), refused=False),
+    )
+    (site.environments / "took_a_name.py").unlink()
 
 
-async def _odd_files(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _odd_files(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Special files and dangling links must not keep the list from being made."""
-    made = [house.environments / f"{name}.py" for name in ("pipe", "folder", "circle", "nowhere")]
+    made = [site.environments / f"{name}.py" for name in ("pipe", "folder", "circle", "nowhere")]
     os.mkfifo(made[0])
     made[1].mkdir()
     made[2].symlink_to(made[2])
     made[3].symlink_to("/no/such/file.py")
-    put(house, "does_not_parse")
-    await house.connect()
-    house.mark()
-    told = await house.call("list_environments", query="does_not_parse")
-    yield told, Expected(("does_not_parse",), ("broken",), ("does_not_parse.py:",), refused=False)
-    (house.environments / "does_not_parse.py").unlink()
+    put(site, "does_not_parse")
+    await site.connect()
+    site.mark()
+    answer = await site.call("list_environments", query="does_not_parse")
+    yield answer, Expected(("does_not_parse",), ("broken",), ("does_not_parse.py:",), refused=False)
+    (site.environments / "does_not_parse.py").unlink()
     made[1].rmdir()
     for path in (made[0], made[2], made[3]):
         path.unlink()
 
 
-async def _hidden_words(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _hidden_words(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Invisible and control characters of a description must not reach a reader."""
-    put(house, "hidden_words")
-    await house.connect()
-    house.mark()
-    told = await house.call("list_environments", query="hidden_words")
-    if any(char in told.text for char in ("\x1b", "\u202e")):
-        told = Told(f"hidden characters came through: {told.text!r}", True, protocol_error=True)
-    yield told, Expected(("hidden_words",), ("Innocent",), ("Next:",), refused=False)
-    (house.environments / "hidden_words.py").unlink()
+    put(site, "hidden_words")
+    await site.connect()
+    site.mark()
+    answer = await site.call("list_environments", query="hidden_words")
+    if any(char in answer.text for char in ("\x1b", "\u202e")):
+        answer = Answer(f"hidden characters came through: {answer.text!r}", True, protocol_error=True)
+    yield answer, Expected(("hidden_words",), ("Innocent",), ("Next:",), refused=False)
+    (site.environments / "hidden_words.py").unlink()
 
 
 CASES: list[Case] = [

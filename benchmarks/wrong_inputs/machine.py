@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.wrong_inputs.house import SERVER, Case, Expected, House, Told
+from benchmarks.wrong_inputs.installation import SERVER, Answer, Case, Expected, Installation
 
 __all__ = ["CASES"]
 
@@ -21,72 +21,75 @@ _MANY_CALLS = 2000
 _GROWTH_MB = 40.0
 
 
-async def _home_below_a_file(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _home_below_a_file(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """A home that cannot be created: even root cannot create a folder below a file."""
-    (house.path / "file").write_text("no folder")
-    house.variables["TOPROPE_HOME"] = str(house.path / "file" / "home")
-    await house.connect()
-    house.mark()
-    told = await house.call("select_environment", name="sort_letters")
-    yield told, Expected((str(house.path / "file"), "Nothing was changed"), ("cannot be created",), ("TOPROPE_HOME",))
+    (site.path / "file").write_text("no folder")
+    site.variables["TOPROPE_HOME"] = str(site.path / "file" / "home")
+    await site.connect()
+    site.mark()
+    answer = await site.call("select_environment", name="sort_letters")
+    yield answer, Expected((str(site.path / "file"), "Nothing was changed"), ("cannot be created",), ("TOPROPE_HOME",))
 
 
-async def _no_room_for_a_draft(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    house.limits = "ulimit -f 0; "
-    await house.connect()
-    house.mark()
-    told = await house.call("select_environment", name="sort_letters")
+async def _no_room_for_a_draft(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    site.limits = "ulimit -f 0; "
+    await site.connect()
+    site.mark()
+    answer = await site.call("select_environment", name="sort_letters")
 
     def empty_home(key: str) -> bool:
         return key == "index"
 
-    names = (str(house.home), "Nothing was changed")
-    yield told, Expected(names, ("cannot be used", "cannot be written", "No space", "full"), ("room",), may=empty_home)
+    names = (str(site.home), "Nothing was changed")
+    yield (
+        answer,
+        Expected(names, ("cannot be used", "cannot be written", "No space", "full"), ("room",), may=empty_home),
+    )
 
 
-async def _no_room_for_an_edit(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    draft_id = await house.draft()
-    await house.close()
-    house.limits = "ulimit -f 0; "
-    await house.connect()
-    house.mark()
-    told = await house.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
-    yield told, Expected(("index.db", "Nothing was changed"), ("cannot be used",), ("room",))
+async def _no_room_for_an_edit(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    draft_id = await site.draft()
+    await site.close()
+    site.limits = "ulimit -f 0; "
+    await site.connect()
+    site.mark()
+    answer = await site.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
+    yield answer, Expected(("index.db", "Nothing was changed"), ("cannot be used",), ("room",))
 
 
-async def _no_room_for_a_run(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _no_room_for_a_run(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """The folder can be created, its files cannot be written: no partial run may stay."""
-    draft_id = await house.draft()
-    (house.home / "runs").mkdir()
-    await house.close()
-    house.limits = "ulimit -f 0; "
-    await house.connect()
-    house.mark()
-    told = await house.call("start_training", draft_id=draft_id)
-    yield told, Expected(("Nothing was changed",), ("cannot be used", "cannot be written"), ("room",))
+    draft_id = await site.draft()
+    (site.home / "runs").mkdir()
+    await site.close()
+    site.limits = "ulimit -f 0; "
+    await site.connect()
+    site.mark()
+    answer = await site.call("start_training", draft_id=draft_id)
+    yield answer, Expected(("Nothing was changed",), ("cannot be used", "cannot be written"), ("room",))
 
 
-async def _runs_is_a_file(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    draft_id = await house.draft()
-    (house.home / "runs").write_text("no folder")
-    house.mark()
-    told = await house.call("start_training", draft_id=draft_id)
-    yield told, Expected((str(house.home / "runs"),), ("cannot be created", "is no folder"), ("TOPROPE_HOME", "Move"))
+async def _runs_is_a_file(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    draft_id = await site.draft()
+    (site.home / "runs").write_text("no folder")
+    site.mark()
+    answer = await site.call("start_training", draft_id=draft_id)
+    yield answer, Expected((str(site.home / "runs"),), ("cannot be created", "is no folder"), ("TOPROPE_HOME", "Move"))
 
 
-async def _no_more_descriptors(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    house.limits = "ulimit -n 14; "
-    await house.connect()
-    house.mark()
-    told = await house.call("describe_environment", name="sort_letters")
-    yield told, Expected(("sort_letters",), ("open files", "descriptors"), ("ulimit", "limit"))
+async def _no_more_descriptors(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    site.limits = "ulimit -n 14; "
+    await site.connect()
+    site.mark()
+    answer = await site.call("describe_environment", name="sort_letters")
+    yield answer, Expected(("sort_letters",), ("open files", "descriptors"), ("ulimit", "limit"))
 
 
 class _Raw:
     """A server called with raw lines, which no sound client sends."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, site: Installation) -> None:
+        self._site = site
 
     async def __aenter__(self) -> _Raw:
         self.process = await asyncio.create_subprocess_exec(
@@ -94,7 +97,7 @@ class _Raw:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env=self._house.environ(),
+            env=self._site.environ(),
             limit=1 << 24,
         )
         await self.ask(json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": _OPENING}).encode(), 1)
@@ -119,35 +122,35 @@ class _Raw:
             if answer.get("id") == number:
                 return answer
 
-    async def told(self, line: bytes, number: int | None) -> Told:
+    async def answer(self, line: bytes, number: int | None) -> Answer:
         """Return the answer as a person reads it; a missing answer counts as an error of the protocol."""
         try:
             answer = await self.ask(line, number)
         except (TimeoutError, ValueError):
-            return Told("there was no answer: a client would wait until its own limit", True, protocol_error=True)
+            return Answer("there was no answer: a client would wait until its own limit", True, protocol_error=True)
         if "error" in answer:
-            return Told(answer["error"]["message"], True)
-        return Told(answer["result"]["content"][0]["text"], bool(answer["result"].get("isError")))
+            return Answer(answer["error"]["message"], True)
+        return Answer(answer["result"]["content"][0]["text"], bool(answer["result"].get("isError")))
 
 
 def _line(title: str, arguments: bytes, cause: tuple[str, ...]) -> Case:
     """A call whose line is not valid JSON. It is answered, and so is the next call."""
 
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        house.mark()
-        async with _Raw(house) as raw:
-            told = await raw.told(
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        site.mark()
+        async with _Raw(site) as raw:
+            answer = await raw.answer(
                 b'{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"get_config","arguments":'
                 + arguments
                 + b"}}",
                 2,
             )
-            after = await raw.told(
+            after = await raw.answer(
                 b'{"jsonrpc":"2.0","id":3,"method":"tools/call","params":{"name":"list_runs","arguments":{}}}', 3
             )
             if after.is_error:
-                told = after
-        yield told, Expected((), cause, ("Nothing was", "not called"))
+                answer = after
+        yield answer, Expected((), cause, ("Nothing was", "not called"))
 
     return Case(_WIRE, title, play)
 
@@ -163,52 +166,52 @@ _LINES = [
 ]
 
 
-async def _no_json(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    house.mark()
-    async with _Raw(house) as raw:
+async def _no_json(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    site.mark()
+    async with _Raw(site) as raw:
         for line in (b"this is not JSON", b"\xff\xfe", b"[]", b'"a"', b"{}", b""):
             raw.say(line)
-        told = await raw.told(
+        answer = await raw.answer(
             b'{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"get_config","arguments":{}}}', 2
         )
-    yield told, Expected(("draft_id",), ("is missing",), ("select_environment",))
+    yield answer, Expected(("draft_id",), ("is missing",), ("select_environment",))
 
 
-async def _thousands_of_calls(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _thousands_of_calls(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Thousands of wrong calls: each is answered, and the server does not grow."""
-    await house.call("edit_config", draft_id="draft-none", changes={"x": 1})
+    await site.call("edit_config", draft_id="draft-none", changes={"x": 1})
     servers = [
         one for one in psutil.Process().children(recursive=True) if "toprope_server.cli" in " ".join(one.cmdline())
     ]
-    house.mark()
-    told, before = Told("", False), 0
+    site.mark()
+    answer, before = Answer("", False), 0
     for number in range(_MANY_CALLS):
-        told = await house.call("edit_config", draft_id=f"draft-{number}", changes={"rollout.x": number})
+        answer = await site.call("edit_config", draft_id=f"draft-{number}", changes={"rollout.x": number})
         if number == 200:
             before = sum(server.memory_info().rss for server in servers)
     grown = (sum(server.memory_info().rss for server in servers) - before) / 2**20
     if grown > _GROWTH_MB:
-        told = Told(f"the server grew by {grown:.0f} MB in {_MANY_CALLS} wrong calls", True, protocol_error=True)
-    yield told, Expected((f"draft-{_MANY_CALLS - 1}", "Nothing was changed"), ("no draft",), ("select_environment",))
+        answer = Answer(f"the server grew by {grown:.0f} MB in {_MANY_CALLS} wrong calls", True, protocol_error=True)
+    yield answer, Expected((f"draft-{_MANY_CALLS - 1}", "Nothing was changed"), ("no draft",), ("select_environment",))
 
 
-async def _at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _at_once(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """A hundred wrong calls at the same time."""
     import anyio
 
-    await house.connect()
-    house.mark()
-    found: list[Told] = []
+    await site.connect()
+    site.mark()
+    found: list[Answer] = []
 
     async def one(number: int) -> None:
-        found.append(await house.call("start_training", draft_id=f"none-{number}"))
+        found.append(await site.call("start_training", draft_id=f"none-{number}"))
 
     async with anyio.create_task_group() as tasks:
         for number in range(100):
             tasks.start_soon(one, number)
-    odd = [told for told in found if told.protocol_error or "no draft" not in told.text]
-    told = odd[0] if odd or len(found) != 100 else found[-1]
-    yield told, Expected(("none-", "Nothing was changed"), ("no draft",), ("select_environment",))
+    odd = [answer for answer in found if answer.protocol_error or "no draft" not in answer.text]
+    answer = odd[0] if odd or len(found) != 100 else found[-1]
+    yield answer, Expected(("none-", "Nothing was changed"), ("no draft",), ("select_environment",))
 
 
 CASES: list[Case] = [

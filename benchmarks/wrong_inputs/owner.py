@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from benchmarks.wrong_inputs.house import Case, Expected, House, Told
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation
 
 __all__ = ["CASES"]
 
@@ -12,15 +12,15 @@ _OWNER = "the owner's files"
 
 
 def _owner(title: str, place: str, content: str | bytes, names: tuple[str, ...], cause: tuple[str, ...]) -> Case:
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        path = house.config / place
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        path = site.config / place
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         arguments = {"preset": path.stem} if path.parent.name == "presets" else {}
-        await house.connect()
-        house.mark()
-        told = await house.call("select_environment", name="sort_letters", **arguments)
-        yield told, Expected((*names, place, "Nothing was changed"), cause, ("Fix", "Did you mean", "There are:"))
+        await site.connect()
+        site.mark()
+        answer = await site.call("select_environment", name="sort_letters", **arguments)
+        yield answer, Expected((*names, place, "Nothing was changed"), cause, ("Fix", "Did you mean", "There are:"))
 
     return Case(_OWNER, title, play, own=True)
 

@@ -18,7 +18,7 @@ import anyio
 from benchmarks.wrong_inputs.calls import read_table, texts
 from benchmarks.wrong_inputs.code import put
 from benchmarks.wrong_inputs.environments import SOURCES
-from benchmarks.wrong_inputs.house import Case, Expected, House, Told, ask
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation, ask
 from benchmarks.wrong_inputs.states import ended_run
 
 __all__ = ["CASES"]
@@ -48,34 +48,34 @@ def _of_run(run_id: str) -> Callable[[str], bool]:
     return may
 
 
-async def _until_ended(house: House, run_id: str) -> dict[str, Any]:
+async def _until_ended(site: Installation, run_id: str) -> dict[str, Any]:
     """Wait as an agent does; return the run's status."""
     limit = time.monotonic() + _RUN_LIMIT_S
     while True:
-        told = await house.call("check_status", run_ids=[run_id], wait_s=20)
-        if told.is_error:
-            raise RuntimeError(told.text)
-        status = told.data["runs"][0]
+        answer = await site.call("check_status", run_ids=[run_id], wait_s=20)
+        if answer.is_error:
+            raise RuntimeError(answer.text)
+        status = answer.data["runs"][0]
         if status["state"] in _ENDED:
             return status
         if time.monotonic() > limit:
-            await house.call("stop_training", run_id=run_id)
-            raise RuntimeError(f"{run_id} did not end: {told.text}")
+            await site.call("stop_training", run_id=run_id)
+            raise RuntimeError(f"{run_id} did not end: {answer.text}")
 
 
-async def _draft(house: House, environment: str, changes: dict[str, Any]) -> str:
+async def _draft(site: Installation, environment: str, changes: dict[str, Any]) -> str:
     """Return a draft of an environment that goes wrong afterwards: selecting the wrong one would already find the
     error.
     """
-    (house.environments / f"{environment}.py").write_text(SOURCES["plain"])
-    draft_id = await house.draft(environment, changes)
-    put(house, environment)
+    (site.environments / f"{environment}.py").write_text(SOURCES["plain"])
+    draft_id = await site.draft(environment, changes)
+    put(site, environment)
     return draft_id
 
 
-def _tiny_model(house: House) -> Path:
+def _tiny_model(site: Installation) -> Path:
     """Return a model that answers nonsense, with a working tokenizer: made once for all homes."""
-    shared = house.path.parent / "tiny-model"
+    shared = site.path.parent / "tiny-model"
     if not shared.is_dir():
         from toprope.training.policy.tiny_model import Recipe, build
 
@@ -119,31 +119,31 @@ def _run(
     """A run from a changed draft, whose result says what was wrong."""
     tool, state = how.get("tool", "test_inference"), how.get("state", "failed")
 
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        house.variables |= {"HF_HUB_OFFLINE": "1"}
-        model = house.path / "model"
-        shutil.copytree(_tiny_model(house), model)
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        site.variables |= {"HF_HUB_OFFLINE": "1"}
+        model = site.path / "model"
+        shutil.copytree(_tiny_model(site), model)
         if "spoil" in how:
             SPOILED[how["spoil"]](model)
         short = {"launcher.stop_grace_s": 1, "evaluation.heldout_tasks": 2, "policy.model": str(model)}
-        draft_id = await _draft(house, how.get("environment", "plain"), short | how.get("changes", {}))
+        draft_id = await _draft(site, how.get("environment", "plain"), short | how.get("changes", {}))
         named = tuple(name.replace("$model", str(model)) for name in texts(names))
         remedies = tuple(part for text in texts(remedy) for part in (_NEXT if text == "$next" else (text,)))
         expected = Expected(named, texts(cause), remedies)
-        house.mark()
+        site.mark()
         arguments = {"tasks": 2, "group_size": 2} if tool == "test_inference" else {}
-        started = await house.call(tool, draft_id=draft_id, **arguments)
+        started = await site.call(tool, draft_id=draft_id, **arguments)
         if started.is_error:  # found before anything was started, which is better still
             yield started, expected
             return
         run_id = started.data["run_id"]
-        status = await _until_ended(house, run_id)
-        told = await house.call("get_results", run_id=run_id)
+        status = await _until_ended(site, run_id)
+        answer = await site.call("get_results", run_id=run_id)
         expected = replace(expected, refused=False, may=_of_run(run_id))
         if status["state"] != state:
-            told = Told(f"the run is {status['state']}, not {state}: {told.text}", told.is_error)
+            answer = Answer(f"the run is {status['state']}, not {state}: {answer.text}", answer.is_error)
             expected = replace(expected, names=(f"it is {state}",))
-        yield told, expected
+        yield answer, expected
 
     return Case(kind, title, play, own=True, slow=True)
 
@@ -151,43 +151,43 @@ def _run(
 _RUNS = [_run(kind, *row) for kind, rows in read_table("runs").items() for row in rows]
 
 
-async def _file_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _file_removed(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """The environment's file is removed between draft and run."""
-    put(house, "plain")
-    draft_id = await house.draft("plain", {"policy.model": str(_tiny_model(house))})
-    (house.environments / "plain.py").unlink()
-    house.mark()
-    run_id = (await house.good("test_inference", draft_id=draft_id, tasks=2, group_size=2))["run_id"]
-    await _until_ended(house, run_id)
-    told = await house.call("get_results", run_id=run_id)
-    yield told, Expected(("plain.py",), ("does not exist",), _NEXT, refused=False, may=_of_run(run_id))
+    put(site, "plain")
+    draft_id = await site.draft("plain", {"policy.model": str(_tiny_model(site))})
+    (site.environments / "plain.py").unlink()
+    site.mark()
+    run_id = (await site.good("test_inference", draft_id=draft_id, tasks=2, group_size=2))["run_id"]
+    await _until_ended(site, run_id)
+    answer = await site.call("get_results", run_id=run_id)
+    yield answer, Expected(("plain.py",), ("does not exist",), _NEXT, refused=False, may=_of_run(run_id))
 
 
-def _sleeping(house: House) -> dict[str, Any]:
-    return {"policy.model": str(_tiny_model(house)), "launcher.stop_grace_s": 1}
+def _sleeping(site: Installation) -> dict[str, Any]:
+    return {"policy.model": str(_tiny_model(site)), "launcher.stop_grace_s": 1}
 
 
-async def _sleeper(house: House, changes: dict[str, Any] | None = None) -> str:
+async def _sleeper(site: Installation, changes: dict[str, Any] | None = None) -> str:
     """Start a run that never finishes loading its environment; return its id."""
-    draft_id = await _draft(house, "sleeps", _sleeping(house) | (changes or {}))
-    house.kept["sleeper"] = draft_id
-    return (await house.good("start_training", draft_id=draft_id))["run_id"]
+    draft_id = await _draft(site, "sleeps", _sleeping(site) | (changes or {}))
+    site.kept["sleeper"] = draft_id
+    return (await site.good("start_training", draft_id=draft_id))["run_id"]
 
 
-async def _stop_while_starting(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _stop_while_starting(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Nothing is launched after the stop: the existing processes end, and none is started."""
-    house.mark()
-    run_id = await _sleeper(house)
-    told = await house.call("stop_training", run_id=run_id)
+    site.mark()
+    run_id = await _sleeper(site)
+    answer = await site.call("stop_training", run_id=run_id)
     limit = time.monotonic() + 5
-    while house.processes() and time.monotonic() < limit:
+    while site.processes() and time.monotonic() < limit:
         await anyio.sleep(0.05)
     seen = []
     for _ in range(20):
         await anyio.sleep(0.05)
-        seen += [process.pid for process in house.processes()]
+        seen += [process.pid for process in site.processes()]
     if seen:
-        told = Told(f"processes after the stop: {seen}; {told.text}", True, protocol_error=True)
+        answer = Answer(f"processes after the stop: {seen}; {answer.text}", True, protocol_error=True)
 
     def may(key: str) -> bool:
         return (
@@ -197,129 +197,129 @@ async def _stop_while_starting(house: House) -> AsyncIterator[tuple[Told, Expect
             or key == "index"
         )
 
-    yield told, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
+    yield answer, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
 
 
-async def _second_stop(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    run_id = await _sleeper(house)
-    await house.call("stop_training", run_id=run_id)
-    house.mark()
-    told = await house.call("stop_training", run_id=run_id)
-    yield told, Expected((run_id,), ("was stopped already",), ("get_results(",), refused=False)
+async def _second_stop(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    run_id = await _sleeper(site)
+    await site.call("stop_training", run_id=run_id)
+    site.mark()
+    answer = await site.call("stop_training", run_id=run_id)
+    yield answer, Expected((run_id,), ("was stopped already",), ("get_results(",), refused=False)
 
 
-async def _two_stops_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    run_id = await _sleeper(house)
-    house.mark()
-    found: list[Told] = []
+async def _two_stops_at_once(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    run_id = await _sleeper(site)
+    site.mark()
+    found: list[Answer] = []
 
     async def stop() -> None:
-        found.append(await house.call("stop_training", run_id=run_id))
+        found.append(await site.call("stop_training", run_id=run_id))
 
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(stop)
-    odd = [told for told in found if told.is_error]
-    told = odd[0] if odd else found[0]
+    odd = [answer for answer in found if answer.is_error]
+    answer = odd[0] if odd else found[0]
     limit = time.monotonic() + 3
-    while (marked := house.processes()) and time.monotonic() < limit:
+    while (marked := site.processes()) and time.monotonic() < limit:
         await anyio.sleep(0.05)
 
     def may(key: str) -> bool:  # the crew existed at the time of the mark, and has ended since
         return _of_run(run_id)(key) or key.startswith("process") or key.startswith(f"file home/runs/{run_id}/")
 
     if marked:
-        told = Told(f"left: {marked}", True, protocol_error=True)
-    yield told, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
+        answer = Answer(f"left: {marked}", True, protocol_error=True)
+    yield answer, Expected((run_id,), ("stopped",), ("get_results(",), refused=False, may=may)
 
 
-async def _start_twice(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    run_id = await _sleeper(house)
-    house.mark()
-    told = await house.call("start_training", draft_id=house.kept["sleeper"])
+async def _start_twice(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    run_id = await _sleeper(site)
+    site.mark()
+    answer = await site.call("start_training", draft_id=site.kept["sleeper"])
 
     def moving(key: str) -> bool:  # the first run continues
         return run_id in key or key.startswith("process")
 
-    expected = Expected((house.kept["sleeper"], run_id, "Nothing was changed"), ("running already",), ("again=true",))
-    yield told, Expected(expected.names, expected.cause, ("again=true", "again=True"), may=moving)
-    await house.call("stop_training", run_id=run_id)
+    expected = Expected((site.kept["sleeper"], run_id, "Nothing was changed"), ("running already",), ("again=true",))
+    yield answer, Expected(expected.names, expected.cause, ("again=true", "again=True"), may=moving)
+    await site.call("stop_training", run_id=run_id)
 
 
-async def _start_twice_at_once(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _start_twice_at_once(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Two servers start one draft at the same moment: one run results."""
-    draft_id = await _draft(house, "sleeps", _sleeping(house))
-    house.mark()
-    found: list[Told] = []
-    async with house.another() as other:
+    draft_id = await _draft(site, "sleeps", _sleeping(site))
+    site.mark()
+    found: list[Answer] = []
+    async with site.another() as other:
 
         async def start(client: Any) -> None:
             found.append(await ask(client, "start_training", {"draft_id": draft_id}))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(start, await house.connect())
+            tasks.start_soon(start, await site.connect())
             tasks.start_soon(start, other)
-        good, bad = [told for told in found if not told.is_error], [told for told in found if told.is_error]
-        told = bad[0] if len(bad) == 1 else Told(f"{len(good)} runs were started", True, protocol_error=True)
+        good, bad = [answer for answer in found if not answer.is_error], [answer for answer in found if answer.is_error]
+        answer = bad[0] if len(bad) == 1 else Answer(f"{len(good)} runs were started", True, protocol_error=True)
         run_id = good[0].data["run_id"] if good else ""
 
         def moving(key: str) -> bool:
             return run_id in key or key.startswith("process") or key in _BOOKKEEPING
 
         expected = Expected((draft_id, "Nothing was changed"), ("running already",), ("check_status(",), may=moving)
-        yield told, expected
-        await house.call("stop_training", run_id=run_id)
+        yield answer, expected
+        await site.call("stop_training", run_id=run_id)
 
 
-async def _folder_deleted(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _folder_deleted(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """The crew ends by itself, and the folder is not created again."""
-    run_id = await _sleeper(house)
-    shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)
-    shutil.rmtree(house.home / "runs" / run_id, ignore_errors=True)
+    run_id = await _sleeper(site)
+    shutil.rmtree(site.home / "runs" / run_id, ignore_errors=True)
+    shutil.rmtree(site.home / "runs" / run_id, ignore_errors=True)
     limit = time.monotonic() + 15
-    while house.processes() and time.monotonic() < limit:
+    while site.processes() and time.monotonic() < limit:
         await anyio.sleep(0.05)
-    left = house.processes()
-    house.mark()
-    told = await house.call("check_status", run_ids=[run_id])
-    if left or (house.home / "runs" / run_id).exists():
-        told = Told(f"left: {left}, folder {(house.home / 'runs' / run_id).exists()}", True, protocol_error=True)
-    yield told, Expected((run_id,), ("no run",), ("list_runs",))
+    left = site.processes()
+    site.mark()
+    answer = await site.call("check_status", run_ids=[run_id])
+    if left or (site.home / "runs" / run_id).exists():
+        answer = Answer(f"left: {left}, folder {(site.home / 'runs' / run_id).exists()}", True, protocol_error=True)
+    yield answer, Expected((run_id,), ("no run",), ("list_runs",))
 
 
-async def _keeper_killed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _keeper_killed(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """The run stays lost, because its configuration forbids an automatic resume."""
-    run_id = await _sleeper(house, {"launcher.resume_lost": "never"})
-    for process in house.processes():
+    run_id = await _sleeper(site, {"launcher.resume_lost": "never"})
+    for process in site.processes():
         if "toprope.supervisor.keeper" in " ".join(process.cmdline()):
             process.kill()
-    await _until_ended(house, run_id)
+    await _until_ended(site, run_id)
     limit = time.monotonic() + 15
-    while house.processes() and time.monotonic() < limit:
+    while site.processes() and time.monotonic() < limit:
         await anyio.sleep(0.05)
-    house.mark()
-    told = await house.call("get_results", run_id=run_id)
-    yield told, Expected((run_id,), ("lost", "keeper was gone"), ("resume_training", "get_results("), refused=False)
+    site.mark()
+    answer = await site.call("get_results", run_id=run_id)
+    yield answer, Expected((run_id,), ("lost", "keeper was gone"), ("resume_training", "get_results("), refused=False)
 
 
-async def _resume_a_live_one(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    run_id = await _sleeper(house)
-    house.mark()
-    told = await house.call("resume_training", run_id=run_id)
+async def _resume_a_live_one(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    run_id = await _sleeper(site)
+    site.mark()
+    answer = await site.call("resume_training", run_id=run_id)
 
     def moving(key: str) -> bool:
         return run_id in key or key.startswith("process")
 
-    yield told, Expected((run_id, "Nothing was changed"), ("under its keeper",), _ANY, may=moving)
-    await house.call("stop_training", run_id=run_id)
+    yield answer, Expected((run_id, "Nothing was changed"), ("under its keeper",), _ANY, may=moving)
+    await site.call("stop_training", run_id=run_id)
 
 
-async def _resume_a_completed_one(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    ended_run(house)
-    await house.connect()
-    house.mark()
-    told = await house.call("resume_training", run_id="old-run")
-    yield told, Expected(("old-run", "Nothing was changed"), ("completed",), _ANY)
+async def _resume_a_completed_one(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    ended_run(site)
+    await site.connect()
+    site.mark()
+    answer = await site.call("resume_training", run_id="old-run")
+    yield answer, Expected(("old-run", "Nothing was changed"), ("completed",), _ANY)
 
 
 _ANY = ("start_training", "check_status", "stop_training", "get_results", "list_runs")

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from benchmarks.wrong_inputs.calls import read_table, texts
-from benchmarks.wrong_inputs.house import Case, Expected, House, Told
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
@@ -24,9 +24,9 @@ __all__ = ["CASES", "ended_run"]
 _INDEX, _RUN = "the index and drafts", "a run's folder"
 
 
-def ended_run(house: House, run_id: str = "old-run", **fields: Any) -> RunFolder:
+def ended_run(site: Installation, run_id: str = "old-run", **fields: Any) -> RunFolder:
     """Write a run that ended, as a keeper would have left it."""
-    folder = RunFolder.create(house.home / "runs", run_id)
+    folder = RunFolder.create(site.home / "runs", run_id)
     now = time.time()
     Specification(
         run_id=run_id,
@@ -35,7 +35,7 @@ def ended_run(house: House, run_id: str = "old-run", **fields: Any) -> RunFolder
         toprope_version="0",
         environment=EnvironmentSource(name="sort_letters"),
         config=Config(),
-        policy_cache=str(house.home / "policies"),
+        policy_cache=str(site.home / "policies"),
     ).write(folder)
     Status(
         run_id=run_id,
@@ -51,55 +51,57 @@ def ended_run(house: House, run_id: str = "old-run", **fields: Any) -> RunFolder
 # The index
 
 
-def _index(title: str, spoil: Callable[[House, str], None], cause: tuple[str, ...], remedy: tuple[str, ...]) -> Case:
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        draft_id = await house.draft(changes={"rollout.group_size": 16})
-        spoil(house, draft_id)
-        house.mark()
-        told = await house.call("get_config", draft_id=draft_id)
+def _index(
+    title: str, spoil: Callable[[Installation, str], None], cause: tuple[str, ...], remedy: tuple[str, ...]
+) -> Case:
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        draft_id = await site.draft(changes={"rollout.group_size": 16})
+        spoil(site, draft_id)
+        site.mark()
+        answer = await site.call("get_config", draft_id=draft_id)
         names = ("index.db",) if "row" not in title else (draft_id,)
-        yield told, Expected(names, cause, remedy)
+        yield answer, Expected(names, cause, remedy)
 
     return Case(_INDEX, title, play, own=True)
 
 
-def _rewrite(content: bytes) -> Callable[[House, str], None]:
-    def spoil(house: House, _: str) -> None:
-        for path in house.home.glob("index.db-*"):
+def _rewrite(content: bytes) -> Callable[[Installation, str], None]:
+    def spoil(site: Installation, _: str) -> None:
+        for path in site.home.glob("index.db-*"):
             path.unlink()
-        (house.home / "index.db").write_bytes(content)
+        (site.home / "index.db").write_bytes(content)
 
     return spoil
 
 
-def _cut(house: House, _: str) -> None:
-    with sqlite3.connect(house.home / "index.db") as db:
+def _cut(site: Installation, _: str) -> None:
+    with sqlite3.connect(site.home / "index.db") as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    content = (house.home / "index.db").read_bytes()
-    _rewrite(content[:5000])(house, _)
+    content = (site.home / "index.db").read_bytes()
+    _rewrite(content[:5000])(site, _)
 
 
-def _somebody_elses(house: House, _: str) -> None:
-    _rewrite(b"")(house, _)
-    with sqlite3.connect(house.home / "index.db") as db:
+def _foreign(site: Installation, _: str) -> None:
+    _rewrite(b"")(site, _)
+    with sqlite3.connect(site.home / "index.db") as db:
         db.execute("CREATE TABLE bookmarks (url TEXT)")
 
 
-def _newer(house: House, _: str) -> None:
-    with sqlite3.connect(house.home / "index.db") as db:
+def _newer(site: Installation, _: str) -> None:
+    with sqlite3.connect(site.home / "index.db") as db:
         db.execute("PRAGMA user_version = 99")
 
 
-def _a_folder(house: House, _: str) -> None:
-    for path in house.home.glob("index.db*"):
+def _a_folder(site: Installation, _: str) -> None:
+    for path in site.home.glob("index.db*"):
         path.unlink()
-    (house.home / "index.db").mkdir()
+    (site.home / "index.db").mkdir()
 
 
-def _row(column: str, value: str, table: str = "drafts") -> Callable[[House, str], None]:
-    def spoil(house: House, draft_id: str) -> None:
+def _row(column: str, value: str, table: str = "drafts") -> Callable[[Installation, str], None]:
+    def spoil(site: Installation, draft_id: str) -> None:
         key = "id" if table == "drafts" else "draft_id"
-        with sqlite3.connect(house.home / "index.db") as db:
+        with sqlite3.connect(site.home / "index.db") as db:
             db.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (value, draft_id))
 
     return spoil
@@ -109,7 +111,7 @@ _ASIDE = ("toprope doctor --repair",)
 _INDEXES = [
     _index("a file of garbage", _rewrite(b"garbage" * 1000), ("is damaged",), _ASIDE),
     _index("a file that was cut off", _cut, ("is damaged",), _ASIDE),
-    _index("somebody else's database", _somebody_elses, ("not an index of Toprope",), _ASIDE),
+    _index("somebody else's database", _foreign, ("not an index of Toprope",), _ASIDE),
     _index("the index of a newer version", _newer, ("newer version",), ("Update Toprope",)),
     _index("a folder in its place", _a_folder, ("cannot be used", "is damaged"), ("Check", *_ASIDE)),
     _index("a draft's row that is not JSON", _row("config", "{"), ("cannot be read",), ("select_environment",)),
@@ -132,64 +134,64 @@ _INDEXES = [
 ]
 
 
-async def _index_locked(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    draft_id = await house.draft()
-    house.mark()
-    db = sqlite3.connect(house.home / "index.db", isolation_level=None)
+async def _index_locked(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    draft_id = await site.draft()
+    site.mark()
+    db = sqlite3.connect(site.home / "index.db", isolation_level=None)
     db.execute("BEGIN EXCLUSIVE")
-    told = await house.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
+    answer = await site.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
     db.execute("ROLLBACK")
     db.close()
-    yield told, Expected(("index.db", "Nothing was changed"), ("stayed locked",), ("Call again",))
+    yield answer, Expected(("index.db", "Nothing was changed"), ("stayed locked",), ("Call again",))
 
 
-async def _index_removed(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    draft_id = await house.draft()
-    for path in house.home.glob("index.db*"):
+async def _index_removed(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    draft_id = await site.draft()
+    for path in site.home.glob("index.db*"):
         path.unlink()
-    house.mark()
-    told = await house.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
+    site.mark()
+    answer = await site.call("edit_config", draft_id=draft_id, changes={"budget.steps": 7})
 
     def empty_index(key: str) -> bool:
         return key == "index"
 
-    yield told, Expected((draft_id,), ("no draft",), ("select_environment",), may=empty_index)
+    yield answer, Expected((draft_id,), ("no draft",), ("select_environment",), may=empty_index)
 
 
-async def _bad_draft_among_good(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _bad_draft_among_good(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """One unreadable row must not hide the others."""
-    bad, good = await house.draft(), await house.draft()
-    _row("config", "{")(house, bad)
-    house.mark()
-    told = await house.call("get_config")
-    yield told, Expected(("draft_id", good), ("is missing",), (good,))
+    bad, good = await site.draft(), await site.draft()
+    _row("config", "{")(site, bad)
+    site.mark()
+    answer = await site.call("get_config")
+    yield answer, Expected(("draft_id", good), ("is missing",), (good,))
 
 
-async def _stamp_spoiled(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-    ended_run(house)
-    await house.good("check_status", run_ids=["old-run"])
-    with sqlite3.connect(house.home / "index.db") as db:
+async def _stamp_spoiled(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+    ended_run(site)
+    await site.good("check_status", run_ids=["old-run"])
+    with sqlite3.connect(site.home / "index.db") as db:
         db.execute("UPDATE stamps SET snapshot = '['")
-    house.mark()
-    told = await house.call("check_status", run_ids=["old-run"])
-    yield told, Expected(("index.db",), ("is damaged",), _ASIDE)
+    site.mark()
+    answer = await site.call("check_status", run_ids=["old-run"])
+    yield answer, Expected(("index.db",), ("is damaged",), _ASIDE)
 
 
-async def _two_servers(house: House) -> AsyncIterator[tuple[Told, Expected]]:
+async def _two_servers(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
     """Two servers edit one draft, one of them wrongly: the valid edits are all kept, the wrong one is refused."""
-    from benchmarks.wrong_inputs.house import ask
+    from benchmarks.wrong_inputs.installation import ask
 
-    draft_id = await house.draft()
-    async with house.another("legacy") as other:
+    draft_id = await site.draft()
+    async with site.another("legacy") as other:
         for number in range(5):
             await ask(other, "edit_config", {"draft_id": draft_id, "changes": {"budget.steps": 100 + number}})
-            await house.good("edit_config", draft_id=draft_id, changes={"optimizer.warmup_steps": number})
-        house.mark()
-        told = await ask(other, "edit_config", {"draft_id": draft_id, "changes": {"budget.steps": "many"}})
-        revision = (await house.good("get_config", draft_id=draft_id))["revision"]
+            await site.good("edit_config", draft_id=draft_id, changes={"optimizer.warmup_steps": number})
+        site.mark()
+        answer = await ask(other, "edit_config", {"draft_id": draft_id, "changes": {"budget.steps": "many"}})
+        revision = (await site.good("get_config", draft_id=draft_id))["revision"]
         if revision != 11:
-            told = Told(f"ten edits by two servers made revision {revision}", True, protocol_error=True)
-        yield told, Expected(("budget.steps", "many", "Nothing was changed"), ("owner",), ("at most 20000",))
+            answer = Answer(f"ten edits by two servers made revision {revision}", True, protocol_error=True)
+        yield answer, Expected(("budget.steps", "many", "Nothing was changed"), ("owner",), ("at most 20000",))
 
 
 # Run folders
@@ -229,17 +231,17 @@ def _run(
     remedy: str | list[str],
     accepted: str = "",
 ) -> Case:
-    async def play(house: House) -> AsyncIterator[tuple[Told, Expected]]:
-        _damage(ended_run(house), how)
-        await house.connect()
-        house.mark()
-        told = await house.call(tool.split()[0], **_ARGUMENTS.get(tool, {"run_id": "old-run"}))
+    async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
+        _damage(ended_run(site), how)
+        await site.connect()
+        site.mark()
+        answer = await site.call(tool.split()[0], **_ARGUMENTS.get(tool, {"run_id": "old-run"}))
 
         def stamp(key: str) -> bool:
             return tool == "check_status" and (key.startswith("row stamps") or key == "index")
 
         remedies = tuple(part for text in texts(remedy) for part in (_LOOK if text == "$look" else (text,)))
-        yield told, Expected(texts(names), texts(cause), remedies, not accepted, may=stamp)
+        yield answer, Expected(texts(names), texts(cause), remedies, not accepted, may=stamp)
 
     return Case(_RUN, title, play, own=True)
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.scratch import scratch
 from benchmarks.wrong_inputs import calls, code, machine, owner, runs, states
-from benchmarks.wrong_inputs.house import Case, House, Verdict, judge
+from benchmarks.wrong_inputs.installation import Case, Installation, Verdict, judge
 
 __all__ = ["CASES", "play", "play_all"]
 
@@ -37,37 +37,37 @@ CASES: list[Case] = [
 ]
 
 
-async def play(case: Case, house: House) -> Verdict:
+async def play(case: Case, site: Installation) -> Verdict:
     """Play one case and classify its answer and effects."""
     began = time.monotonic()
-    house.mark()
-    scenario = case.play(house)
-    told, expected = await anext(scenario)
-    unhelpful, masked = judge(told, expected)
-    effects = await house.effects(expected.may)
+    site.mark()
+    scenario = case.play(site)
+    answer, expected = await anext(scenario)
+    unhelpful, masked = judge(answer, expected)
+    effects = await site.effects(expected.may)
     async for _ in scenario:  # cleans up
         raise RuntimeError(f"{case.title}: a case yields once")
-    return Verdict(case.kind, case.title, unhelpful, masked, effects, told.text, time.monotonic() - began)
+    return Verdict(case.kind, case.title, unhelpful, masked, effects, answer.text, time.monotonic() - began)
 
 
-async def play_all(cases: Iterable[Case], folder: Path, told: Console | None = None) -> list[Verdict]:
+async def play_all(cases: Iterable[Case], folder: Path, console: Console | None = None) -> list[Verdict]:
     """Play cases one after the other. Those that damage nothing share a home and its server."""
     verdicts: list[Verdict] = []
-    shared = House(folder / "shared")
+    shared = Installation(folder / "shared")
     try:
         for number, case in enumerate(cases):
-            house = House(folder / f"own-{number}") if case.own else shared
+            site = Installation(folder / f"own-{number}") if case.own else shared
             try:
-                verdict = await play(case, house)
+                verdict = await play(case, site)
             except Exception as error:
                 text = f"the case could not be played: {type(error).__name__}: {error}"
                 verdict = Verdict(case.kind, case.title, "", text, "", text, 0.0)
             finally:
                 if case.own:
-                    await house.close()
+                    await site.close()
             verdicts.append(verdict)
-            if told is not None:
-                told.print(f"{verdict.seconds:6.1f} s  {verdict.kind}: {verdict.title}", highlight=False)
+            if console is not None:
+                console.print(f"{verdict.seconds:6.1f} s  {verdict.kind}: {verdict.title}", highlight=False)
     finally:
         await shared.close()
     return verdicts

@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from benchmarks.wrong_inputs.house import Expected, Told, judge
+from benchmarks.wrong_inputs.installation import Answer, Expected, judge
 from benchmarks.wrong_inputs.wrong_inputs import CASES, figures, play_all
 
 DAMAGING = {
@@ -35,34 +35,34 @@ def test_cases_are_unique_and_of_many_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "unhelpful", "masked"),
+    ("answer", "unhelpful", "masked"),
     [
-        (Told("x failed: 7 is too many. At most 5.", True), False, False),
-        (Told("x failed: too many. At most 5.", True), True, False),
-        (Told("x failed: 7. At most 5.", True), True, False),
-        (Told("x failed: 7 is too many.", True), True, False),
-        (Told("Started with 7, too many, At most 5.", False), True, False),
-        (Told("7 is too many. At most 5. Error executing tool x", True), False, True),
-        (Told("7 is too many. At most 5.\nTraceback (most recent call last)", True), False, True),
-        (Told("7 is too many. At most 5." + "x" * 9000, True), True, False),
-        (Told("McpError: Internal error", True, protocol_error=True), False, True),
+        (Answer("x failed: 7 is too many. At most 5.", True), False, False),
+        (Answer("x failed: too many. At most 5.", True), True, False),
+        (Answer("x failed: 7. At most 5.", True), True, False),
+        (Answer("x failed: 7 is too many.", True), True, False),
+        (Answer("Started with 7, too many, At most 5.", False), True, False),
+        (Answer("7 is too many. At most 5. Error executing tool x", True), False, True),
+        (Answer("7 is too many. At most 5.\nTraceback (most recent call last)", True), False, True),
+        (Answer("7 is too many. At most 5." + "x" * 9000, True), True, False),
+        (Answer("McpError: Internal error", True, protocol_error=True), False, True),
     ],
 )
-def test_judge_requires_value_cause_and_remedy(told: Told, unhelpful: bool, masked: bool) -> None:
-    found = judge(told, Expected(("7",), ("too many",), ("At most 5",)))
+def test_judge_requires_value_cause_and_remedy(answer: Answer, unhelpful: bool, masked: bool) -> None:
+    found = judge(answer, Expected(("7",), ("too many",), ("At most 5",)))
     assert (bool(found[0]), bool(found[1])) == (unhelpful, masked)
 
 
 def test_effects_name_a_new_file(tmp_path: Path) -> None:
-    from benchmarks.wrong_inputs.house import House
+    from benchmarks.wrong_inputs.installation import Installation
 
     async def work() -> list[str]:
-        house = House(tmp_path)
-        house.mark()
-        assert not await house.effects(lambda _: False)
-        (house.home / "runs").mkdir(parents=True)
-        (house.home / "runs" / "left.tmp").write_text("x")
-        return [await house.effects(lambda _: False), await house.effects(lambda key: "left.tmp" in key)]
+        site = Installation(tmp_path)
+        site.mark()
+        assert not await site.effects(lambda _: False)
+        (site.home / "runs").mkdir(parents=True)
+        (site.home / "runs" / "left.tmp").write_text("x")
+        return [await site.effects(lambda _: False), await site.effects(lambda key: "left.tmp" in key)]
 
     found, allowed = anyio.run(work)
     assert "new file home/runs/left.tmp" in found and not allowed

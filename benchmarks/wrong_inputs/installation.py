@@ -24,7 +24,7 @@ import psutil
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters
 
-__all__ = ["Case", "Expected", "House", "Scenario", "Told", "Verdict", "ask", "judge"]
+__all__ = ["Case", "Expected", "Installation", "Scenario", "Answer", "Verdict", "ask", "judge"]
 
 SERVER = (sys.executable, "-P", "-m", "toprope_server.cli", "serve")
 CALL_LIMIT_S = 58.0
@@ -37,7 +37,7 @@ _MASKS = re.compile(
 
 
 @dataclass(frozen=True)
-class Told:
+class Answer:
     """The answer to a client: its text, or that of the protocol's own error."""
 
     text: str
@@ -75,7 +75,7 @@ class Verdict:
     seconds: float
 
 
-Scenario = Callable[["House"], AsyncIterator[tuple[Told, Expected]]]
+Scenario = Callable[["Installation"], AsyncIterator[tuple[Answer, Expected]]]
 """Prepares, calls `mark`, yields the answer and the expected one, and cleans up."""
 
 
@@ -90,7 +90,7 @@ class Case:
     slow: bool = False
 
 
-class House:
+class Installation:
     """A folder with everything that a server of one owner can touch.
 
     Args:
@@ -152,7 +152,7 @@ class House:
             except psutil.Error:
                 continue
 
-    async def call(self, tool: str, /, **arguments: Any) -> Told:
+    async def call(self, tool: str, /, **arguments: Any) -> Answer:
         """Call a tool and return any answer, errors of the protocol included."""
         return await ask(await self.connect(), tool, arguments)
 
@@ -162,10 +162,10 @@ class House:
         Raises:
             RuntimeError: The tool refused.
         """
-        told = await self.call(tool, **arguments)
-        if told.is_error:
-            raise RuntimeError(f"{tool}{arguments}: {told.text}")
-        return told.data
+        answer = await self.call(tool, **arguments)
+        if answer.is_error:
+            raise RuntimeError(f"{tool}{arguments}: {answer.text}")
+        return answer.data
 
     async def draft(self, environment: str = "sort_letters", changes: dict[str, Any] | None = None) -> str:
         """Create a draft, edit it, and return its id."""
@@ -235,31 +235,31 @@ class House:
         return found
 
 
-async def ask(client: Client, tool: str, arguments: dict[str, Any]) -> Told:
+async def ask(client: Client, tool: str, arguments: dict[str, Any]) -> Answer:
     """Make one call. An error of the protocol, a time-out and a dead server become answers."""
     try:
         with anyio.fail_after(CALL_LIMIT_S):
             result = await client.call_tool(tool, arguments)
     except Exception as error:
-        return Told(f"{type(error).__name__}: {error}", True, protocol_error=True)
+        return Answer(f"{type(error).__name__}: {error}", True, protocol_error=True)
     text = "\n".join(getattr(part, "text", "") for part in result.content)
-    return Told(text, bool(result.is_error), dict(result.structured_content or {}))
+    return Answer(text, bool(result.is_error), dict(result.structured_content or {}))
 
 
-def judge(told: Told, expected: Expected) -> tuple[str, str]:
+def judge(answer: Answer, expected: Expected) -> tuple[str, str]:
     """Return what is unhelpful in an answer, and what is masked; empty if nothing is."""
-    if told.protocol_error:
-        return "", f"an error of the protocol: {told.text[:200]}"
+    if answer.protocol_error:
+        return "", f"an error of the protocol: {answer.text[:200]}"
     # Lines of a log are quoted unchanged, tracebacks included.
-    own = "\n".join(line for line in told.text.splitlines() if not line.startswith("  log (untrusted)"))
+    own = "\n".join(line for line in answer.text.splitlines() if not line.startswith("  log (untrusted)"))
     masked = _MASKS.search(own)
-    problems = ["it is longer than 8,000 characters"] if told.is_error and len(told.text) > _LONGEST_REFUSAL else []
-    if told.is_error != expected.refused:
-        problems.append("it was refused" if told.is_error else "it was accepted")
-    problems += [f"{name!r} is not named" for name in expected.names if name not in told.text]
-    if not any(part in told.text for part in expected.cause):
+    problems = ["it is longer than 8,000 characters"] if answer.is_error and len(answer.text) > _LONGEST_REFUSAL else []
+    if answer.is_error != expected.refused:
+        problems.append("it was refused" if answer.is_error else "it was accepted")
+    problems += [f"{name!r} is not named" for name in expected.names if name not in answer.text]
+    if not any(part in answer.text for part in expected.cause):
         problems.append(f"no cause (one of {expected.cause})")
-    if not any(part in told.text for part in expected.remedy):
+    if not any(part in answer.text for part in expected.remedy):
         problems.append(f"no valid value or next step (one of {expected.remedy})")
     return "; ".join(problems), f"{masked.group()!r}" if masked else ""
 
