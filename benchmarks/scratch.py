@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["processes_of", "scratch"]
+__all__ = ["end_processes", "processes_of", "scratch"]
 
 _GONE_WITHIN_S = 10.0
 
@@ -43,7 +43,7 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
-        _end_processes(path, keepers_only=kept is not None)
+        end_processes(path, keepers_only=kept is not None)
         if kept is None:
             shutil.rmtree(path, ignore_errors=True)
         for number, handler in former.items():
@@ -65,7 +65,8 @@ def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Pro
     return found
 
 
-def _end_processes(folder: Path, *, keepers_only: bool) -> None:
+def end_processes(folder: Path, *, keepers_only: bool = False) -> None:
+    """Kill the processes that `processes_of` returns until none is left, or for 10 s."""
     limit = time.monotonic() + _GONE_WITHIN_S
     while (found := processes_of(folder, keepers_only=keepers_only)) and time.monotonic() < limit:
         for process in found:
@@ -77,4 +78,6 @@ def _end_processes(folder: Path, *, keepers_only: bool) -> None:
 
 
 def _leave(number: int, _: object) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):  # a second signal must not interrupt the cleaning up
+        signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)

@@ -4,7 +4,7 @@
 
 A planted defect counts as found if a rule that may name it reports a warning or worse. Of reasoning-gym's tasks, those
 with previously known defects have to be found; every other flag needs a reason that was confirmed by reading the task's
-code, or it counts as unexplained. Needs reasoning-gym; takes some minutes.
+code, or it counts as unexplained. Needs reasoning-gym; estimated time: some minutes.
 """
 
 from __future__ import annotations

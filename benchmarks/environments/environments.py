@@ -7,8 +7,8 @@
     overhead     what a worker adds to a rollout, over the environment in the same process
     mixture      one run on environments of three ecosystems
 
-Interpreters of ecosystems are made once, see CONTRIBUTING.md; those that are missing are named, not counted. All parts
-take half an hour.
+Interpreters of ecosystems are made once, see CONTRIBUTING.md; those that are missing are named, not counted. Estimated
+time of all parts: half an hour.
 """
 
 from __future__ import annotations

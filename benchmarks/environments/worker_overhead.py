@@ -2,7 +2,7 @@
 
 Groups are sampled twice in turn, by calling the environment in this process and through a worker with the requests that
 the rollout driver sends (`begin` for the group, then `advance` with all its answers), with the same tasks and answers.
-The worker's cost is the difference; the machine's noise is in both. Takes about a minute; needs reasoning-gym.
+The worker's cost is the difference; the machine's noise is in both. Estimated time: a minute. Needs reasoning-gym.
 
     python -P -m benchmarks.environments.worker_overhead
 """

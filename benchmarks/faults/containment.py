@@ -5,7 +5,7 @@
 A component starts five kinds of grandchildren: a plain one, one in a session of its own, one there that ignores
 SIGTERM, a daemon forked twice, and such a daemon with an empty environment. Then a process gets SIGKILL, and after the
 crew has had its time the survivors of the six are counted: before a front end looks at the run, and after. Takes about
-two minutes; needs bubblewrap for the contained levels.
+ten seconds without bubblewrap, which the contained levels need.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The run is real, with a policy so small that it loads at once. While the disk is full an agent asks for the run's status
 and results; then space is freed, and the run has to complete with every row of metrics and a sound checkpoint of its
-last step. A second run is stopped while the disk is full. Takes about two minutes.
+last step. A second run is stopped while the disk is full. Estimated time: two minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import RealHarness, eventually
-from benchmarks.scratch import scratch
+from benchmarks.scratch import end_processes, scratch
 from toprope.analysis.reports.report import gather
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RunFolder
@@ -43,6 +43,7 @@ def small_disk(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
+        end_processes(path)
         eventually(lambda: subprocess.run(["umount", str(path)], stderr=subprocess.DEVNULL).returncode == 0, "umount")
 
 

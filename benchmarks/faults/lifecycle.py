@@ -4,7 +4,7 @@
 
 Measured: the time from the death of a member to the run's new state on disk; the time of a stop if the members ignore
 it; the leftovers of runs that were stopped or killed at random moments; the first step of a resumed training, which has
-to follow its checkpoint. The printed seed repeats the same choices, not the same timing. Takes about five minutes;
+to follow its checkpoint. The printed seed repeats the same choices, not the same timing. Estimated time: five minutes;
 needs nothing else.
 """
 

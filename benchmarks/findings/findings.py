@@ -4,8 +4,8 @@ Some fifty short real CPU runs with the embedded policy, healthy and faulty ones
 it was ever run (`cases.py`). Half of each label's runs were kept out while the rules were tuned; the figures are
 theirs. A faulty run counts as named if, before half of its steps, the finding that an agent would act on (the gravest
 open finding, or the gravest reported one if none is open) is a rule that names its label. Every run has a real keeper
-and crew; findings are read from its events, as an agent sees them. Takes twenty minutes on two quiet cores; needs
-nothing else.
+and crew; findings are read from its events, as an agent sees them. Estimated time: twenty minutes on two quiet cores;
+needs nothing else.
 
     python -P -m benchmarks.findings.findings [--half heldout|tuning] [--only NAME ...] [--keep FOLDER] [--at-once 2]
 """

@@ -2,8 +2,8 @@
 
 The demo runs twice as the process that `make demo` starts: once in an empty home (the embedded policy has to be made)
 and once with the policy cached. Control: the same with rewards shuffled within each group, which must not learn.
-Seconds are of the whole process, from its start to its exit. Takes about six minutes on two quiet cores; needs nothing
-else.
+Seconds are of the whole process, from its start to its exit. Estimated time: six minutes on two quiet cores; needs
+nothing else.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the optimizer steps of a grid with as many candidates, all trained as long as th
 and the sweep's keeper once, with SIGKILL.
 
 The journal has to show that the outcome is unaffected: every decision follows the strategy from the stored scores, each
-candidate was measured by one run, the winner once on held-out tasks, and no process is left. Takes a quarter of an
-hour; needs nothing else.
+candidate was measured by one run, the winner once on held-out tasks, and no process is left. Estimated time: a quarter
+of an hour; needs nothing else.
 """
 
 from __future__ import annotations

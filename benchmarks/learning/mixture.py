@@ -4,8 +4,8 @@
 
 The embedded policy (124,000 parameters) first sees a few demonstrations of each task, so that it knows the tasks; that
 is a separate run with figures of its own. Then one run trains on the mixture by reward, and held-out tasks of each
-environment are measured before and after it. Everything goes through the server's tools, as an agent would do it. Takes
-ten minutes; needs reasoning-gym.
+environment are measured before and after it. Everything goes through the server's tools, as an agent would do it.
+Estimated time: ten minutes; needs reasoning-gym.
 
 - `reasoning_gym/spell_backward`: words of three and four letters backward, exact answers (reasoning-gym).
 - `sorted_letters`: three letters in the order of the alphabet (an environment written against our SDK).

@@ -7,8 +7,8 @@
     grpo        the demo's GRPO with as many steps on as many rollouts, for time and memory beside it
     turns       PPO on a task of up to three turns, before and after
 
-Steps are counted, not seconds: results do not depend on the machine's load; times do. Takes half an hour; needs nothing
-else.
+Steps are counted, not seconds: results do not depend on the machine's load; times do. Estimated time: half an hour;
+needs nothing else.
 """
 
 from __future__ import annotations

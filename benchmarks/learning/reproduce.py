@@ -4,8 +4,8 @@
 
 Deterministic runs of one specification are started one after the other, each with a real crew of its own: keeper,
 trajectory API, inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step,
-except times, which are printed; and so is every evaluation. Control: two runs without the deterministic mode. Takes
-about five minutes; needs nothing else.
+except times, which are printed; and so is every evaluation. Control: two runs without the deterministic mode. Estimated
+time: five minutes; needs nothing else.
 """
 
 from __future__ import annotations

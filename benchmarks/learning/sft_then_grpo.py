@@ -7,8 +7,8 @@ One run of GRPO gives rollouts; `build_dataset` takes the best right answer of e
 same starting policy and with equal total steps: SFT on that data set followed by GRPO, against GRPO alone. Accuracy is
 measured on held-out tasks, which no data set holds. The source run's own steps are not counted, since data from an
 earlier run exists already; with --count-source GRPO alone gets them in addition. Everything goes through the server by
-the official client: the embedded policy, a CPU, words of three to five letters. Takes twenty minutes; needs nothing
-else.
+the official client: the embedded policy, a CPU, words of three to five letters. Estimated time: twenty minutes; needs
+nothing else.
 """
 
 from __future__ import annotations

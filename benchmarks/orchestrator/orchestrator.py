@@ -8,7 +8,7 @@
               reward accuracy alone, seed by seed
     hostile   programs that try to break out of the tool `code_interpreter`
 
-All training goes through the server by the official client. Takes about twenty minutes; `hostile` needs Linux.
+All training goes through the server by the official client. Estimated time: twenty minutes; `hostile` needs Linux.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The suite runs against the real HTTP server, for both eras of the protocol: every scenario without fixtures. The others
 ask for tools, prompts and resources with fixed names and answers (`test_image_content`), which a server with a purpose
-of its own does not have. Takes about a minute; needs the suite (`make tools-node`).
+of its own does not have. Estimated time: a minute; needs the suite (`make tools-node`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ policy (its tokenizer, its chat template; words of random letters; right, wrong 
 The items are exported by the program that exports for agents, in a process of its own whose peak resident set is
 measured, and the file is compared with the journal: every item's state, action, reward and place. Then texts of 8 to 30
 words, a fifth of them with one word changed, go through near-duplicate removal, which is judged against the pairs that
-are near duplicates by their exact Jaccard index. Takes about ten minutes; needs 10 GB of disk.
+are near duplicates by their exact Jaccard index. Estimated time: ten minutes; `--items` bounds time and disk space.
 """
 
 from __future__ import annotations

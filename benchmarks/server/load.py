@@ -9,8 +9,8 @@ with a reason. All random numbers come from the printed seed.
 
 A call's time is what the client sees, from the call to the answer; calls that wait count separately, with their time
 beyond the wait. Memory, descriptors and threads of the server are measured at rest, with no client connected: once
-after a warm-up that used everything, and once at the end. They are sampled in between too. Takes a quarter of an hour;
-needs nothing else.
+after a warm-up that used everything, and once at the end. They are sampled in between too. Takes ten minutes of load,
+warm-up and rests not counted; needs nothing else.
 """
 
 from __future__ import annotations

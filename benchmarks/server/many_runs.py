@@ -3,8 +3,7 @@
 A home is written with the records' own writers: runs of every end, some of them live and moving, a million rows of
 metrics, half of them in ten long runs. Then a server is called over stdio, as a client calls it: lists by page and
 filter, status of one run and of twenty, results of short and long, completed and stopped runs, concise and detailed.
-The first call of each kind, before anything was read, is reported separately. Takes about five minutes; needs 2 GB of
-disk.
+The first call of each kind, before anything was read, is reported separately. Estimated time: five minutes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Process start to answered tools/list, and resident memory after it, against a bare `mcp` server with as many trivial
 tools, in turn, as the ratio of medians; then the time of a call over stdio, and the size of the tool list. Takes about
-two minutes; needs nothing else.
+a minute; needs nothing else.
 """
 
 from __future__ import annotations

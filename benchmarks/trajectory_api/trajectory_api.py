@@ -7,7 +7,7 @@ Every server is a process of its own; bodies are the same for all of them. `run-
 its own (TOPROPE_BENCH_VENV, by default ~/.cache/toprope/bench-atropos), which is made on first use and takes 3 GB.
 Measurements of two servers alternate, and the median of their ratios counts, so that the machine's load affects both. A
 virtual machine gets its memory when it is first touched, which takes longer than a post and would be charged to the
-first server: so memory is touched and released before anything is measured. Takes half an hour.
+first server: so memory is touched and released before anything is measured. Estimated time: half an hour.
 """
 
 from __future__ import annotations

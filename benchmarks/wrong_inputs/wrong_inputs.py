@@ -4,8 +4,8 @@
 
 Every case is given to a real server over stdio by the official client. An answer is `unhelpful` if it does not name the
 offending value, a cause, and a valid value or the next step; `masked` if it is an internal error or a bare traceback; a
-case has `effects` if anything but its allowed effects has changed: files, rows of the index, processes. Takes ten
-minutes on two quiet cores; needs nothing else. The fast cases are also tests (`tests/whole/test_wrong_inputs.py`).
+case has `effects` if anything but its allowed effects has changed: files, rows of the index, processes. Estimated time:
+ten minutes on two quiet cores; needs nothing else. The fast cases are also tests (`tests/whole/test_wrong_inputs.py`).
 """
 
 from __future__ import annotations
