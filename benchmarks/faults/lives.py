@@ -203,7 +203,9 @@ def play_real(harness: RealHarness, end: str, dice: random.Random, leftovers: Le
     began = time.monotonic()
     steps = 300 if end == "stop" else 100_000
     runs = harness.runs()
-    folder = runs.start(harness.specification(steps=steps))
+    specification = harness.specification(steps=steps)
+    specification.config.launcher.restarts = 0  # a killed trainer has to end the run
+    folder = runs.start(specification)
     harness.started.append(folder)
     ports = Ports()
     wanted = 6 + dice.randrange(8)
