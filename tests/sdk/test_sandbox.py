@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.orchestrator.hostile_programs import PROGRAMS
 from toprope.sdk import sandbox
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.tools import Toolbox, code_interpreter
-from toprope.sdk.sandbox import Unconfined, run_python
+from toprope.sdk.sandbox import Unconfined, passes_tests, run_python
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,3 +104,11 @@ def test_without_landlock_only_a_scratch_folder_runs_limited(tmp_path):
     refused, limited = run(), run(str(tmp_path))
     assert refused.returncode == 70 and refused.stdout.startswith("unconfined: this kernel has no Landlock")
     assert limited.returncode == 0 and limited.stdout == "limited\n42\n"
+
+
+def test_tested_code_may_print_and_leave_threads():
+    code = "import threading, time\nprint('x' * 2_000_000)\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    began = time.monotonic()
+    assert passes_tests(code, "assert True", seconds=20.0, memory_mb=1024)
+    assert time.monotonic() - began < 20.0
+    assert not passes_tests(code, "assert False", seconds=2.0, memory_mb=1024)

@@ -133,7 +133,8 @@ class Describer:
             EnvironmentFailed: The environment is not ready, does not load, raises, hangs, or ends its process.
         """
         require_usable(entry)
-        asked = question(entry.environment.model_dump(), self._shipped, examples=examples, **asdict(options))
+        depends = {name: value for name, value in asdict(options).items() if not name.endswith("_timeout_s")}
+        asked = question(entry.environment.model_dump(), self._shipped, examples=examples, **depends)
         return await self._described.get(asked, lambda: self._ask(entry, options, examples))
 
     async def _ask(self, entry: Entry, options: WorkerOptions, examples: int) -> Description:
