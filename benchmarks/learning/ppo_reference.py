@@ -1,6 +1,6 @@
 """PPO implemented a second time, slowly: plain loops over lists, from the papers and not from the product's code.
 
-The numbers and gradients of `toprope/training/trainers/ppo_loss.py` are compared with it. It gets the logits and values
+The numbers and gradients of `toprope/training/trainer/ppo_loss.py` are compared with it. It gets the logits and values
 of each position, so that both start from the same values.
 
 A batch is a list of rows. A row: `rollout` (its rollout; rows of one are in order), `score` (that rollout's reward),

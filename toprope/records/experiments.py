@@ -172,7 +172,7 @@ class _View:
             size = self._path.stat().st_size
             with self._path.open("rb") as file:
                 first = file.readline(1 << 20).decode(errors="replace")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             size, first = 0, ""
         with self._index.reading() as db:
             read = db.execute("SELECT bytes, first_line FROM ledger_read").fetchone() if db else None
@@ -193,7 +193,7 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """Whole lines from byte `start` on, each with the offset of its end."""
     try:
         file = path.open("rb")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     with file:
         file.seek(start)

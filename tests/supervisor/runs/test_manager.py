@@ -368,3 +368,11 @@ def test_start_on_full_disk_leaves_no_files(harness, monkeypatch):
     with pytest.raises(NotPossibleNow, match="No space left on device.*prune"):
         runs.start(harness.specification())
     assert [path.name for path in (harness.path / "runs").iterdir() if not path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_listing_names_a_file_in_place_of_the_folder(tmp_path, below):
+    (tmp_path / "home").write_text("x")
+    with pytest.raises(NotPossibleNow, match="is not a folder") as refused:
+        RunManager(tmp_path / "home" / below, LocalLauncher()).list()
+    assert "Move away the file" in refused.value.hint

@@ -114,6 +114,13 @@ def create_runs_folder(path: Path) -> None:
         ) from None
 
 
+def not_a_runs_folder(path: Path) -> NotPossibleNow:
+    """Return the error for a file in the place of the folder of runs, or of a folder above it."""
+    return NotPossibleNow(
+        f"{path} is not a folder.", hint="Move away the file in its place, or set TOPROPE_HOME to another folder."
+    )
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints by step, the oldest first. Unfinished ones have other names."""
     found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []

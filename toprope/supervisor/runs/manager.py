@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TopropeError
-from toprope.records.run.folder import RUN_ID, RunFolder
+from toprope.records.run.folder import RUN_ID, RunFolder, not_a_runs_folder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Failure, Status
 from toprope.supervisor.capacity.reservations import Machine, Reservations
@@ -309,14 +309,16 @@ class RunManager:
     def list(self) -> list[Status]:
         """Return the status of every run, newest first.
 
-        A run whose status cannot be read is listed as lost, with the reason, and left unchanged. A folder without a
-        status is left out while its lock is held, because the run is being created.
+        A run with an unreadable status is listed as lost, with the reason. A folder without a status is left out while
+        its lock is held, because the run is being created. Raises NotPossibleNow if a file is in the folder's place.
         """
         try:
             with os.scandir(self.path) as scanned:
                 entries = [(entry.name, entry.is_dir()) for entry in scanned]
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise not_a_runs_folder(self.path) from None
         over = self._statuses.unchanged_ended(self.path)
         found, without_keeper = [*over.values()], []
         names = [name for name, is_folder in entries if is_folder and (name in over or RUN_ID.fullmatch(name))]
