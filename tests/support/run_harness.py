@@ -21,6 +21,7 @@ from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.keeper.containment import ContainmentSetting
 from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.manager import RunManager
 
 LIMIT_S = 20.0
@@ -130,6 +131,8 @@ def until(runs: RunManager, folder: RunFolder, *states: str, limit_s: float = LI
     """Return the status as soon as the run is in one of `states`."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.state in states, limit_s)
     assert status.state in states, (status.state, status.reason, status.failure)
+    if not status.ended and status.state != "queued":  # the keeper writes the status first, then its event
+        eventually(lambda: any(event.data.get("to") == status.state for event in runs.events(folder.run_id)))
     return status
 
 
@@ -137,6 +140,7 @@ def ended(runs: RunManager, folder: RunFolder, limit_s: float = LIMIT_S) -> Stat
     """Return the final status, after the crew is gone."""
     status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.ended_at is not None, limit_s)
     assert status.ended_at is not None, (status.state, status.reason)
+    eventually(lambda: not is_held(folder.lock))  # its last events are written by then
     return status
 
 
