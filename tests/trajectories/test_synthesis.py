@@ -13,7 +13,7 @@ from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.worker.resource_limits import network_can_be_denied
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, worker
+from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.items import TrajectoryItem, text_of
 from toprope.trajectories.jobs.execute import Work
@@ -390,25 +390,27 @@ def test_user_code_runs_in_worker(tmp_path: Path):
     async def work():
         async with worker() as link:
 
-            async def own(attribute, **arguments):
-                return await WorkerObject.make(link, OwnCode(file, attribute, arguments))
+            async def own(attribute, role, **arguments):
+                return await WorkerObject.make(link, OwnCode(file, attribute, WANTED[role], arguments))
 
-            strategy = WorkerStrategy(await own("Half", letter="k"))
+            strategy = WorkerStrategy(await own("Half", "strategy", letter="k"))
             kept = await strategy.apply(items(["kin", "no", "drop k"]))
             assert [(item.state, item.reward) for item in kept] == [("kin", 7.0)]
             made = SynthesisPipeline(SynthesisConfig(target_size=3, min_score=3, dedup_threshold=None))
-            made.add_step(OwnScorer(await own("score"))).add_step(OwnFilter(await own("Short")))
+            made.add_step(OwnScorer(await own("score", "score"))).add_step(OwnFilter(await own("Short", "filter")))
             result = await made.run(items(["ab", "abcd", "abcdef"]))
             assert [(item.state, item.metadata["score"]) for item in result.items] == [("abcd", 4.0)]
             assert result.filtered == {"filter Short": 1, "below min_score": 1}
-            grown = SynthesisPipeline(SynthesisConfig(target_size=5)).add_step(OwnGenerator(await own("Make")))
+            grown = SynthesisPipeline(SynthesisConfig(target_size=5)).add_step(
+                OwnGenerator(await own("Make", "generate"))
+            )
             assert [item.state for item in (await grown.run()).items] == [f"s{n}" for n in range(5)]
             with pytest.raises(EnvironmentFailed, match="Wrong.process"):
-                await WorkerStrategy(await own("Wrong")).apply(items(["x"]))
-            with pytest.raises(InvalidValue, match="neither"):
-                WorkerStrategy(await own("Make"))
-            with pytest.raises(EnvironmentFailed, match="nothing.py|Nothing"):
-                await own("Nothing")
+                await WorkerStrategy(await own("Wrong", "strategy")).apply(items(["x"]))
+            with pytest.raises(EnvironmentFailed, match="no method should_capture or process"):
+                await own("Make", "strategy")
+            with pytest.raises(EnvironmentFailed, match="Nothing"):
+                await own("Nothing", "score")
 
     asyncio.run(work())
     assert "own" not in __import__("sys").modules

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.run.specification import Dimension, SweepPlan
+from toprope.sdk.authoring.definitions import definition_problem
+from toprope.sdk.errors import LoadError
 from toprope.sdk.evolution import STRATEGIES, Evolution
 from toprope.settings.changes import NOT_EDITABLE
 from toprope.settings.fields import Field, find_field
@@ -21,6 +23,8 @@ from toprope.workbench.drafts import Draft
 
 MOST_POPULATION, MOST_EPOCHS, _MOST_RUNS = 64, 50, 999
 OPTUNA = "optuna"
+STRATEGY_METHODS = ("start", "evaluate", "select", "advance", "mutate")
+"""Methods of the owner's own strategies, one of which a class must have."""
 _KEYS = ("min", "max", "log", "choices")
 _OWN = re.compile(r"^(?P<file>[A-Za-z0-9_][A-Za-z0-9_-]{0,63}):(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})$")
 _NOT_VARIED = {
@@ -157,6 +161,12 @@ def make_plan(
                 f"There is no {own['file']}.py in {strategies}.",
                 hint=f"Strategies there: {there}. Built-in: {', '.join(known)}.",
             )
+        try:
+            problem = definition_problem(path, own["name"], STRATEGY_METHODS)
+        except LoadError as error:
+            problem = str(error)
+        if problem:
+            raise InvalidValue(problem, hint="docs/sweeps.md shows a strategy.")
         file, name = str(path.resolve()), own["name"]
     elif strategy not in known:
         raise NotFound(

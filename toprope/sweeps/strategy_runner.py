@@ -17,7 +17,7 @@ from toprope.records.run.specification import Dimension, SweepPlan
 from toprope.records.sweep_journal import Candidate, Measured
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
-from toprope.sweeps.planning import create_strategy, strategy_arguments
+from toprope.sweeps.planning import STRATEGY_METHODS, create_strategy, strategy_arguments
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 
 _LOAD_S, _CALL_S = 60.0, 60.0
@@ -47,11 +47,11 @@ class StrategyRunner:
         try:
             file, name = plan.file, plan.strategy
             try:
-                made = await worker.make(file, name, strategy_arguments(plan), timeout=_LOAD_S)
+                made = await worker.make(file, name, strategy_arguments(plan), wanted=STRATEGY_METHODS, timeout=_LOAD_S)
             except WorkerError as error:
                 if "is not made with these arguments" not in str(error):
                     raise
-                made = await worker.make(file, name, {}, timeout=_LOAD_S)
+                made = await worker.make(file, name, {}, wanted=STRATEGY_METHODS, timeout=_LOAD_S)
             return cls(plan, worker, made.handle, made.methods)
         except WorkerFailure as error:
             await worker.close()

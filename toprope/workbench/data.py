@@ -21,7 +21,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.trajectories.capture.selection import Query
-from toprope.trajectories.capture.strategy import OwnCode
+from toprope.trajectories.capture.strategy import WANTED, OwnCode
 from toprope.trajectories.datasets.store import NAME, DatasetStore, check_name
 from toprope.trajectories.datasets.trace_inbox import Inbox
 from toprope.trajectories.datasets.writers import ENDINGS, FORMATS
@@ -212,17 +212,17 @@ def _fill(
             return None
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
-    def code(written: str, arguments: dict[str, Any]) -> Code:
-        found = OwnCode.parse(written, near)
+    def code(written: str, role: str, arguments: dict[str, Any]) -> Code:
+        found = OwnCode.parse(written, near, WANTED[role])
         return Code(file=str(found.file), attribute=found.attribute, arguments=arguments)
 
     if plan.strategy is not None:
-        order.strategy = code(plan.strategy, plan.strategy_arguments)
+        order.strategy = code(plan.strategy, "strategy", plan.strategy_arguments)
     keys: dict[str, str] = {}
     for number, step in enumerate(plan.steps, 1):
         written = step.generate or step.filter or (step.score if step.score != "environment" else None)
         if written is not None:
-            order.codes[str(number)] = code(written, step.arguments)
+            order.codes[str(number)] = code(written, step.kind, step.arguments)
         if step.teacher is not None:
             models = resolve_models([step.teacher], settings, home.preset_folders)
             if len(models) != 1 or models[0].endpoint is None:

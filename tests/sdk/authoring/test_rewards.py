@@ -152,8 +152,8 @@ def test_hanging_async_reward_function_times_out(folder: Path) -> None:
     ("function", "says"),
     [
         (("wants",), "has an unknown parameter 'wisdom'"),
-        (("LIMIT",), "is of type int, not a function"),
-        (("absent",), "has no 'absent'"),
+        (("LIMIT",), "assigned from elsewhere"),
+        (("absent",), "does not define 'absent'"),
         (("short", 1.0, "exact"), "already has a reward part 'exact'"),
     ],
 )

@@ -32,7 +32,7 @@ for line in sys.stdin:
         ("score", lambda worker: worker.score("train", 0, "x", timeout=20)),
         ("settle", lambda worker: worker.settle([1], timeout=20)),
         ("run", lambda worker: worker.run("train", 0, [], timeout=20)),
-        ("make", lambda worker: worker.make("a.py", "A", {}, timeout=20)),
+        ("make", lambda worker: worker.make("a.py", "A", {}, wanted=["a"], timeout=20)),
     ],
 )
 def test_answer_of_wrong_shape_is_worker_error(

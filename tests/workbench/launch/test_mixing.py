@@ -21,7 +21,7 @@ from toprope.workbench.launch.mixture_sources import blend, reward_source
 
 NONE = Locks({})
 KNOBS = [{"name": "length", "type": "int", "default": 3, "ge": 1, "le": 9}]
-REWARDS = "async def brevity(answer):\n    return 1.0\n\nexact = brevity\nLIMIT = 3\n"
+REWARDS = "async def brevity(answer):\n    return 1.0\n\nasync def exact(answer):\n    return 1.0\n\nLIMIT = 3\n"
 BRIEF = {"name": "brevity", "weight": 0.5, "fn": "more.py:brevity"}
 
 
@@ -78,7 +78,7 @@ def test_freeze_records_mixture_sources_and_reward_files(drafts: Drafts, folder:
         ({"mixture": [{"name": "sort_leters"}]}, NotFound, "The nearest: sort_letters"),
         ({"mixture": [{"name": "mine", "label": "again", "knobs": {"length": 3}}]}, NotFound, "no environment 'mine'"),
         ({"rewards": [{**BRIEF, "fn": "nope.py:brevity"}]}, NotFound, "which does not exist"),
-        ({"rewards": [{**BRIEF, "fn": "more.py:brevty"}]}, NotFound, "defines no brevty"),
+        ({"rewards": [{**BRIEF, "fn": "more.py:brevty"}]}, NotFound, "does not define 'brevty'"),
         ({"rewards": [{**BRIEF, "fn": "../elsewhere.py:brevity"}]}, InvalidValue, "outside the owner's folders"),
         ({"rewards": [{**BRIEF, "fn": "out.py:brevity"}]}, InvalidValue, "outside the owner's folders"),
         ({"rewards": [{**BRIEF, "fn": "/etc/passwd.py:brevity"}]}, InvalidValue, "outside the owner's folders"),

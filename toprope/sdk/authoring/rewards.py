@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from toprope.sdk.authoring.definitions import CALL, defined_object
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Part, Scoring, Task
 from toprope.sdk.authoring.knobs import nearest
-from toprope.sdk.authoring.loading import attribute_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, LoadError
 
 __all__ = [
@@ -92,7 +92,7 @@ def load_rewards(specifications: Sequence[Mapping[str, Any]]) -> tuple[RewardFun
 
 def _load(one: Mapping[str, Any]) -> RewardFunction:
     file = Path(str(one["file"]))
-    found = attribute_of(file, str(one["attribute"]))
+    found = defined_object(file, str(one["attribute"]), [CALL])
     where = f"{one['attribute']} of {file.name}"
     if not callable(found):
         raise LoadError(f"{where} is of type {type(found).__name__}, not a function.", f"{file}:1")

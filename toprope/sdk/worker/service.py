@@ -221,8 +221,8 @@ class Service:
             for split in SPLITS
         }
 
-    def _make(self, file: str, attribute: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-        made = self._objects.make(file, attribute, arguments or {})
+    def _make(self, file: str, attribute: str, arguments: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
+        made = self._objects.make(file, attribute, arguments, wanted)
         self.near = self._objects.near
         return made
 

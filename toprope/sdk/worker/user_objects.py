@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.authoring.loading import attribute_of
+from toprope.sdk.authoring.definitions import defined_object
 from toprope.sdk.errors import InvalidRequest, LoadError
 
 __all__ = ["UserObjects"]
@@ -27,17 +27,20 @@ class UserObjects:
         self.near = ""
         """Folder of the code loaded last, for error messages."""
 
-    def make(self, file: str, attribute: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def make(self, file: str, attribute: str, arguments: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
         """Load `attribute` of a file; a class is called with `arguments`, anything else is used as it is.
+
+        Nothing is called unless the file itself defines the object and it has one of the `wanted` methods (see
+        `defined_object`).
 
         Returns:
             `handle` and `methods`: the names of its public methods, and `call` if the object itself is callable.
 
         Raises:
-            LoadError: The file does not load, has no such attribute, or rejects the arguments.
+            LoadError: The file does not load, has no such definition, or rejects the arguments.
         """
         path = Path(file).absolute()
-        found, self.near = attribute_of(path, attribute), str(path.parent)
+        found, self.near = defined_object(path, attribute, wanted), str(path.parent)
         if isinstance(found, type):
             try:
                 found = found(**arguments)

@@ -132,9 +132,15 @@ class EnvironmentWorker(WorkerClient):
         arguments = {"split": split, "index": index, "sessions": sessions, **_weighted(weights), **_named(variant)}
         return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
 
-    async def make(self, file: str, attribute: str, arguments: Mapping[str, Any], *, timeout: float) -> UserObject:
-        """Load a user's class or function and create an object of it in the worker."""
-        asked = {"file": file, "attribute": attribute, "arguments": dict(arguments)}
+    async def make(
+        self, file: str, attribute: str, arguments: Mapping[str, Any], *, wanted: Sequence[str], timeout: float
+    ) -> UserObject:
+        """Load a class or function that a user's file defines and create an object of it in the worker.
+
+        Args:
+            wanted: See `toprope.sdk.authoring.definitions.definition_problem`.
+        """
+        asked = {"file": file, "attribute": attribute, "arguments": dict(arguments), "wanted": list(wanted)}
         return await self._ask(UserObject, "make", timeout, asked)
 
     async def invoke(self, handle: int, method: str, calls: Sequence[Sequence[Any]], *, timeout: float) -> list[Any]:

@@ -24,7 +24,7 @@ from toprope.records.messages import Evaluated, Finished, Ready, Warned
 from toprope.records.run.folder import read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import TrainerSource
-from toprope.sdk.authoring.loading import attribute_of
+from toprope.sdk.authoring.definitions import defined_object
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.training import Batch, CheckFailed, Data, Sample, Session, TrainConfig, Trainer
 from toprope.settings.schema import Config
@@ -163,7 +163,7 @@ class CustomRun(TrainingRun):
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != source.sha256:
             self._member.report(Warned(f"{file.name} has changed since this run was frozen; it is used as it is now."))
         with self._translated_errors():
-            found = attribute_of(file, source.attribute)
+            found = defined_object(file, source.attribute, [])
             if not (isinstance(found, type) and issubclass(found, Trainer)):
                 raise InvalidValue(
                     f"{source.attribute} of {file.name} is not a class that derives from toprope.sdk.training.Trainer.",

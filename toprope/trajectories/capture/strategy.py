@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from toprope.errors import EnvironmentFailed, InvalidValue
-from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.authoring.definitions import CALL, definition_problem
+from toprope.sdk.errors import LoadError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.items import TrajectoryItem, item_from
@@ -30,6 +31,13 @@ _LOAD_S = 120.0
 _CALL_S = 120.0
 BATCH = 256
 """Items sent to a worker in one call."""
+WANTED = {
+    "strategy": ("should_capture", "process"),
+    "generate": ("generate",),
+    "score": ("score", CALL),
+    "filter": ("keep", CALL),
+}
+"""Methods of users' objects by their role in a recipe."""
 
 
 class TrajectoryStrategy:
@@ -50,18 +58,21 @@ class OwnCode:
 
     file: Path
     attribute: str
+    wanted: Sequence[str]
+    """Methods, one of which the object must have; see `toprope.sdk.authoring.definitions`."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, written: str, near: Callable[[str], Path | None]) -> OwnCode:
+    def parse(cls, written: str, near: Callable[[str], Path | None], wanted: Sequence[str]) -> OwnCode:
         """Parse `file.py:Attribute`.
 
         Args:
             written: The text of a person or an agent.
             near: Finds a file by name in the folders that the owner allows; returns None if there is none.
+            wanted: Methods, one of which the object must have.
 
         Raises:
-            InvalidValue: The text does not have this form, or the file does not exist.
+            InvalidValue: The text does not have this form, the file does not exist, or it does not define the object.
         """
         name, colon, attribute = written.rpartition(":")
         if not colon or not name.endswith(".py") or not attribute.isidentifier():
@@ -72,7 +83,13 @@ class OwnCode:
                 f"There is no file {name} in the owner's folders for strategies and environments.",
                 hint="Put it into strategies/ in the owner's configuration folder.",
             )
-        return cls(path, attribute)
+        try:
+            problem = definition_problem(path, attribute, wanted)
+        except LoadError as error:
+            problem = str(error)
+        if problem:
+            raise InvalidValue(problem, hint="docs/data.md shows what a file defines.")
+        return cls(path, attribute, wanted)
 
     @property
     def digest(self) -> str:
@@ -108,7 +125,7 @@ class WorkerObject:
             EnvironmentFailed: The file does not load, or the object takes other arguments.
         """
         try:
-            made = await link.make(str(code.file), code.attribute, code.arguments, timeout=_LOAD_S)
+            made = await link.make(str(code.file), code.attribute, code.arguments, wanted=code.wanted, timeout=_LOAD_S)
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Fix the file.") from None
         return cls(link, made.handle, made.methods, code, call_s)

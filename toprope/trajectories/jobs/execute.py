@@ -20,7 +20,7 @@ from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
-from toprope.trajectories.capture.strategy import OwnCode, WorkerObject, WorkerStrategy, batched, worker
+from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.dataset_card import card_of
 from toprope.trajectories.datasets.store import DatasetStore, digest_of
@@ -147,15 +147,15 @@ class Work:
         """Yield lists of selected items, processed by a user's strategy if there is one."""
         strategy = None
         if code is not None:
-            strategy = WorkerStrategy(await self._own(stack, code))
+            strategy = WorkerStrategy(await self._own(stack, code, "strategy"))
         for batch in batched(self._selected()):
             kept = batch if strategy is None else await strategy.apply(batch)
             self._left_out["strategy"] += len(batch) - len(kept)
             self._say("reading", self._outcome.read, self._outcome.items)
             yield kept
 
-    async def _own(self, stack: AsyncExitStack, code: Code) -> WorkerObject:
-        own = OwnCode(Path(code.file), code.attribute, code.arguments)
+    async def _own(self, stack: AsyncExitStack, code: Code, role: str) -> WorkerObject:
+        own = OwnCode(Path(code.file), code.attribute, WANTED[role], code.arguments)
         self._digests[own.file.name] = own.digest
         link = await stack.enter_async_context(worker())
         return await WorkerObject.make(link, own)
@@ -326,7 +326,7 @@ class Work:
                 )
             [(name, link)] = self._links.items()
             return EnvironmentScorer(link, name)
-        made = await self._own(stack, self._order.codes[str(number)])
+        made = await self._own(stack, self._order.codes[str(number)], kind)
         own: dict[str, Callable[[WorkerObject], PipelineStep]] = {
             "generate": OwnGenerator,
             "score": OwnScorer,

@@ -5,7 +5,6 @@ Files are parsed and never run; the run itself checks the class in the trainer's
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import re
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.records.run.specification import TrainerSource
-from toprope.sdk.discovery import parse
+from toprope.sdk.authoring.definitions import fitting_definitions
+from toprope.sdk.errors import LoadError
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import nearest
 
@@ -56,10 +56,9 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
 
 def _classes(file: Path) -> list[str]:
     try:
-        tree = parse(file)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Correct the file.") from None
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        return fitting_definitions(file, [])
+    except LoadError as error:
+        raise InvalidValue(str(error), hint="Correct the file.") from None
 
 
 def _known(folders: Sequence[Path], settings_file: Path) -> str:

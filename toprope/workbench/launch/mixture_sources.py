@@ -6,15 +6,15 @@ functions must be in one of the owner's folders with environments. The owner's l
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.run.specification import EnvironmentSource, RewardSource
+from toprope.sdk.authoring.definitions import CALL, definition_problem, fitting_definitions
 from toprope.sdk.authoring.knobs import nearest
-from toprope.sdk.discovery import parse
+from toprope.sdk.errors import LoadError
 from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.fields import KNOBS, all_fields
 from toprope.settings.locks import Locks
@@ -145,19 +145,9 @@ def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSo
 
 def _require_function(file: Path, function: RewardFunction) -> None:
     try:
-        tree = parse(file)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidValue(f"{file} cannot be read as Python: {error}.", hint="Correct the file.") from None
-    defined: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.append(node.name)
-        elif isinstance(node, ast.Assign):
-            defined += [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            defined += [(one.asname or one.name).partition(".")[0] for one in node.names]
-    if function.function not in defined:
-        raise NotFound(
-            f"{file} defines no {function.function}.",
-            hint=nearest(function.function, [name for name in defined if not name.startswith("_")], "It defines"),
-        )
+        problem = definition_problem(file, function.function, [CALL])
+        fitting = fitting_definitions(file, [CALL]) if problem else []
+    except LoadError as error:
+        raise InvalidValue(str(error), hint="Correct the file.") from None
+    if problem:
+        raise NotFound(problem, hint=nearest(function.function, fitting, "It defines"))
