@@ -63,7 +63,7 @@ def settings(shop):
     file.unlink(missing_ok=True)
 
 
-def test_rollouts_are_exported_by_a_program_of_their_own(shop):
+def test_rollouts_are_exported_by_own_program(shop):
     answer = ask(data.export_trajectories, shop, sources=["run-a"], where={"success": True})
     assert answer.data.state == "done" and (answer.data.items, answer.data.read) == (6, 12)
     assert answer.data.texts == {"tokens": 12} and answer.data.left_out == {"filters": 6}
@@ -77,7 +77,7 @@ def test_rollouts_are_exported_by_a_program_of_their_own(shop):
     }  # fmt: skip
 
 
-def test_what_takes_longer_goes_on_and_the_same_call_hears_of_it_once(shop):
+def test_long_job_continues_and_repeated_call_reports_it_once(shop):
     given = {"sources": ["run-a"], "format": "csv"}
     first = asyncio.run(data.export_trajectories(shop, wait_s=0, **given))
     if first.data.state == "running":
@@ -96,7 +96,7 @@ def test_what_takes_longer_goes_on_and_the_same_call_hears_of_it_once(shop):
     assert job.told()
 
 
-def test_versions_are_made_once_and_never_change(shop):
+def test_versions_are_made_once_and_stay(shop):
     recipe = {"dedup_threshold": 0.95, "split": {"train": 0.7, "validation": 0.3}, "description": "Right answers."}
     given = {"name": "best", "sources": ["run-a", MANY], "where": {"success": True}}
     first = ask(data.build_dataset, shop, **given)
@@ -124,7 +124,7 @@ def test_versions_are_made_once_and_never_change(shop):
     assert not list((shop.home.datasets / "best").glob(".making*"))
 
 
-def test_a_data_set_is_grown_by_templates_and_a_teacher_whose_key_is_in_no_file(shop, settings):
+def test_recipe_with_templates_and_teacher_writes_no_key(shop, settings):
     server = OpenAiStandIn(lambda question: f"answer to {question}")
     settings(
         f"models: {{wise: {{base_url: '{server.url}', model: right, key: WISE_API_KEY}}}}\n"
@@ -146,7 +146,7 @@ def test_a_data_set_is_grown_by_templates_and_a_teacher_whose_key_is_in_no_file(
     assert kept and not any(KEY.encode() in one for one in kept)
 
 
-def test_a_users_strategy_runs_in_a_worker_and_its_file_must_be_the_owners(shop):
+def test_strategy_of_owner_runs_in_worker(shop):
     folder = shop.home.configuration / "strategies"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.py").write_text(
@@ -182,7 +182,7 @@ def test_the_owner_can_forbid_and_limit(shop, settings):
         os.close(descriptor)
 
 
-def test_the_owners_locks_go_with_an_order_for_environments(shop):
+def test_recipes_with_environments_keep_the_owners_locks(shop):
     file = shop.home.configuration / "locks.yaml"
     file.write_text("locks: [{field: environment.network, value: deny, reason: No calls.}]\n")
     try:
@@ -193,7 +193,7 @@ def test_the_owners_locks_go_with_an_order_for_environments(shop):
     assert order.network is False and order.locks["environment.network"]["reason"] == "No calls."
 
 
-def test_two_who_ask_at_the_same_moment_do_not_begin_more_than_the_owner_allows(shop, settings, monkeypatch):
+def test_simultaneous_jobs_keep_the_owners_limit(shop, settings, monkeypatch):
     settings("data: {at_once: 1}\n")
     descriptors = []
 
@@ -238,7 +238,7 @@ def test_wrong_orders_are_refused_before_anything_starts(shop):
 TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "reward": 1.0}
 
 
-def test_agent_frameworks_post_their_traces_with_the_owners_token(shop, settings):
+def test_traces_from_outside_are_posted_with_token(shop, settings):
     token = TokenFile(shop.home.configuration)
     app = build_app(token, HttpSettings(), capture=shop.home)
     secret = {"Authorization": f"Bearer {token.ensure()}"}
@@ -263,7 +263,7 @@ def test_agent_frameworks_post_their_traces_with_the_owners_token(shop, settings
     assert len(list(read_items(DatasetStore(shop.home.datasets).inbox("posted")))) == 3
 
 
-def test_the_owner_does_the_same_by_commands(shop, settings, tmp_path, monkeypatch):
+def test_commands_export_and_build_data_sets(shop, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("TOPROPE_HOME", str(shop.home.path))
     monkeypatch.setenv("TOPROPE_CONFIG", str(shop.home.configuration))
     file, out, run = tmp_path / "traces.jsonl", tmp_path / "out.parquet", CliRunner()
@@ -291,12 +291,12 @@ def test_the_owner_does_the_same_by_commands(shop, settings, tmp_path, monkeypat
     assert code == 1 and "data.build" in said
 
 
-def test_an_item_says_who_it_is_by_its_words():
+def test_item_id_depends_on_its_text():
     plain, talk = TrajectoryItem("q", "a", 1.0), TrajectoryItem([{"role": "user", "content": "q"}], "a", 0.0)
     assert plain.id == talk.id != TrajectoryItem("q", "b", 1.0).id
 
 
-def test_a_program_that_was_killed_is_known_as_ended_and_one_that_begins_is_not(tmp_path):
+def test_killed_job_counts_as_ended_and_starting_job_does_not(tmp_path):
     job = Job.of(tmp_path, Order(kind="export"))
     job.folder.mkdir()
     (job.folder / "job.lock").touch()  # made, and not held yet

@@ -173,7 +173,7 @@ def test_logs_follow_rotation_until_run_ends(live):
     assert "Name a component" in toprope(home, "logs", "a-run").stderr
 
 
-def test_a_tail_keeps_half_lines_until_they_are_whole(tmp_path):
+def test_tail_keeps_partial_lines_until_complete(tmp_path):
     path = tmp_path / "x.log"
     tail = LogTail(path)
     assert tail.lines() == []
@@ -261,7 +261,7 @@ def test_prune_finishes_interrupted_prune_and_removes_leftovers(tmp_path):
     assert [path.name for path in (home / "runs").iterdir()] == ["new"]
 
 
-def test_ages_and_sizes():
+def test_ages_and_sizes_are_parsed():
     assert age_seconds("12h") == 43_200
     assert age_seconds(" 1.5d ") == 1.5 * DAY
     for wrong in ("", "30", "d", "30 years", "-1d"):

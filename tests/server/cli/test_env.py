@@ -102,7 +102,7 @@ def test_env_try_shows_turns_errors_and_output_with_endpoint(shell: Shell, tmp_p
     assert "nothing_of_that_name" in shell("try", str(file), "--model", "solver", code=1)
 
 
-def test_a_policy_in_a_folder_plays(shell: Shell, tmp_path: Path) -> None:
+def test_policy_in_folder_answers(shell: Shell, tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     policy.mkdir()
     make_tiny_policy(policy)
@@ -202,9 +202,7 @@ def test_network_lock_holds_before_a_run(house: Any) -> None:
     assert anyio.run(ask) == ["alone"]
 
 
-def test_agents_install_only_where_the_owner_lets_them(
-    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_install_only_if_owner_allows(house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordered: list[str] = []
 
     def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:

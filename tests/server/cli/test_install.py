@@ -67,7 +67,7 @@ def test_install_keeps_and_backs_up_other_entries(tmp_path):
     assert len(list(path.parent.iterdir())) == 2
 
 
-def test_the_entry_that_is_written_starts_a_server(tmp_path):
+def test_written_entry_starts_server(tmp_path):
     assert toprope(tmp_path, "install", "inspector").returncode == 0
     entry = json.loads((tmp_path / ".mcp-inspector" / "mcp.json").read_text())["mcpServers"]["toprope"]
     opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
@@ -91,7 +91,7 @@ def test_printing_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_over_http_the_token_is_in_no_clients_file(tmp_path):
+def test_http_token_is_in_no_client_file(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "settings.yaml").write_text("http: {port: 4711}")
     done = toprope(tmp_path, "install", "claude-code", "--http", "--project", str(tmp_path))
@@ -174,7 +174,7 @@ def test_variables_go_to_the_component_that_needs_them(tmp_path):
         "{preset: single-gpu}\n",
     ],
 )
-def test_a_variable_is_entered_and_all_else_stays(tmp_path, before):
+def test_variable_is_set_and_the_rest_stays(tmp_path, before):
     path = tmp_path / "settings.yaml"
     path.write_text(before)
     value = "hf_: 'quoted' \"twice\" # no comment {x}"

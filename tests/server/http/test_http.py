@@ -129,7 +129,7 @@ def test_token_is_private_and_in_no_argument_or_output(house):
             assert token not in arguments.read()
 
 
-def test_a_new_token_holds_at_once(tmp_path):
+def test_new_token_holds_at_once(tmp_path):
     with served(tmp_path) as (process, url):
         old = bearer(tmp_path)
         rotated = subprocess.run(
@@ -148,7 +148,7 @@ def test_a_new_token_holds_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_it_ends_at_once_on_signals(tmp_path, number):
+def test_http_server_ends_at_once_on_signals(tmp_path, number):
     with served(tmp_path) as (process, url):
         began = time.monotonic()
         process.send_signal(number)
@@ -235,7 +235,7 @@ def test_token_file_must_be_private_and_valid(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
-def test_a_subscriber_over_http_is_told_of_a_run(house, mode):
+def test_http_subscriber_is_notified_of_run(house, mode):
     home, _, url = house
     run = make_run(home, f"watched-{mode}", "stopped", ended=5.0)
     uri = f"toprope://runs/{run.run_id}"
@@ -270,7 +270,7 @@ def test_a_subscriber_over_http_is_told_of_a_run(house, mode):
     anyio.run(work)
 
 
-def test_a_prompt_is_offered_and_its_environment_completed(house):
+def test_prompt_is_offered_and_environment_completed(house):
     home, _, url = house
 
     async def work():

@@ -41,7 +41,7 @@ def said(result):
     return result.content[0].text
 
 
-def test_an_agent_goes_from_a_name_to_a_run(talk, house):
+def test_agent_goes_from_name_to_run(talk, house):
     shop, _ = house
     messages = []
 
@@ -122,7 +122,7 @@ def test_wrong_call_is_answered_with_cause_and_remedy(talk, house, tool, argumen
     assert not house[0].home.path.exists()
 
 
-def test_every_problem_of_a_call_is_told_at_once(talk):
+def test_all_problems_of_call_are_reported_together(talk):
     result = talk(lambda client: client.call_tool("read_logs", {"component": "x", "lines": "many", "befor": 1}))
     for part in ("befor", "'before'", "run_id is missing", "component", "lines"):
         assert part in said(result)
@@ -165,7 +165,7 @@ def test_agent_is_told_of_invalid_owners_files(talk, house):
     assert "Did you mean locks?" in said(result)
 
 
-def test_a_workshop_that_cannot_be_opened_is_an_answer():
+def test_unusable_home_is_answered():
     def fails():
         raise InvalidValue("settings.yaml is wrong.", hint="Mend it.")
 

@@ -25,7 +25,7 @@ async def looked_until(home, condition, limit_s=30.0):
         tasks.cancel_scope.cancel()
 
 
-def test_a_server_without_runs_opens_nothing(tmp_path, monkeypatch):
+def test_server_without_runs_opens_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Workshop, "open", lambda _: pytest.fail("there is nothing to open"))
 
     async def work():

@@ -50,7 +50,7 @@ def answering(action, content=None, asked=None):
 
 
 @pytest.mark.parametrize("mode", ERAS)
-def test_a_person_who_agrees_starts_what_was_shown(house, mode):
+def test_agreement_starts_the_previewed_run(house, mode):
     asked = []
 
     async def work(client):
@@ -65,7 +65,7 @@ def test_a_person_who_agrees_starts_what_was_shown(house, mode):
 
 @pytest.mark.parametrize("mode", ERAS)
 @pytest.mark.parametrize("answer", [("decline", None), ("accept", {"start": False})])
-def test_a_person_who_does_not_agree_starts_nothing(house, mode, answer):
+def test_refusal_starts_nothing(house, mode, answer):
     async def work(client):
         return await client.call_tool("start_training", {"draft_id": drafted(house)})
 

@@ -77,7 +77,7 @@ def test_inspector_lists_tools_with_valid_schemas(inspect):
 
 @needs_inspector
 @pytest.mark.parametrize("era", ["legacy", "modern"])
-def test_the_inspector_makes_a_draft_and_edits_it(inspect, era):
+def test_inspector_makes_and_edits_draft(inspect, era):
     call = ("--protocol-era", era, "--method", "tools/call", "--tool-name")
     code, made, said = inspect(*call, "select_environment", "--tool-args-json", '{"name": "sort_letters"}')
     assert code == 0, said

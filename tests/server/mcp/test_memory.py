@@ -34,7 +34,7 @@ def played(shop, play):
     return anyio.run(work)
 
 
-def test_an_experiment_from_a_fork_to_its_handoff(shop):
+def test_experiment_from_fork_to_handoff(shop):
     async def play(call):
         draft = (await call("select_environment", name="sort_letters"))[1]["draft_id"]
         await call("edit_config", draft_id=draft, changes={"budget.steps": 30})
@@ -60,7 +60,7 @@ def test_an_experiment_from_a_fork_to_its_handoff(shop):
     played(shop, play)
 
 
-def test_wrong_calls_name_the_value_and_the_way_on(shop):
+def test_wrong_calls_name_value_and_next_step(shop):
     async def play(call):
         for tool, arguments, words in (
             ("browse_rollouts", {"run_id": "../etc"}, ("../etc", "list_runs", "no run")),

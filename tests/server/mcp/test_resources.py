@@ -47,7 +47,7 @@ def write_metrics(folder, count):
     folder.metrics.write_text("".join(json.dumps(row | others) + "\n" for row in first))
 
 
-def test_runs_are_listed_and_their_parts_are_templates(talk, house):
+def test_runs_are_listed_with_templates_of_parts(talk, house):
     _, folder = house
 
     async def work(client):
@@ -132,7 +132,7 @@ def test_unknown_resource_is_an_error(talk, house, path, text):
     assert talk(work) == -32602
 
 
-def test_a_picture_that_is_too_large_is_not_sent(talk, house):
+def test_too_large_plot_is_not_sent(talk, house):
     _, folder = house
     folder.plot.write_bytes(b"x" * (MOST_PLOT_BYTES + 1))
 
@@ -143,7 +143,7 @@ def test_a_picture_that_is_too_large_is_not_sent(talk, house):
     talk(work)
 
 
-def test_changes_are_named_once_and_not_too_often(house):
+def test_changes_are_notified_once_and_rarely(house):
     shop, folder = house
     uri = f"toprope://runs/{folder.run_id}"
     changes = Changes(shop, every_s=0.4)

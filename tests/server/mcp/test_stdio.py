@@ -81,7 +81,7 @@ def files_under(path):
     return [found for found in path.rglob("*") if found.is_file()]
 
 
-def test_a_probe_leaves_nothing_behind(tmp_path):
+def test_probe_leaves_nothing(tmp_path):
     with served(tmp_path) as process:
         say(process, {"jsonrpc": "2.0", "id": 2, "method": "tools/list"})
         assert hear(process, 2)["tools"][0]["name"] == "list_environments"

@@ -84,7 +84,7 @@ def test_every_tool_is_described_annotated_and_strict(tools):
     assert [tool.name for tool in tools if tool.annotations.destructive_hint] == ["stop_training"]
 
 
-def test_the_list_fits_into_an_agents_context(tools):
+def test_tool_list_fits_into_agents_context(tools):
     size = sum(len(f"{tool.name}{tool.description}{json.dumps(tool.input_schema)}".encode()) for tool in tools)
     assert size / 4 <= 6000
     assert len(INSTRUCTIONS.encode()) < 2048

@@ -38,7 +38,7 @@ def test_lines_that_are_not_requests_get_no_answer(line):
     assert refusal(RuntimeError("id")) is None
 
 
-def test_the_server_answers_them_and_goes_on(tmp_path):
+def test_server_answers_unreadable_requests_and_continues(tmp_path):
     variables = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     lines = [

@@ -58,7 +58,7 @@ def test_drafts_revisions_runs_and_presets_are_compared(house):
     assert fields(do(diff_config, shop, a=draft)) == {}
 
 
-def test_a_fork_starts_where_a_run_was(house):
+def test_fork_starts_from_configuration_of_run(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 15_000, "environment.knobs.longest": 6})
@@ -77,7 +77,7 @@ def test_a_fork_starts_where_a_run_was(house):
     assert shop.drafts.get(do(fork_config, shop, run_id=run).data.draft_id).config == made.config
 
 
-def test_a_repeated_run_is_held_against_the_first(house):
+def test_reproduced_run_is_compared_with_original(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     do(edit_config, shop, draft_id=draft, changes={"algorithm.deterministic": True})
@@ -108,7 +108,7 @@ def test_a_repeated_run_is_held_against_the_first(house):
     assert "libraries.torch" in text and "0.0.1" in text and "environment.sha256" in text
 
 
-def test_values_of_any_size_are_cut_and_the_answer_says_so(house):
+def test_long_values_are_cut_and_the_answer_says_so(house):
     shop, _ = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     for values in (
@@ -132,7 +132,7 @@ def test_values_of_any_size_are_cut_and_the_answer_says_so(house):
     assert shop.drafts.get(draft).config.environment.reward_weights["k9998"] == 1.0
 
 
-def test_a_test_that_is_repeated_is_held_against_the_first_by_its_tasks(house):
+def test_reproduced_test_is_compared_by_task(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(test_inference, shop, draft_id=draft).data.run_id
@@ -166,7 +166,7 @@ def test_reproduce_reserves_budget_and_releases_ledger_lock(house, monkeypatch):
     assert seen == [] and do(reproduce_run, shop, run_id=run).data.run_id in seen
 
 
-def test_a_repetition_is_within_the_owners_limits(house):
+def test_reproduction_keeps_the_owners_limits(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(start_training, shop, draft_id=draft).data.run_id
@@ -197,7 +197,7 @@ def test_reproduce_of_sweep_member_needs_confirmation(house):
     assert [status.run_id for status in shop.statuses()] == [run]
 
 
-def test_questions_are_neither_forked_nor_repeated(house):
+def test_runs_of_kind_ask_are_neither_forked_nor_reproduced(house):
     shop, _ = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(start_training, shop, draft_id=draft).data.run_id

@@ -25,7 +25,7 @@ def trained(shop, launcher, draft, rate, accuracy):
     return run
 
 
-def test_an_experiment_is_noted_amended_and_handed_over(house):
+def test_experiment_is_noted_amended_and_handed_over(house):
     shop, launcher = house
     assert "nothing has run yet" in do(get_handoff, shop).text
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
@@ -54,7 +54,7 @@ def test_an_experiment_is_noted_amended_and_handed_over(house):
     assert tokens(handed) < 1500
 
 
-def test_figures_of_a_run_that_ended_later_are_looked_up_again(house):
+def test_figures_of_run_that_ended_later_are_updated(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     run = do(start_training, shop, draft_id=draft).data.run_id
@@ -67,7 +67,7 @@ def test_figures_of_a_run_that_ended_later_are_looked_up_again(house):
     assert "60.0% [46.2%, 72.4%]" in do(get_handoff, shop).text
 
 
-def test_the_handoff_goes_on_from_the_best_run_of_an_experiment_and_not_from_its_first(house):
+def test_handoff_continues_from_best_run_of_experiment(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     runs = [trained(shop, launcher, draft, rate, accuracy) for rate, accuracy in ((1e-2, 0.0), (1e-4, 0.4))]
@@ -76,7 +76,7 @@ def test_the_handoff_goes_on_from_the_best_run_of_an_experiment_and_not_from_its
     assert f'fork_config(run_id="{runs[1]}")' in text and f'fork_config(run_id="{runs[0]}")' not in text
 
 
-def test_a_plateau_is_said(house):
+def test_handoff_reports_plateau(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     for number, accuracy in enumerate((0.5, 0.51, 0.5, 0.52)):
@@ -86,7 +86,7 @@ def test_a_plateau_is_said(house):
     assert noted.data.plateau in noted.text and noted.data.plateau in do(get_handoff, shop).text
 
 
-def test_what_is_noted_has_to_be_there(house):
+def test_note_of_unknown_run_is_refused(house):
     shop, _ = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     for wrong, error in (
@@ -105,7 +105,7 @@ def test_what_is_noted_has_to_be_there(house):
     assert len(ledger_of(shop).entries()) == 1
 
 
-def test_a_long_history_still_fits_and_texts_cannot_break_out(house):
+def test_long_history_fits_and_texts_stay_fenced(house):
     shop, _ = house
     ledger = ledger_of(shop)
     for number in range(150):
@@ -122,7 +122,7 @@ def test_a_long_history_still_fits_and_texts_cannot_break_out(house):
     assert "and 138 earlier experiments" in text
 
 
-def test_a_handoff_tells_no_fresher_numbers_than_a_status(house):
+def test_handoff_keeps_the_limit_on_fresh_numbers(house):
     shop, _ = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     live = shop.runs.folder(do(start_training, shop, draft_id=draft).data.run_id)
@@ -143,7 +143,7 @@ def test_a_seed_group_is_noted_by_its_id(house):
     assert noted.runs == group.run_ids
 
 
-def test_a_handoff_of_any_language_fits_and_says_what_is_next(house):
+def test_handoff_in_any_script_fits_and_names_next_step(house):
     shop, _ = house
     ledger = ledger_of(shop)
     for number in range(60):

@@ -34,7 +34,7 @@ def test_environments_are_paged_and_searched(house):
         do(list_environments, shop, cursor="-1")
 
 
-def test_a_description_comes_from_the_loaded_environment(house):
+def test_description_comes_from_loaded_environment(house):
     shop, _ = house
     answer = do(describe_environment, shop, name="sort_letters")
     assert {knob["name"] for knob in answer.data.knobs} == {"shortest", "longest", "alphabet"}
@@ -45,7 +45,7 @@ def test_a_description_comes_from_the_loaded_environment(house):
         do(describe_environment, shop, name="sort_leters")
 
 
-def test_a_description_tells_what_a_rollout_takes_and_what_a_test_found(house):
+def test_description_shows_rollout_cost_and_test_result(house):
     shop, _ = house
     assert do(describe_environment, shop, name="sort_letters").data.tested is None
     folder = start_run(shop, kind="test", test=TestPlan(tasks=50, group_size=8))
@@ -58,7 +58,7 @@ def test_a_description_tells_what_a_rollout_takes_and_what_a_test_found(house):
     assert "near_miss" in answer.data.examples[0]["rewards"]
 
 
-def test_an_environment_that_does_not_load_makes_no_draft(house):
+def test_environment_that_fails_to_load_makes_no_draft(house):
     shop, _ = house
     folder = shop.home.configuration / "environments"
     folder.mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_an_environment_that_does_not_load_makes_no_draft(house):
     assert shop.drafts.recent() == []
 
 
-def test_a_draft_carries_preset_knobs_and_locks(house):
+def test_draft_carries_preset_knobs_and_locks(house):
     shop, _ = house
     answer = do(select_environment, shop, name="sort_letters", preset="single-gpu")
     draft = shop.drafts.get(answer.data.draft_id)
@@ -81,7 +81,7 @@ def test_a_draft_carries_preset_knobs_and_locks(house):
         do(select_environment, shop, name="sort_letters", preset="single-gpus")
 
 
-def test_the_configuration_is_read_edited_and_remembered(house):
+def test_configuration_is_read_edited_and_kept(house):
     shop, _ = house
     draft_id = draft_of(shop)
     whole = do(get_config, shop, draft_id=draft_id)
@@ -104,7 +104,7 @@ def do_text(tool, shop):
     return anyio.run(tool, shop)
 
 
-def test_locked_fields_are_refused_with_the_reason_and_nothing_changes(house):
+def test_locked_fields_are_refused_with_reason(house):
     shop, _ = house
     draft_id = draft_of(shop)
     before = shop.drafts.get(draft_id)
@@ -136,7 +136,7 @@ def test_starting_freezes_the_draft_and_names_the_next_call(house):
     assert "secret-token" not in shop.runs.folder(run_id).spec.read_text()
 
 
-def test_the_same_revision_is_not_started_twice_by_mistake(house):
+def test_same_revision_does_not_start_twice(house):
     shop, launcher = house
     draft_id = draft_of(shop)
     first = do(start_training, shop, draft_id=draft_id).data.run_id
@@ -153,7 +153,7 @@ def test_the_same_revision_is_not_started_twice_by_mistake(house):
     do(start_training, shop, draft_id=draft_id)
 
 
-def test_a_draft_that_the_owner_does_not_allow_any_more_does_not_start(house):
+def test_draft_forbidden_since_its_edit_does_not_start(house):
     shop, launcher = house
     draft_id = draft_of(shop)
     own = shop.home.configuration / "locks.yaml"
@@ -168,7 +168,7 @@ def test_a_draft_that_the_owner_does_not_allow_any_more_does_not_start(house):
     assert launcher.held == {}
 
 
-def test_a_keeper_that_does_not_come_up_is_told_and_the_draft_may_start_again(house, monkeypatch):
+def test_failed_keeper_is_reported_and_draft_starts_again(house, monkeypatch):
     shop, launcher = house
     draft_id = draft_of(shop)
 
@@ -207,7 +207,7 @@ def test_stopping_waits_for_the_end_and_a_second_stop_is_a_message(house):
         do(stop_training, shop, run_id="no-such-run")
 
 
-def test_a_run_that_was_stopped_is_resumed_and_a_live_one_is_not(house):
+def test_stopped_run_resumes_and_live_run_does_not(house):
     shop, launcher = house
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
     with pytest.raises(NotPossibleNow, match="attempt 1.*check_status"):
@@ -232,7 +232,7 @@ def test_a_run_that_was_stopped_is_resumed_and_a_live_one_is_not(house):
         do(resume_training, shop, run_id="no-such-run")
 
 
-def test_runs_get_what_the_owner_gives_them_of_the_machine(house):
+def test_runs_get_the_owners_share_of_the_machine(house):
     shop, _ = house
     shop.home.settings_file.write_text('machine: {threads: 3, gpus: ["1"]}\n')
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id

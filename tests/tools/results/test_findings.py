@@ -30,7 +30,7 @@ def results(shop: Any, run_id: str, **named: Any) -> Answer:
     return anyio.run(lambda: get_results(shop, run_id=run_id, **named))
 
 
-def test_results_say_what_holds_what_is_over_and_where_time_went(tmp_path: Path) -> None:
+def test_results_list_present_and_past_findings_and_time(tmp_path: Path) -> None:
     shop, launcher = make_workshop(tmp_path)
     try:
         folder = start_run(shop)
@@ -76,7 +76,7 @@ def test_results_say_what_holds_what_is_over_and_where_time_went(tmp_path: Path)
         launcher.close()
 
 
-def test_a_run_without_findings_has_no_line_of_them(tmp_path: Path) -> None:
+def test_run_without_findings_has_no_line_for_them(tmp_path: Path) -> None:
     shop, launcher = make_workshop(tmp_path)
     try:
         folder = start_run(shop)

@@ -32,7 +32,7 @@ def write_metrics(folder, count):
     folder.metrics.write_text("\n".join(rows) + "\n")
 
 
-def test_the_picture_of_a_run_is_an_image_beside_the_text(house):
+def test_plot_of_run_is_image_beside_text(house):
     shop, folder = house
     folder.plot.write_bytes(PNG + b"drawn")
 
@@ -48,7 +48,7 @@ def test_the_picture_of_a_run_is_an_image_beside_the_text(house):
     assert [block.type for block in without] == ["text"]
 
 
-def test_what_has_no_picture_says_why(house):
+def test_missing_plot_is_explained(house):
     shop, folder = house
     answer = results(shop, folder, plot=True)
     assert answer.picture is None
@@ -57,7 +57,7 @@ def test_what_has_no_picture_says_why(house):
     assert "larger than 1 MiB; it is at" in results(shop, folder, plot=True).text
 
 
-def test_a_run_that_ended_early_is_drawn_for_the_asking_and_nothing_is_left(house):
+def test_run_that_ended_early_is_plotted_without_leftovers(house):
     shop, folder = house
     write_metrics(folder, 20)
     become(folder, "stopped", ended_at=time.time())
@@ -68,7 +68,7 @@ def test_a_run_that_ended_early_is_drawn_for_the_asking_and_nothing_is_left(hous
     assert sorted(path.name for path in folder.path.iterdir()) == before
 
 
-def test_results_of_a_live_run_go_no_further_than_what_was_told(house):
+def test_results_of_live_run_keep_the_limit_on_fresh_numbers(house):
     shop, folder = house
     write_metrics(folder, 90)
     step(folder, 30)

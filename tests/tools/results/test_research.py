@@ -59,7 +59,7 @@ def finish(shop, launcher, run_id, right, of=100, evaluator=None, **usage):
     launcher.leave(run_id)
 
 
-def test_seeds_start_a_group_that_its_folders_tell_and_that_is_stopped_by_its_id(house, draft):
+def test_seeds_start_group_that_is_stopped_by_its_id(house, draft):
     shop, _ = house
     do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": 7})
     answer = do(start_training, shop, draft_id=draft, seeds=3)
@@ -84,7 +84,7 @@ def test_seeds_start_a_group_that_its_folders_tell_and_that_is_stopped_by_its_id
     assert do(stop_training, shop, run_id=group).data.was_live is False
 
 
-def test_a_key_repeats_a_group(house, draft):
+def test_repeated_key_returns_same_group(house, draft):
     shop, _ = house
     first = do(start_training, shop, draft_id=draft, seeds=2, key="one")
     second = do(start_training, shop, draft_id=draft, seeds=2, key="one")
@@ -92,7 +92,7 @@ def test_a_key_repeats_a_group(house, draft):
     assert len(shop.statuses()) == 2
 
 
-def test_an_owner_who_fixed_the_seed_gets_no_group(house, draft):
+def test_locked_seed_refuses_group(house, draft):
     shop, _ = house
     lock = "{field: algorithm.seed, value: 0, reason: One seed.}"
     (shop.home.configuration / "locks.yaml").write_text(f"locks: [{lock}]\n")
@@ -101,7 +101,7 @@ def test_an_owner_who_fixed_the_seed_gets_no_group(house, draft):
     assert shop.statuses() == []
 
 
-def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, draft):
+def test_runs_are_compared_by_group_with_interval(house, draft):
     shop, launcher = house
     groups = []
     for base, rights in ((0, (40, 42, 44)), (10, (70, 71, 72))):
@@ -131,7 +131,7 @@ def test_runs_are_compared_by_group_and_the_answer_says_how_sure_it_is(house, dr
     assert any("spread between seeds" in remark for remark in lone.data.remarks)
 
 
-def test_what_cannot_be_compared_is_refused_with_what_differs(house, draft):
+def test_incomparable_runs_are_refused_with_differences(house, draft):
     shop, launcher = house
     one = do(start_training, shop, draft_id=draft).data.run_id
     other = do(start_training, shop, draft_id=draft, again=True).data.run_id
@@ -151,7 +151,7 @@ def test_what_cannot_be_compared_is_refused_with_what_differs(house, draft):
         do(compare_runs, shop, a=[one], b=[third])
 
 
-def test_a_limit_refuses_by_name_and_freezes_with_the_run(house, draft):
+def test_limit_refuses_by_name_and_freezes_with_run(house, draft):
     shop, _ = house
     owner(shop, "concurrent_runs: {max: 2, reason: A small laptop.}\nper_run: {wall_hours: 3}")
     with pytest.raises(NotPossibleNow, match=r"concurrent_runs is 2 .*limits.yaml.*A small laptop.*At most 2 more fit"):
@@ -162,7 +162,7 @@ def test_a_limit_refuses_by_name_and_freezes_with_the_run(house, draft):
     assert frozen.caps["wall_hours"].value == 3 and str(shop.home.configuration) in frozen.source
 
 
-def test_what_live_runs_reserved_is_not_given_twice(house, draft):
+def test_reservations_of_live_runs_are_not_given_twice(house, draft):
     shop, _ = house
     owner(shop, "per_day: {cpu_hours: 3}")
     changes = {"budget.max_train_seconds": 600, "launcher.start_timeout_s": 600}
@@ -206,7 +206,7 @@ def test_many_starts_at_once_do_not_overrun_a_limit(house, draft):
     assert all(outcome == "started" or "concurrent_runs is 3" in outcome for outcome in outcomes)
 
 
-def test_a_run_that_has_used_its_cap_is_not_resumed(house, draft):
+def test_run_that_used_its_cap_is_not_resumed(house, draft):
     shop, _ = house
     owner(shop, "per_run: {cpu_hours: 1}")
     run_id = do(start_training, shop, draft_id=draft).data.run_id
@@ -218,7 +218,7 @@ def test_a_run_that_has_used_its_cap_is_not_resumed(house, draft):
     assert do(resume_training, shop, run_id=run_id).data.attempt == 2
 
 
-def test_a_limit_on_cost_counts_what_was_spent_today(house, draft):
+def test_limit_on_cost_counts_spending_of_today(house, draft):
     shop, launcher = house
     do(edit_config, shop, draft_id=draft, changes={"budget.max_train_seconds": None})
     owner(shop, "per_day: {cost_usd: 1}\nper_run: {cost_usd: 0.4}\nprices: {cpu_hour_usd: 0.1, gpu_hour_usd: 1}")
@@ -228,7 +228,7 @@ def test_a_limit_on_cost_counts_what_was_spent_today(house, draft):
         do(start_training, shop, draft_id=draft)
 
 
-def test_a_preview_says_unknown_until_a_run_has_measured_it(house, draft):
+def test_preview_says_unknown_until_a_run_has_measured(house, draft):
     shop, launcher = house
     owner(shop, "prices: {cpu_hour_usd: 0.36, gpu_hour_usd: 1}")
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 1000, "budget.max_train_seconds": None})
@@ -250,7 +250,7 @@ def test_a_preview_says_unknown_until_a_run_has_measured_it(house, draft):
     assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
 
 
-def test_a_start_that_the_owner_wants_confirmed_is_bound_to_what_was_shown(house, draft):
+def test_confirmation_is_bound_to_the_preview(house, draft):
     shop, _ = house
     owner(shop, "confirm: always")
     with pytest.raises(NotPossibleNow, match="wants every start confirmed") as refused:
@@ -283,7 +283,7 @@ def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
         do(start_training, shop, draft_id=draft)
 
 
-def test_what_a_person_confirms_does_not_move_while_a_run_of_it_trains(house, draft):
+def test_confirmed_values_stay_while_a_run_trains(house, draft):
     shop, launcher = house
     owner(shop, "confirm: always")
     told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
@@ -297,7 +297,7 @@ def test_what_a_person_confirms_does_not_move_while_a_run_of_it_trains(house, dr
     assert do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"] != told
 
 
-def test_a_threshold_is_held_against_what_all_runs_of_a_group_may_take(house, draft):
+def test_threshold_counts_all_runs_of_group(house, draft):
     shop, _ = house
     owner(shop, "confirm: {above: {cpu_hours: 1}}\nper_run: {cpu_hours: 0.5}")
     assert not do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview["estimates"]["cpu_hours"]

@@ -17,7 +17,7 @@ from toprope.records.run.status import Status, read_events
 from toprope.supervisor.keeper.status_writer import StatusWriter
 
 
-def test_a_step_and_a_level_stand_in_the_status_and_a_level_is_an_event(tmp_path: Path) -> None:
+def test_status_shows_level_and_new_level_is_event(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.crew.mkdir()
     status = Status(
@@ -53,7 +53,7 @@ def evaluation(**shares: float) -> Evaluation:
     return Evaluation(split="heldout", sampled=accuracy(0.5), environments=each)
 
 
-def test_a_report_has_a_line_for_each_environment() -> None:
+def test_report_has_line_for_each_environment() -> None:
     before, after = evaluation(sums=0.2, words=0.5), evaluation(sums=0.6, words=0.52)
     rose = rose_each(before, after)
     assert rose == {"sums": True, "words": False} and rose_each(None, after) == {}
@@ -64,7 +64,7 @@ def test_a_report_has_a_line_for_each_environment() -> None:
     assert environment_lines("before", before, rose)[0] == "  sums: 20.0% [15.0%, 25.0%] on 100."
 
 
-def test_a_report_says_where_curricula_stand(tmp_path: Path) -> None:
+def test_report_shows_level_of_curricula(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert curricula_lines(curricula_of(folder)) == []
     measures = [

@@ -66,7 +66,7 @@ def drafted(shop, name="sort_letters", **named):
     return do(select_environment, shop, name=name, **named).data.draft_id
 
 
-def test_a_missing_key_is_said_with_its_place_and_nothing_starts(house):
+def test_missing_key_is_named_with_its_place(house):
     shop, launcher = house
     draft_id = drafted(shop)
     with pytest.raises(InvalidValue) as refused:
@@ -78,14 +78,14 @@ def test_a_missing_key_is_said_with_its_place_and_nothing_starts(house):
 
 
 @pytest.mark.parametrize("name", ["https://evil.example/v1", "evil.example://x", "HTTP://x"])
-def test_an_agent_gives_names_and_no_urls(house, name):
+def test_agent_gives_names_and_no_urls(house, name):
     shop, launcher = house
     with pytest.raises(InvalidValue, match="Name models, not URLs.*base, hermes"):
         do(start_test, shop, draft_id=drafted(shop), models=[name])
     assert not launcher.held
 
 
-def test_an_unknown_model_is_told_the_nearest(house):
+def test_unknown_model_is_answered_with_nearest_name(house):
     shop, _ = house
     settle(shop, models={"my-vllm": ENDPOINT})
     with pytest.raises(NotFound, match="Did you mean my-vllm"):
@@ -97,7 +97,7 @@ def test_an_unknown_model_is_told_the_nearest(house):
 
 
 @pytest.mark.parametrize("place", ["models", "*", "surroundings"])
-def test_a_key_goes_to_the_driver_of_that_test_and_nowhere_else(house, place, monkeypatch):
+def test_key_goes_to_driver_of_that_test_only(house, place, monkeypatch):
     shop, launcher = house
     variables = {"*": {"HTTPS_PROXY": "http://proxy"}, "trainer": {"X": "1"}}
     if place == "surroundings":
@@ -131,7 +131,7 @@ def test_a_key_goes_to_the_driver_of_that_test_and_nowhere_else(house, place, mo
         ({"base_url": "https://x/v1", "model": "m", "price": 1}, "price"),
     ],
 )
-def test_an_owners_mistake_is_named_without_its_value(house, entry, said):
+def test_mistake_in_owners_file_is_named_without_its_value(house, entry, said):
     shop, _ = house
     settle(shop, models={"mine": entry})
     with pytest.raises(InvalidValue, match=f"settings.yaml, models, mine: {said}") as wrong:
@@ -139,7 +139,7 @@ def test_an_owners_mistake_is_named_without_its_value(house, entry, said):
     assert KEY not in str(wrong.value) and "pw" not in str(wrong.value)
 
 
-def test_hermes_is_as_its_users_know_it():
+def test_hermes_preset_has_known_values_and_locks():
     home = Home(CONFIGS / "nowhere", CONFIGS / "nowhere")
     preset = load_preset("hermes", home.preset_folders)
     config = preset.config("x")
@@ -197,7 +197,7 @@ def test_questions_are_checked_before_anything_starts(house):
     assert not launcher.held
 
 
-def test_a_checkpoint_is_asked_with_what_it_was_trained_with(house, monkeypatch):
+def test_checkpoint_is_asked_with_its_training_prompt(house, monkeypatch):
     shop, launcher = house
     draft_id = drafted(shop)
     do(edit_config, shop, draft_id=draft_id, changes={"policy.lora": True, "rollout.max_new_tokens": 9})

@@ -26,7 +26,7 @@ def runs_of(shop):
     return [status.run_id for status in shop.statuses()]
 
 
-def test_a_call_that_is_repeated_with_its_key_is_answered_with_its_run(house):
+def test_repeated_call_with_key_returns_its_run(house):
     shop, _ = house
     draft = draft_of(shop)
     first = do(start_training, shop, draft_id=draft, key="k-1").data.run_id
@@ -45,7 +45,7 @@ def test_a_call_that_is_repeated_with_its_key_is_answered_with_its_run(house):
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "stopped"
 
 
-def test_a_key_is_of_one_draft(house):
+def test_key_belongs_to_one_draft(house):
     shop, _ = house
     first = do(start_training, shop, draft_id=draft_of(shop), key="k-1").data.run_id
     with pytest.raises(InvalidValue, match=first):
@@ -53,7 +53,7 @@ def test_a_key_is_of_one_draft(house):
     assert runs_of(shop) == [first]
 
 
-def test_a_key_whose_run_never_came_starts_one(house, monkeypatch):
+def test_key_without_run_starts_one(house, monkeypatch):
     shop, launcher = house
     draft = draft_of(shop)
     start_keys.take(shop.index, "k-1", draft, "run-that-never-was", lambda _: False)
@@ -71,7 +71,7 @@ def test_a_key_whose_run_never_came_starts_one(house, monkeypatch):
     assert start_keys.taken(shop.index, "k-3") is None and runs_of(shop) == [run_id]
 
 
-def test_two_servers_that_are_asked_at_once_start_one_run(tmp_path):
+def test_two_servers_asked_at_once_start_one_run(tmp_path):
     """The slower one answers while the other's keeper is still coming up."""
 
     class Slow(StandInLauncher):
@@ -102,7 +102,7 @@ def test_two_servers_that_are_asked_at_once_start_one_run(tmp_path):
         launcher.close()
 
 
-def test_a_start_that_is_cancelled_has_started_or_has_not(house):
+def test_cancelled_start_is_whole_or_absent(house):
     """Whatever the moment: never a run without its keeper, nor a key without its run."""
     shop, _ = house
     shop.home.ensure()
@@ -121,7 +121,7 @@ def test_a_start_that_is_cancelled_has_started_or_has_not(house):
     assert not [path for path in shop.home.runs.iterdir() if path.name.startswith(".making")]
 
 
-def test_a_stop_that_is_cancelled_goes_on(house):
+def test_cancelled_stop_continues(house):
     shop, _ = house
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
     ordered = []
@@ -135,14 +135,14 @@ def test_a_stop_that_is_cancelled_goes_on(house):
     assert ordered == [run_id] and shop.runs.status(run_id).state == "queued"
 
 
-def test_a_note_of_a_start_that_lies_ahead_of_the_clock_holds_nobody_up(house):
+def test_start_note_from_the_future_blocks_nothing(house):
     shop, _ = house
     draft = draft_of(shop)
     shop.index.record_start(StartRow("run-of-tomorrow", draft, 1, "train", time.time() + 86_400), None)
     assert do(start_training, shop, draft_id=draft).data.run_id
 
 
-def test_a_keeper_that_does_not_come_up_keeps_the_key_for_the_run_that_failed(house, monkeypatch):
+def test_failed_keeper_keeps_key_of_its_run(house, monkeypatch):
     shop, launcher = house
 
     def fails(*_):
@@ -155,7 +155,7 @@ def test_a_keeper_that_does_not_come_up_keeps_the_key_for_the_run_that_failed(ho
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "failed"
 
 
-def test_a_clock_that_was_set_back_withholds_no_numbers(house):
+def test_clock_set_back_withholds_no_numbers(house):
     shop, _ = house
     run_id = do(start_training, shop, draft_id=draft_of(shop)).data.run_id
     step(shop.runs.folder(run_id), 1)

@@ -75,7 +75,7 @@ def decide(folder: RunFolder):
     log.append(Finalist(candidate="c004", run_id=f"{folder.run_id}-final", measured=final))
 
 
-def test_a_sweep_starts_with_its_plan_and_the_owners_places(house):
+def test_sweep_starts_with_plan_and_owners_folders(house):
     shop, launcher = house
     answer = started(shop)
     run_id = answer.data.run_id
@@ -93,7 +93,7 @@ def test_a_sweep_starts_with_its_plan_and_the_owners_places(house):
     assert do(start_sweep, shop, draft_id=draft, space=SPACE, options={"key": "k"}).data.run_id == keyed.data.run_id
 
 
-def test_what_does_not_fit_is_refused_and_starts_nothing(house):
+def test_sweep_that_does_not_fit_is_refused(house):
     shop, _ = house
     with pytest.raises(InvalidValue, match="stepps.*Nothing was started"):
         started(shop, options={"stepps": 3})
@@ -148,7 +148,7 @@ def test_sweep_with_key_of_seed_group_is_answered_with_its_run(house):
     assert {status.run_id for status in shop.statuses()} == set(group.run_ids)
 
 
-def test_a_start_that_a_person_confirms_is_bound_to_the_whole_sweep(house):
+def test_confirmation_is_bound_to_whole_sweep(house):
     shop, _ = house
     (shop.home.configuration / "limits.yaml").write_text("confirm: {above: {steps: 100}}")
     draft = draft_of(shop)
@@ -186,7 +186,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 
 
-def test_results_tell_candidates_lineage_and_the_one_held_out_figure(house):
+def test_results_show_candidates_lineage_and_held_out_figure(house):
     shop, launcher = house
     folder = shop.runs.folder(started(shop).data.run_id)
     with pytest.raises(InvalidValue, match="no candidate with a score"):
@@ -208,7 +208,7 @@ def test_results_tell_candidates_lineage_and_the_one_held_out_figure(house):
     assert do(get_results, shop, run_id=folder.run_id, plot=True).picture == folder.plot.read_bytes()
 
 
-def test_the_best_values_become_a_draft_of_the_sweeps_own_configuration(house, monkeypatch):
+def test_best_values_become_draft(house, monkeypatch):
     shop, _ = house
     folder = shop.runs.folder(started(shop).data.run_id)
     decide(folder)
@@ -221,7 +221,7 @@ def test_the_best_values_become_a_draft_of_the_sweeps_own_configuration(house, m
     assert draft.config.budget == base.budget and draft.config.policy == base.policy
 
 
-def test_a_stop_stops_the_members_that_a_lost_keeper_left(house, monkeypatch):
+def test_stop_reaches_members_of_lost_keeper(house, monkeypatch):
     shop, launcher = house
     folder = shop.runs.folder(started(shop).data.run_id)
     monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
@@ -236,7 +236,7 @@ def test_a_stop_stops_the_members_that_a_lost_keeper_left(house, monkeypatch):
     assert "what was measured so far" in again.text and again.data.attempt == 2
 
 
-def test_a_wait_tells_phase_and_best(house):
+def test_wait_reports_phase_and_best(house):
     shop, _ = house
     folder = shop.runs.folder(started(shop).data.run_id)
     progress = {"what": "evaluating (epoch 1 of 2)", "done": 80, "total": 240, "best": 0.61, "epoch": 1.0}

@@ -28,7 +28,7 @@ def check(shop, folder, **named):
     return answer.text, answer.data.runs[0]
 
 
-def test_a_runs_checks_are_told_while_they_are_made_and_its_life_always(run):
+def test_checks_are_shown_while_validating_and_state_always(run):
     shop, folder = run
     ready = {"state": "ready", "since": 0.0}
     crew = {"policy": {"state": "finished", "since": 0.0}, "inference": ready, "trainer": ready}
@@ -91,7 +91,7 @@ def test_events_always_pass_and_only_once(run):
     assert check(shop, folder)[1].events == []
 
 
-def test_an_ended_run_is_told_whole_at_every_call(run):
+def test_ended_run_is_shown_in_full_at_every_call(run):
     shop, folder = run
     step(folder, 10)
     check(shop, folder)
@@ -104,7 +104,7 @@ def test_an_ended_run_is_told_whole_at_every_call(run):
         assert "get_results" in text
 
 
-def test_a_call_without_ids_names_the_open_runs(run):
+def test_call_without_ids_lists_open_runs(run):
     shop, folder = run
     answer = do(check_status, shop)
     assert [item.run_id for item in answer.data.open_runs] == [folder.run_id]
@@ -143,7 +143,7 @@ def wait_while(shop, folder, acts, wait_s=20.0):
     return answer, messages, time.monotonic() - began
 
 
-def test_a_wait_ends_at_an_event_and_shows_progress_meanwhile(run):
+def test_wait_ends_at_event_and_sends_progress(run):
     shop, folder = run
     step(folder, 1, rollouts_per_second=1450.0)
     check(shop, folder)
@@ -181,7 +181,7 @@ def test_the_last_evaluation_and_the_end_come_in_one_answer(run):
     assert "eta_s" not in answer.data.runs[0].numbers
 
 
-def test_an_evaluation_that_is_not_followed_by_the_end_is_told_soon(run):
+def test_evaluation_without_end_is_reported_soon(run):
     shop, folder = run
     step(folder, 1)
     check(shop, folder)
@@ -231,7 +231,7 @@ def test_a_wait_for_an_ended_run_does_not_wait(run):
     assert wait_while(shop, folder, [])[2] < 3
 
 
-def test_a_run_whose_keeper_vanished_is_told_as_lost(house, run):
+def test_run_whose_keeper_vanished_is_lost(house, run):
     shop, folder = run
     _, launcher = house
     step(folder, 5)
@@ -239,7 +239,7 @@ def test_a_run_whose_keeper_vanished_is_told_as_lost(house, run):
     assert check(shop, folder)[1].state == "lost"
 
 
-def test_numbers_are_said_shortly():
+def test_numbers_are_short():
     assert numbers_line({"step": 120, "total_steps": 1500, "reward": 0.4312, "success": 0.31, "eta_s": 52.4}) == (
         "step 120/1500, reward 0.431, success 31.0%, ETA 52 s"
     )
@@ -281,7 +281,7 @@ def evaluation(successes, tasks=200):
     }
 
 
-def test_results_of_a_run_that_is_not_done_are_what_exists(run):
+def test_results_of_live_run_show_existing_parts(run):
     shop, folder = run
     step(folder, 10)
     write_json(folder.evaluation("before"), evaluation(6))
@@ -293,7 +293,7 @@ def test_results_of_a_run_that_is_not_done_are_what_exists(run):
 
 
 @pytest.mark.parametrize("detail", ["concise", "detailed"])
-def test_a_run_that_was_evaluated_a_thousand_times_has_an_answer_of_the_usual_size(run, detail):
+def test_thousand_evaluations_give_answer_of_usual_size(run, detail):
     shop, folder = run
     step(folder, 10)
     for label in ("before", *(f"step-{number}" for number in range(10, 10_000, 10))):
@@ -306,7 +306,7 @@ def test_a_run_that_was_evaluated_a_thousand_times_has_an_answer_of_the_usual_si
     assert len(answer.data.results["evaluations"]) == most + 1
 
 
-def test_the_keepers_report_is_told_whole_on_request(run):
+def test_report_of_keeper_is_shown_in_full_on_request(run):
     from toprope.analysis.reports.report import gather
     from toprope.records.run.specification import Specification
 
@@ -332,7 +332,7 @@ def test_the_keepers_report_is_told_whole_on_request(run):
     assert detailed.data.results["examples"][0]["prompt"] == "Sort[31m these"
 
 
-def test_a_report_that_is_damaged_is_said_to_be(run):
+def test_damaged_report_is_named(run):
     shop, folder = run
     folder.results.write_text('{"version": "x"}')
     with pytest.raises(Corrupt, match="Nothing was changed"):

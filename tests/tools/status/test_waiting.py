@@ -76,7 +76,7 @@ def met(answer):
         (["all ended", "All done", "all_ended", "all runs have ended"], ["all ended"]),
     ],
 )
-def test_words_of_until_are_taken_as_they_are_meant(words, names):
+def test_until_accepts_variants_of_words(words, names):
     assert [one.name for one in parse(words)] == names
 
 
@@ -90,14 +90,14 @@ def test_words_of_until_are_taken_as_they_are_meant(words, names):
         ("reward > 0.5", ["omit until"]),
     ],
 )
-def test_a_condition_that_is_none_is_refused_with_those_there_are(house, word, parts):
+def test_unknown_condition_is_refused_with_valid_ones(house, word, parts):
     with pytest.raises(InvalidValue) as refused:
         check(house[0], until=[word])
     for part in parts:
         assert part in str(refused.value)
 
 
-def test_a_wait_ends_when_a_step_is_reached_and_tells_no_fresher_numbers_for_it(house):
+def test_wait_for_step_keeps_the_limit_on_fresh_numbers(house):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -117,7 +117,7 @@ def test_a_wait_ends_when_a_step_is_reached_and_tells_no_fresher_numbers_for_it(
 
 
 @pytest.mark.parametrize("word", ["evaluation", "finding", "stall", "paused", "end"])
-def test_each_condition_is_met_by_its_own_event_and_no_other(house, word):
+def test_each_condition_is_met_by_its_own_event_only(house, word):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -142,7 +142,7 @@ def test_each_condition_is_met_by_its_own_event_and_no_other(house, word):
         assert "new: finding collapse is over" in answer.text
 
 
-def test_any_of_several_runs_ends_the_wait_and_is_named(house):
+def test_any_of_several_runs_ends_the_wait(house):
     shop, start = house
     first, second = start(), start()
     for folder in (first, second):
@@ -152,7 +152,7 @@ def test_any_of_several_runs_ends_the_wait_and_is_named(house):
     assert met(answer) == [(second.run_id, "step 5")]
 
 
-def test_all_of_a_group_are_waited_for_and_the_end_of_one_ends_nothing(house):
+def test_wait_for_all_continues_after_one_end(house):
     shop, start = house
     first, second = start(), start()
     for folder in (first, second):
@@ -167,7 +167,7 @@ def test_all_of_a_group_are_waited_for_and_the_end_of_one_ends_nothing(house):
     assert met(answer) == [(second.run_id, "all ended")]
 
 
-def test_a_failure_is_told_of_while_all_are_waited_for_where_that_is_named(house):
+def test_wait_for_all_ends_at_failure_if_asked(house):
     shop, start = house
     first, second = start(), start()
     for folder in (first, second):
@@ -178,7 +178,7 @@ def test_a_failure_is_told_of_while_all_are_waited_for_where_that_is_named(house
 
 
 @pytest.mark.parametrize("until", [["end"], ["all ended", "failed"], ["step 1"]])
-def test_an_end_that_was_told_is_not_met_again_while_others_live(house, until):
+def test_reported_end_is_not_met_again_while_others_live(house, until):
     shop, start = house
     first, second = start(), start()
     step(first, 1)
@@ -193,7 +193,7 @@ def test_an_end_that_was_told_is_not_met_again_while_others_live(house, until):
     assert second.run_id in {run_id for run_id, _ in met(last)}
 
 
-def test_a_state_that_was_passed_on_the_way_is_met(house):
+def test_state_passed_on_the_way_is_met(house):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -201,7 +201,7 @@ def test_a_state_that_was_passed_on_the_way_is_met(house):
     assert met(check(shop, folder, wait_s=20, until=["training"])) == [(folder.run_id, "training")]
 
 
-def test_what_was_not_met_is_said_and_the_end_of_a_run_ends_the_wait(house):
+def test_end_of_run_ends_wait_and_names_unmet_conditions(house):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -252,7 +252,7 @@ def test_more_events_than_an_answer_holds_come_page_by_page(house):
     assert seen == [f"step-{number}" for number in range(45)]
 
 
-def test_large_events_of_many_runs_stay_within_the_budget_and_none_is_lost(house):
+def test_large_events_stay_within_budget_and_none_is_lost(house):
     shop, start = house
     folders = [start() for _ in range(6)]
     for folder in folders:
@@ -268,7 +268,7 @@ def test_large_events_of_many_runs_stay_within_the_budget_and_none_is_lost(house
     assert again.data.runs[0].events[0]["data"]["what"].startswith(f"{kept} ")
 
 
-def test_an_end_that_was_told_does_not_end_the_next_wait(house):
+def test_reported_end_does_not_end_next_wait(house):
     shop, start = house
     ended, live = start(), start()
     step(live, 1)
@@ -285,12 +285,12 @@ def test_an_end_that_was_told_does_not_end_the_next_wait(house):
 
 
 @pytest.mark.parametrize("cursor", ["nonsense", "a:b", "../x:1", "RUN:1", "a:-1", ",", "a:1,,b:2", "a:1" + "0" * 20])
-def test_what_is_no_cursor_is_refused(cursor):
+def test_invalid_cursor_is_refused(cursor):
     with pytest.raises(InvalidValue, match="cursor"):
         places.parse(cursor)
 
 
-def test_a_place_that_a_run_has_not_reached_is_refused_rather_than_waited_for(house):
+def test_cursor_ahead_of_run_is_refused(house):
     shop, start = house
     folder = start()
     become(folder, "validating")
@@ -306,7 +306,7 @@ def test_places_of_other_runs_stay_in_the_cursor(house):
     assert answer.data.cursor == f"elsewhere:3,{folder.run_id}:1"
 
 
-def test_a_wait_is_as_long_as_the_client_holds_out():
+def test_wait_is_as_long_as_the_clients_patience():
     assert longest_wait_s(Client(), {}) == 45
     assert longest_wait_s(Client("claude-ai"), {}) == 45
     assert longest_wait_s(PATIENT, {}) == 900
@@ -317,7 +317,7 @@ def test_a_wait_is_as_long_as_the_client_holds_out():
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 @pytest.mark.parametrize(("name", "wait_s"), [("claude-code", 900), ("claude-ai", 45), ("my-agent", 600)])
-def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, wait_s):
+def test_client_is_known_by_its_name_in_both_eras(house, mode, name, wait_s):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -332,7 +332,7 @@ def test_a_client_is_known_by_the_name_it_gives_in_both_eras(house, mode, name, 
     assert f"check_status(wait_s={wait_s}, cursor=" in anyio.run(main).content[0].text
 
 
-def test_a_longer_wish_is_cut_and_that_is_said(house):
+def test_longer_wait_is_cut_and_the_answer_says_so(house):
     shop, start = house
     folder = start()
     step(folder, 1)
@@ -346,7 +346,7 @@ def test_a_longer_wish_is_cut_and_that_is_said(house):
     assert "wait_s=900" in check(shop, folder, client=PATIENT).text
 
 
-def test_fresh_numbers_that_are_the_old_ones_are_no_news(house):
+def test_unchanged_numbers_are_no_news(house):
     shop, start = house
     folder = start()
     step(folder, 4)
@@ -375,7 +375,7 @@ def test_progress_grows_with_every_message(house):
     assert told == sorted(set(told))
 
 
-def test_a_list_goes_on_although_the_last_run_of_its_page_ended(house):
+def test_list_continues_after_last_run_of_page_ended(house):
     shop, start = house
     for _ in range(22):
         start()
@@ -389,7 +389,7 @@ def test_a_list_goes_on_although_the_last_run_of_its_page_ended(house):
     assert known.isdisjoint(run.run_id for run in second.data.runs)
 
 
-def test_stamps_are_those_of_runs_there_are(house):
+def test_stamps_belong_to_existing_runs(house):
     shop, start = house
     folder = start()
     with pytest.raises(Exception, match="no run"):
