@@ -36,6 +36,28 @@ def test_owner_files_take_precedence_over_shipped(tmp_path):
     assert preset.config("x").budget.steps == 7
 
 
+@pytest.mark.parametrize("name", ["settings.yaml", "locks.yaml", "limits.yaml"])
+@pytest.mark.parametrize("place", ["a folder", "a dangling link"])
+def test_owner_file_that_cannot_be_read_is_refused_instead_of_ignored(tmp_path, name, place):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    home.configuration.mkdir()
+    if place == "a folder":
+        (home.configuration / name).mkdir()
+    else:
+        (home.configuration / name).symlink_to(tmp_path / "moved")
+    read = {"settings.yaml": home.settings, "locks.yaml": home.locks, "limits.yaml": home.limits}[name]
+    with pytest.raises(InvalidValue, match=f"config/{name} cannot be read"):
+        read()
+
+
+def test_file_in_place_of_configuration_folder_is_refused_in_words(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    home.configuration.write_text("serve: {read_only: true}")
+    for read in (home.settings, home.locks, home.limits):
+        with pytest.raises(InvalidValue, match="config is not a folder.*TOPROPE_CONFIG"):
+            read()
+
+
 def test_settings_are_strict_and_errors_hide_secrets(tmp_path):
     path = tmp_path / "settings.yaml"
     assert OwnerSettings.read(path).preset == "cpu-embedded"

@@ -151,9 +151,10 @@ class OwnerSettings(BaseModel):
         """The settings in a file; the defaults if the file is missing.
 
         Raises:
-            InvalidValue: The file is wrong; the message names the key and repeats no value, which may be a secret.
+            InvalidValue: The file cannot be read or is wrong; the message names the key and repeats no value, which may
+                be a secret.
         """
-        if not path.is_file():
+        if not _is_there(path):
             return cls()
         data = check_keys(read_yaml(path), cls.model_fields, str(path))
         data["models"] = parse_endpoints(data.get("models"), f"{path}, models")
@@ -235,13 +236,13 @@ class Home:
     def locks_file(self) -> Path:
         """The file of the owner's locks if there is one, else the shipped file."""
         own = self.configuration / "locks.yaml"
-        return own if own.exists() else CONFIGS / "locks.yaml"
+        return own if _is_there(own) else CONFIGS / "locks.yaml"
 
     @property
     def limits_file(self) -> Path:
         """The file of the owner's limits if there is one, else the shipped file."""
         own = self.configuration / "limits.yaml"
-        return own if own.exists() else CONFIGS / "limits.yaml"
+        return own if _is_there(own) else CONFIGS / "limits.yaml"
 
     @property
     def strategies(self) -> Path:
@@ -301,6 +302,28 @@ class Home:
                 hint="Set TOPROPE_HOME to a folder that you may write to.",
             ) from None
         return self
+
+
+def _is_there(path: Path) -> bool:
+    """True if something has this name, be it a folder or a link to nothing: what the owner put there must be read.
+
+    Raises:
+        InvalidValue: The configuration folder is not a folder, or cannot be searched.
+    """
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise InvalidValue(
+            f"The configuration folder {path.parent} is not a folder.",
+            hint="Move the file away, or set TOPROPE_CONFIG to a folder.",
+        ) from None
+    except OSError as error:
+        raise InvalidValue(
+            f"{path} cannot be read: {error.strerror or error}.", hint="Check its permissions."
+        ) from None
+    return True
 
 
 def _folder(named: str | None, default: str) -> Path:

@@ -138,17 +138,18 @@ def owners_role() -> Role:
         import platformdirs
 
         folder = platformdirs.user_config_path("toprope", appauthor=False)
+    path = folder / "settings.yaml"
     try:
-        text = (folder / "settings.yaml").read_text(encoding="utf-8")
+        if not _HAS_ROLE.search(path.read_text(encoding="utf-8")):
+            return Role()
     except FileNotFoundError:
-        return Role()
-    except (OSError, ValueError) as error:
-        return Role(read_only=True, why=f"settings.yaml cannot be read: {error}.")
-    if not _HAS_ROLE.search(text):
-        return Role()
+        if not path.is_symlink():
+            return Role()
+    except (OSError, ValueError):
+        pass  # the settings word this error themselves
     from toprope.settings.owner import Home
 
     try:
         return role_of_settings(Home.locate().settings())
     except TopropeError as error:
-        return Role(read_only=True, why=f"{error.message}")
+        return Role(read_only=True, why=str(error))

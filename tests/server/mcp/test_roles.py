@@ -113,6 +113,11 @@ def test_the_owners_role_is_read_from_the_settings(tmp_path, monkeypatch):
         settings.write_text(wrong)
         assert owners_role().read_only
         assert owners_role().why
+    settings.unlink()
+    settings.mkdir()
+    assert owners_role().read_only and "settings.yaml cannot be read" in owners_role().why
+    monkeypatch.setenv("TOPROPE_CONFIG", __file__)
+    assert owners_role().read_only and "is not a folder" in owners_role().why
 
 
 def test_client_can_start_read_only_server(tmp_path):
