@@ -216,6 +216,28 @@ def test_end_of_run_ends_wait_and_names_unmet_conditions(house):
     assert ended.data.runs[0].state == "stopped"
 
 
+def test_unmet_condition_of_ended_run_is_not_told_as_long_wait(house):
+    shop, start = house
+    folder = start()
+    become(folder, "stopped", ended_at=time.time())
+    answer = check(shop, folder, wait_s=45, until=["step 200"])
+    assert "No condition of until was met before the end." in answer.text and "45 s" not in answer.text
+
+
+def test_next_wait_leaves_out_conditions_that_stay_met(house):
+    shop, start = house
+    folder = start()
+    step(folder, 60)
+    event(folder, "evaluation", label="a", summary={"accuracy": 0.1})()
+    answer = check(shop, folder, wait_s=20, until=["training", "step 50", "step 90", "evaluation"])
+    assert {name for _, name in met(answer)} == {"training", "step 50", "evaluation"}
+    assert 'until=["step 90", "evaluation"]' in answer.text.splitlines()[-1]
+    following = check(shop, folder, wait_s=0.3, until=["step 90", "evaluation"], cursor=answer.data.cursor)
+    assert met(following) == []
+    alone = check(shop, folder, wait_s=20, until=["training"])
+    assert "until" not in alone.text.splitlines()[-1]
+
+
 def test_two_callers_with_cursors_each_get_every_event_once(house, tmp_path):
     shop, start = house
     folder = start()

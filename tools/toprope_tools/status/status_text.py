@@ -20,7 +20,8 @@ from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.status import cursor as places
 from toprope_tools.status.snapshot import Look, numbers_line, work_of
-from toprope_tools.status.wait import Met, Waited
+from toprope_tools.status.wait import Waited
+from toprope_tools.status.wait_conditions import Condition
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -38,8 +39,7 @@ class Patience:
     asked_s: float
     longest_s: float
     """Call limit of the client, in seconds."""
-    until: tuple[str, ...] = ()
-    """Names of the conditions."""
+    until: tuple[Condition, ...] = ()
 
     @property
     def wait_s(self) -> float:
@@ -76,7 +76,7 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
     """
     for most in _EVENTS:
         told = [_told(look, most) for look in waited.looks]
-        answer = _answer(told, waited.met, known, patience)
+        answer = _answer(told, waited, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
     with suppress(DiskFull):  # answer on a full disk, too
@@ -84,11 +84,15 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
     return answer
 
 
-def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int], patience: Patience) -> Answer:
+def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], patience: Patience) -> Answer:
+    met = waited.met
     live = [one.item.run_id for one in told if one.item.state in LIVE]
     at = {**known, **{one.item.run_id: one.place for one in told}}
     here = places.format_cursor({run_id: at[run_id] for run_id in live})
-    goes_on = {"until": list(patience.until)} if patience.until else {}
+    # A condition that stays met would end the next wait at once.
+    done = {one.condition for one in met}
+    until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
+    goes_on = {"until": until} if until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     data = answers.StatusAnswer(
         runs=[one.item for one in told],
@@ -97,12 +101,12 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
         longest_wait_s=patience.longest_s if patience.cut else None,
     )
     if live and not met and not any(one.new for one in told):
-        return Answer(f"No news{_after(patience)}. {_briefly(told)} {following}", data, brief=True)
+        return Answer(f"No news{_after(patience, waited)}. {_briefly(told)} {following}", data, brief=True)
     lines = []
     if met:
         lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
     elif patience.until:
-        lines.append(f"No condition of until was met{_after(patience)}.")
+        lines.append(f"No condition of until was met{_after(patience, waited)}{'' if live else ' before the end'}.")
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in told]
@@ -114,10 +118,11 @@ def _answer(told: Sequence[_Told], met: Sequence[Met], known: Mapping[str, int],
     return Answer("\n".join(lines), data, brief=True)
 
 
-def _after(patience: Patience) -> str:
-    if not patience.wait_s:
+def _after(patience: Patience, waited: Waited) -> str:
+    if waited.seconds < min(1.0, patience.wait_s) or not patience.wait_s:
         return ""
-    return f" in {duration(patience.wait_s)}{', the limit of this client' if patience.cut else ''}"
+    cut = patience.cut and waited.seconds >= patience.longest_s
+    return f" in {duration(waited.seconds)}{', the limit of this client' if cut else ''}"
 
 
 def _briefly(told: Sequence[_Told]) -> str:

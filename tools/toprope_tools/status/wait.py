@@ -42,10 +42,11 @@ class Met:
 
 @dataclass(frozen=True)
 class Waited:
-    """The end of a wait: the runs at that moment, and the conditions met."""
+    """The end of a wait: the runs at that moment, the conditions met, and the seconds that it took."""
 
     looks: list[Look]
     met: list[Met]
+    seconds: float
 
 
 async def wait_for_news(
@@ -69,7 +70,8 @@ async def wait_for_news(
 
     Raises: see `look_at`.
     """
-    deadline = time.monotonic() + wait_s
+    began = time.monotonic()
+    deadline = began + wait_s
     reporter = _ProgressReporter(progress)
     woken_at = None
     while True:
@@ -86,7 +88,7 @@ async def wait_for_news(
         await anyio.sleep(min(_LOOK_EVERY_S, left))
     if wait_s:
         await reporter.report(looks, last=True)
-    return Waited(looks, met)
+    return Waited(looks, met, time.monotonic() - began)
 
 
 def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:

@@ -46,6 +46,11 @@ class Condition:
         """True if it concerns all runs of a wait together."""
         return self.name == ALL_ENDED
 
+    @property
+    def stays_met(self) -> bool:
+        """True if a run that has met it meets it ever after; of the others each wait needs a new event."""
+        return self.step is not None or self.name not in EVENTS or self.name == "end"
+
     def met(self, status: Status, news: Sequence[Event]) -> bool:
         """Return whether a run meets it.
 
