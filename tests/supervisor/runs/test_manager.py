@@ -263,6 +263,23 @@ def test_deleted_run_folder_ends_crew(harness):
         runs.status(folder.run_id)
 
 
+def test_half_deleted_run_is_told_as_deleted_and_not_as_lost_keeper(harness):
+    runs, folder = harness.start(ENDLESS)
+    until(runs, folder, "training")
+    status = folder.status.read_bytes()
+    while folder.path.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)
+    eventually(lambda: not harness.processes(folder))
+    folder.path.mkdir()
+    folder.status.write_bytes(status)  # the last write of a keeper that had not noticed yet
+    found = runs.status(folder.run_id)
+    assert found.state == "lost" and "folder was deleted while the run was training" in found.reason
+    assert "keeper" not in found.reason and str(folder.path) in found.reason
+    with pytest.raises(NotFound, match="has no specification.*was deleted") as refused:
+        runs.resume(folder.run_id)
+    assert "list_runs" in refused.value.hint
+
+
 def test_failed_keeper_start_gives_reason(harness, tmp_path):
     runs = RunManager(
         tmp_path / "runs", LocalLauncher([sys.executable, "-P", "-c", "raise ImportError('no torch here')"])

@@ -80,8 +80,13 @@ def stop_requested(folder: RunFolder, status: Status) -> bool:
 
 
 def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
-    """Say how a run lost its keeper: the machine was restarted, or the keeper ended. The caller holds the lock, whose
-    file still names the last keeper."""
+    """Say how a run lost its keeper: its folder was deleted, the machine was restarted, or the keeper ended. The caller
+    holds the lock, whose file still names the last keeper."""
+    if not folder.spec.exists():
+        return (
+            f"The run's folder was deleted while the run was {status.state}; {folder.path} holds what was written "
+            "since, and nothing of the run can be used. Delete that, too."
+        )
     try:
         booted = read_json(folder.lock).get("boot")
     except (TopropeError, AttributeError):
