@@ -90,6 +90,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
+def brief_duration(seconds: float) -> str:
+    """Format a time that may be far below a second: less than 1 ms, 12 ms, 3.4 s; longer ones as `duration`."""
+    if seconds < 0.001:
+        return "less than 1 ms"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds)
+
+
 def ago(at: float, now: float | None = None) -> str:
     """Format the time since a moment: 12 min ago."""
     return f"{duration((time.time() if now is None else now) - at)} ago"

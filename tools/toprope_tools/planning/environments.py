@@ -18,7 +18,7 @@ from toprope.records.worker_messages import Card
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import worker_variables
-from toprope.text_format import call, clip, cut, duration, number, percent, plural, value
+from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.launch.baseline import baseline_of
@@ -324,7 +324,7 @@ def _cost_lines(described: Description) -> list[str]:
     prompts = [len(_prompt(example)) for example in described.examples]
     told = [f"loads in {duration(described.load_seconds)}"]
     if described.score_seconds is not None:
-        told.append(f"an answer is scored in {number(described.score_seconds)} s")
+        told.append(f"an answer is scored in {brief_duration(described.score_seconds)}")
     if described.memory_mb is not None:
         told.append(f"its worker takes {described.memory_mb:.0f} MB")
     if prompts:

@@ -17,6 +17,7 @@ from toprope.errors import NotFound, TopropeError, shown, visible
 from toprope.shipped import ENVIRONMENTS
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.describe import Describer, Description, Example, WorkerOptions
+from toprope.workbench.catalog.search import search
 from toprope.workbench.entries import Entry, Names, Source, broken
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
@@ -92,18 +93,8 @@ class Catalog:
         return [_sayable(entry) for entry in entries]
 
     def search(self, query: str = "") -> list[Entry]:
-        """Return entries whose name, description, ecosystem or tags contain every word of the query.
-
-        Matches by name come first.
-        """
-        words = query.casefold().split()
-        entries = self.entries()
-
-        def missing_from_name(entry: Entry) -> int:
-            return sum(word not in entry.name.casefold() for word in words)
-
-        found = [entry for entry in entries if all(word in _text(entry) for word in words)]
-        return sorted(found, key=missing_from_name)
+        """Return the entries that a query finds, all of them if it is empty. See `search.search`."""
+        return search(self.entries(), query)
 
     def find(self, name: str) -> Entry:
         """Return the environment of this name.
@@ -154,10 +145,6 @@ def _sayable(entry: Entry) -> Entry:
 
 def _line(text: str, longest: int) -> str:
     return text if text.isprintable() and len(text) <= longest else visible(" ".join(text.split()), longest)
-
-
-def _text(entry: Entry) -> str:
-    return " ".join([entry.name, entry.description, entry.source, entry.ecosystem, *entry.tags]).casefold()
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
