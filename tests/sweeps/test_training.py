@@ -138,11 +138,10 @@ def test_load_moments_keeps_learning_rate(trained: tuple[Path, Any]) -> None:
 
 def test_trainer_loads_moments_only_if_it_continues(trained: tuple[Path, Any]) -> None:
     path, state = trained
-    for continues, moments in ((None, 0), ("other-run", len(state))):
+    for continued, moments in ((None, 0), ("other-run", len(state))):
         model = load_model(path / "model", Config())
         run = GrpoRun.__new__(GrpoRun)
-        member = SweepMember(sweep="s", candidate="c002", epoch=2, continues=continues)
-        run._member = SimpleNamespace(spec=SimpleNamespace(member=member))  # type: ignore[assignment]
+        run._member = SimpleNamespace(spec=SimpleNamespace(continued_run=continued))  # type: ignore[assignment]
         run._model, run._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
         run._load_parent_moments(path / "model")
         assert len(run._optimizer.state_dict()["state"]) == moments

@@ -179,7 +179,6 @@ class SweepMembers:
         folder = RunFolder(self.runs.path / status.run_id)
         summary = status.evaluations.get("after") or status.evaluations.get("test") or {}
         specification = Specification.read(folder)
-        first = specification.member.first_task if specification.member else 0
         try:
             row = last_row(folder.metrics) or {}
         except (NotFound, OSError):
@@ -190,6 +189,6 @@ class SweepMembers:
             successes=summary.get("successes"),
             reward_mean=summary.get("reward_mean"),
             steps=int(row.get("step") or 0),
-            groups=first + int(status.counts.get("accepted") or 0),
+            groups=specification.first_task + int(status.counts.get("accepted") or 0),
             state=status.state,
         )

@@ -189,16 +189,21 @@ async def stop_training(ctx: Context, run_id: RunId) -> Annotated[CallToolResult
 
 
 @run_tools.tool("Resume a run", STARTS, toolset="run", on_failure='list_runs(state="ended") lists the runs that ended.')
-async def resume_training(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Resumed]:
+async def resume_training(
+    ctx: Context,
+    run_id: RunId,
+    steps: Annotated[int | None, Field(ge=1, description="Of a completed run: this many more steps.")] = None,
+    seconds: Annotated[float | None, Field(gt=0, description="Of a completed run: train this much longer.")] = None,
+) -> Annotated[CallToolResult, answers.Resumed]:
     """Continues a run that was stopped, failed or lost: same run_id, next attempt, from its newest checkpoint.
 
-    Use it after a crash, or when a stopped run was worth its time after all. Step, optimizer, schedule, used budget
-    and rollouts continue; the configuration stays frozen. Without a checkpoint it starts again at step 0.
-    A live or completed run is refused. Next: check_status with wait_s.
+    Step, optimizer, schedule, used budget and rollouts continue; the configuration stays frozen. Without a checkpoint
+    it starts again at step 0. A completed run goes on with steps or seconds: a new run with its weights and optimizer.
+    A live run is refused. Next: check_status with wait_s.
     """
     from toprope_tools.runs import training
 
-    return result_of(await training.resume_training(workshop_of(ctx), run_id=run_id))
+    return result_of(await training.resume_training(workshop_of(ctx), run_id=run_id, steps=steps, seconds=seconds))
 
 
 @run_tools.tool("Repeat a run", STARTS, toolset="run", on_failure="list_runs lists the runs.")

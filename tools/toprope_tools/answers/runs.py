@@ -39,6 +39,7 @@ class Resumed(Structure):
     attempt: int
     state: str
     from_step: int | None = None
+    continues: str | None = None
 
 
 class Reproducing(Structure):

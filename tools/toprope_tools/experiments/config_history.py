@@ -25,12 +25,12 @@ from toprope.text_format import call, clip, cut, plural, value
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
-from toprope.workbench.launch.start import ConfirmationNeeded
 from toprope_tools.answers import planning as planning_answers
 from toprope_tools.answers import runs as runs_answers
 from toprope_tools.answers.answer import Answer, fitting
 from toprope_tools.planning.config import said_changes
 from toprope_tools.runs.sweeps import best_of_sweep
+from toprope_tools.runs.training import start_unconfirmed
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -171,7 +171,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        again = _start_again(workshop, run)
+        [again] = start_unconfirmed(workshop, [freeze_again(run, workshop.home.locks())], run_id)
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."
@@ -190,19 +190,6 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
         )
 
     return await to_thread.run_sync(work)
-
-
-def _start_again(workshop: Workshop, run: Specification) -> Specification:
-    """Start a run once more, within the owner's limits."""
-    try:
-        started = workshop.starter.start_frozen([freeze_again(run, workshop.home.locks())])
-    except ConfirmationNeeded as refused:
-        raise NotPossibleNow(
-            f"{refused.why} Nothing was started.",
-            hint=f"{call('fork_config', run_id=run.run_id)} makes a draft of it; start_training shows what it takes "
-            "and how to confirm.",
-        ) from None
-    return started.specifications[0]
 
 
 def compared_with_original(workshop: Workshop, specification: Specification) -> Reproduction | None:

@@ -14,6 +14,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS
 from toprope.text_format import ago, call, cut, value
 from toprope.workbench.drafts import Draft, Edit
+from toprope.workbench.launch.lineage import policy_named
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer, fitting
 
@@ -94,6 +95,8 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
             hint='Give fields and values: {"optimizer.learning_rate": 1e-4}. get_config names them.',
         )
     locks = workshop.home.locks()
+    if isinstance(model := changes.get("policy.model"), str):
+        changes = {**changes, "policy.model": await to_thread.run_sync(policy_named, model, workshop.home.runs)}
     draft, changed = await to_thread.run_sync(workshop.drafts.edit, draft_id, changes, locks)
     if changed:
         text = f"{draft.id} is now at revision {draft.revision}: {said_changes(changed)}."

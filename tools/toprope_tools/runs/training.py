@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio import to_thread
 
+from toprope.errors import NotPossibleNow
 from toprope.records.run.specification import Specification, training_plan
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.runs.orders import stop_members
-from toprope.text_format import call, duration
+from toprope.text_format import call, duration, plural
+from toprope.workbench.launch.continuation import freeze_continuation
 from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
@@ -99,15 +101,25 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
-async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
+async def resume_training(
+    workshop: Workshop, *, run_id: str, steps: int | None = None, seconds: float | None = None
+) -> Answer:
     """Resume a run that was stopped, failed or lost; answer as soon as it has its keeper.
+
+    Args:
+        steps: Go on with a completed run for so many more steps, in a run of its own.
+        seconds: Go on with a completed run for so many more seconds of training, in a run of its own.
 
     Raises:
         NotFound: There is no such run.
-        NotPossibleNow: The run is live, still ending or completed, or its limits are used up.
+        NotPossibleNow: The run is live, still ending, or its limits are used up; it is completed and no budget is
+            given, or a budget is given and it is not completed.
+        LockedField, InvalidValue: The owner does not allow the budget, or it is impossible for the run.
         Corrupt: Its checkpoint cannot be read.
         ComponentFailed: Its keeper did not come up; the run has failed again.
     """
+    if steps is not None or seconds is not None:
+        return await to_thread.run_sync(_continue, workshop, run_id, steps, seconds)
     status, specification = await to_thread.run_sync(_resume, workshop, run_id)
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
@@ -126,6 +138,49 @@ async def resume_training(workshop: Workshop, *, run_id: str) -> Answer:
         run_id=run_id, kind=kind.name, attempt=status.attempt, state=status.state, from_step=from_step
     )
     return Answer(f"{text}\n{_next(run_id)}", data)
+
+
+def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float | None) -> Answer:
+    """Start a run that goes on with a completed one."""
+    folder = workshop.runs.folder(run_id)
+    workshop.runs.status(run_id, revive=False)  # a run without a keeper is settled first
+    frozen = freeze_continuation(folder, workshop.home.locks(), steps=steps, seconds=seconds)
+    [started] = start_unconfirmed(workshop, [frozen], run_id)
+    text = (
+        f"Started {started.run_id}: it goes on with the weights and the optimizer of {run_id}, which stays as it is, "
+        f"for at most {_limit(started)} more. Tasks follow those that {run_id} trained on.\n{_next(started.run_id)}; "
+        f"then {call('compare_runs', a=run_id, b=started.run_id)}."
+    )
+    data = answers.Resumed(
+        run_id=started.run_id, kind=started.kind, attempt=1, state="queued", from_step=0, continues=run_id
+    )
+    return Answer(text, data)
+
+
+def start_unconfirmed(workshop: Workshop, specifications: list[Specification], run_id: str) -> list[Specification]:
+    """Start runs that were frozen from another run, which no draft could be confirmed for.
+
+    Raises:
+        NotPossibleNow: The owner wants a person to confirm it, or a limit forbids it.
+        ComponentFailed: A keeper did not come up.
+    """
+    try:
+        return workshop.starter.start_frozen(specifications).specifications
+    except ConfirmationNeeded as refused:
+        raise NotPossibleNow(
+            f"{refused.why} Nothing was started.",
+            hint=f"{call('fork_config', run_id=run_id)} makes a draft of it; start_training shows what it takes "
+            "and how to confirm.",
+        ) from None
+
+
+def _limit(specification: Specification) -> str:
+    """Return the budget in words: 400 steps or 2 min of training."""
+    budget = specification.config.budget
+    limit = plural(budget.steps, "step")
+    if budget.max_train_seconds is not None:
+        limit += f" or {duration(budget.max_train_seconds)} of training"
+    return limit
 
 
 def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
@@ -204,10 +259,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
 
 
 def _answer_started(specifications: Sequence[Specification]) -> Answer:
-    first, budget = specifications[0], specifications[0].config.budget
-    limit = f"{budget.steps} steps"
-    if budget.max_train_seconds is not None:
-        limit += f" or {duration(budget.max_train_seconds)} of training"
+    first, limit = specifications[0], _limit(specifications[0])
     where = f"{first.environment.name}, {first.draft_id} revision {first.draft_revision}"
     if (group := first.seed_group) is None:
         text = (

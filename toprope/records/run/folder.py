@@ -23,8 +23,10 @@ Folders are 0700 and files 0600, because a run holds private prompts, answers an
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -119,6 +121,18 @@ def not_a_runs_folder(path: Path) -> NotPossibleNow:
     return NotPossibleNow(
         f"{path} is not a folder.", hint="Move away the file in its place, or set TOPROPE_HOME to another folder."
     )
+
+
+def nearest_runs(runs: Path, run_id: str, most: int = 3) -> list[str]:
+    """Return the ids of runs that somebody may mean by an unknown one: those that it begins, else those like it."""
+    try:
+        known = sorted(name for name in os.listdir(runs) if RUN_ID.fullmatch(name))
+    except OSError:
+        return []
+    given = run_id[:100].lower()
+    begun = [name for name in known if given and name.startswith(given)]
+    # The newest run of a name is the likeliest, and its id sorts last.
+    return begun[-most:][::-1] or difflib.get_close_matches(given, known, n=most, cutoff=0.75)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -266,5 +280,7 @@ class RunFolder:
                     f"{run_id} is a seed group, and this takes a single run.",
                     hint=f"Its runs: {', '.join(group[:16])}.",
                 )
-            raise NotFound(f"There is no run {shown(run_id)}.", hint="list_runs names the runs there are.")
+            near = nearest_runs(runs, run_id)
+            hint = f"Did you mean {' or '.join(near)}? " if near else ""
+            raise NotFound(f"There is no run {shown(run_id)}.", hint=f"{hint}list_runs names the runs there are.")
         return folder

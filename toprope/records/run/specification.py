@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt
+from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.settings.endpoints import Endpoint
@@ -219,6 +219,16 @@ class SweepMember(BaseModel):
     """This is the winner's measurement on held-out tasks."""
 
 
+class Continuation(BaseModel):
+    """The run that another goes on with, under a budget of its own: its weights, its optimizer, the tasks after its."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str
+    first_task: int = Field(0, ge=0)
+    """Number of training tasks that it and those before it used."""
+
+
 class Specification(BaseModel):
     """spec.json of a run."""
 
@@ -248,6 +258,8 @@ class Specification(BaseModel):
     """The data set that replaces a teacher's demonstrations in a run of kind `sft`."""
     base_run: str | None = None
     """The run whose checkpoint the policy starts from, if the configuration named one."""
+    continues: Continuation | None = None
+    """The completed run that this one goes on with."""
     reproduces: str | None = None
     """The run that this one repeats."""
     seed_group: SeedGroup | None = None
@@ -265,15 +277,31 @@ class Specification(BaseModel):
         """The facts about runs of this kind."""
         return KINDS[self.kind]
 
+    @property
+    def continued_run(self) -> str | None:
+        """The run whose weights and optimizer state this one starts with; None if it starts with neither."""
+        return self.continues.run if self.continues else self.member.continues if self.member else None
+
+    @property
+    def first_task(self) -> int:
+        """Number of training tasks that earlier runs used; this one starts after them."""
+        return self.continues.first_task if self.continues else self.member.first_task if self.member else 0
+
     @classmethod
     def read(cls, folder: RunFolder) -> Specification:
         """Read the specification on disk.
 
         Raises:
-            NotFound, Corrupt: See `read_json`.
+            NotFound: The run's folder was deleted, at least in part.
+            Corrupt: See `read_json`.
         """
         try:
             return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
+        except NotFound:
+            raise NotFound(
+                f"{folder.run_id} has no specification: its folder was deleted, at least in part.",
+                hint=f"The owner deletes what is left in {folder.path}; list_runs names the other runs.",
+            ) from None
         except ValidationError as error:
             raise Corrupt(
                 f"{folder.spec} is not a valid specification: {describe_misfits(error)}.", hint=REPAIR_HINT

@@ -197,8 +197,9 @@ class RunManager:
             if former.state not in RESUMABLE:
                 raise NotPossibleNow(
                     f"{run_id} is {former.state}: nothing is left to do, and nothing was changed.",
-                    hint="start_training starts a new run from a draft. To train on from this run's weights, set the "
-                    f"draft's policy.model to the folder model/ of its checkpoint below {folder.checkpoints}.",
+                    hint=f'resume_training(run_id="{run_id}", steps=N) trains on from its weights.'
+                    if former.run_kind.samples
+                    else f'fork_config(run_id="{run_id}") makes a draft of it.',
                 )
             Reservations(self.path).announce(self.machine())
             status = prepare_attempt(folder, former, by_itself=by_itself)

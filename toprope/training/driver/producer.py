@@ -146,8 +146,8 @@ class GroupProducer:
         """
         # A resumed run and a restarted driver begin with tasks that were not sampled yet, up to a few.
         is_resumed = self._member.attempt > 1 or self._member.life > 0
-        # So does a member of a sweep that continues with another's weights.
-        first = self._spec.member.first_task if self._spec.member is not None else 0
+        # So does a run that continues with another's weights.
+        first = self._spec.first_task
         accepted = (await self._api.counts()).accepted if is_resumed else 0
         self._numbers = itertools.count(first + accepted)
         self._tasks.restore(first, accepted)

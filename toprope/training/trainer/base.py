@@ -196,14 +196,14 @@ class TrainingRun(ABC):
         return found.path
 
     def _load_parent_moments(self, policy: Path) -> None:
-        """Loads the optimizer's moments of another sweep member if this one continues from its weights."""
-        member = self._member.spec.member
-        if member is None or member.continues is None:
+        """Loads the optimizer's moments of another run if this one continues from its weights."""
+        continued = self._member.spec.continued_run
+        if continued is None:
             return
         count = load_moments(
             policy.parent, model=self._model, optimizer=self._optimizer, extra_modules=self._extra_modules()
         )
-        print(f"going on from {member.continues}: moments of {count} parameters", file=sys.stderr, flush=True)
+        print(f"going on from {continued}: moments of {count} parameters", file=sys.stderr, flush=True)
 
     def _restore(self, checkpoint: Path) -> CheckpointState:
         """Restores everything from a checkpoint; returns its state with the cursor that the API agreed to."""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from toprope.errors import NotPossibleNow
+from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import newest_sound
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
 from toprope.trajectories.datasets.store import DatasetStore
@@ -15,8 +16,37 @@ from toprope.trajectories.datasets.store import DatasetStore
 RUN = "run:"
 """Prefix of a run's name in place of a model's."""
 
+_LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")
+"""The form of ids that Toprope gives runs; hardly a model is named so."""
+
 _HASH_BYTES = 256 << 20
 """Bytes of a checkpoint or data set that are compared here; its loader compares all of it."""
+
+
+def policy_named(model: str, runs: Path) -> str:
+    """Return the value of `policy.model` that somebody means: `run:<run_id>` for the bare id of a run.
+
+    Args:
+        model: Value of an edit. Names of models and paths are returned as they are.
+        runs: The folder of runs.
+
+    Raises:
+        NotFound: It names no run, but has the form of a run's id, or is a seed group; the message names the nearest.
+    """
+    run_id = model.removeprefix(RUN).strip()
+    if RUN_ID.fullmatch(run_id) and (runs / run_id).is_dir():
+        return f"{RUN}{run_id}"
+    if not model.startswith(RUN) and not _LIKE_A_RUN.search(run_id):
+        return model
+    try:
+        RunFolder.open(runs, run_id)
+    except NotFound as error:
+        near = [f"{RUN}{one}" for one in nearest_runs(runs, run_id)]
+        hint = (
+            f"Did you mean {' or '.join(near)}?" if near else f"{error.hint} {RUN}RUN_ID begins with a run's weights."
+        )
+        raise NotFound(f"policy.model: {error.message}", hint=hint) from None
+    return model
 
 
 def base_of(model: str, runs: Path) -> tuple[str, str] | None:

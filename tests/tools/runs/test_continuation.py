@@ -1,0 +1,99 @@
+"""Going on with a completed run, and drafts that begin with a run's weights."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from toprope_tools.planning.config import edit_config
+from toprope_tools.planning.environments import select_environment
+from toprope_tools.runs.training import resume_training, stop_training
+
+from tests.support.tools_house import become, do, start_run
+from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
+from toprope.records.run.checkpoints import seal
+from toprope.records.run.specification import Specification
+from toprope.settings.schema import Config
+
+
+@pytest.fixture
+def completed(house):
+    """A workshop with a completed run of 120 steps, and its folder."""
+    shop, launcher = house
+    config = Config()
+    config.budget.steps, config.optimizer.warmup_steps = 120, 10
+    folder = start_run(shop, config=config)
+    model = folder.checkpoints / "step-000120" / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model.parent / "state.json").write_text(json.dumps({"step": 120, "cursor": 960, "version": 1}))
+    seal(model.parent)
+    become(folder, "completed", ended_at=time.time(), counts={"accepted": 960})
+    launcher.leave(folder.run_id)
+    return shop, launcher, folder
+
+
+def test_completed_run_goes_on_with_more_steps_and_stays_as_it_is(completed):
+    shop, launcher, folder = completed
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    answer = do(resume_training, shop, run_id=folder.run_id, steps=80)
+    run_id = answer.data.run_id
+    assert run_id in launcher.held and answer.data.continues == folder.run_id
+    assert "at most 80 steps more" in answer.text and "stays as it is" in answer.text
+    made = Specification.read(shop.runs.folder(run_id))
+    assert (made.config.budget.steps, made.config.optimizer.warmup_steps) == (80, 0)
+    assert made.config.policy.model == str(folder.checkpoints / "step-000120" / "model")
+    assert (made.base_run, made.continued_run, made.first_task) == (folder.run_id, folder.run_id, 960)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    with pytest.raises(NotPossibleNow, match=f"being continued already, as {run_id}"):
+        do(resume_training, shop, run_id=folder.run_id, seconds=5)
+
+
+def test_longer_training_keeps_steps_and_obeys_locks_and_limits(completed):
+    shop, _, folder = completed
+    (shop.home.configuration / "locks.yaml").write_text(
+        "locks: [{field: budget.steps, max: 200, reason: Short runs.}, "
+        "{field: policy.model, value: embedded, reason: No downloads.}]"
+    )
+    with pytest.raises(LockedField, match="Short runs"):
+        do(resume_training, shop, run_id=folder.run_id, steps=201)
+    (shop.home.configuration / "limits.yaml").write_text("per_run: {steps: {max: 100, reason: A day.}}")
+    with pytest.raises(NotPossibleNow, match="A day"):
+        do(resume_training, shop, run_id=folder.run_id, steps=120)
+    (shop.home.configuration / "limits.yaml").unlink()
+    answer = do(resume_training, shop, run_id=folder.run_id, seconds=90)
+    assert "at most 120 steps or 90 s of training more" in answer.text
+    do(stop_training, shop, run_id=answer.data.run_id)
+
+
+def test_budget_for_other_runs_is_refused_with_the_next_call(completed):
+    shop, launcher, folder = completed
+    with pytest.raises(NotPossibleNow, match=rf'resume_training\(run_id="{folder.run_id}", steps=N\)'):
+        do(resume_training, shop, run_id=folder.run_id)
+    stopped = start_run(shop)
+    do(stop_training, shop, run_id=stopped.run_id)
+    with pytest.raises(NotPossibleNow, match="of a completed run"):
+        do(resume_training, shop, run_id=stopped.run_id, steps=5)
+    tuned = start_run(shop, kind="sft")
+    become(tuned, "completed", ended_at=time.time())
+    launcher.leave(tuned.run_id)
+    with pytest.raises(InvalidValue, match=f"no steps.*run:{tuned.run_id}"):
+        do(resume_training, shop, run_id=tuned.run_id, steps=5)
+    with pytest.raises(NotFound, match=f"Did you mean {folder.run_id}"):
+        do(resume_training, shop, run_id=f"{folder.run_id}x", steps=5)
+
+
+def test_policy_of_a_draft_may_be_a_run(completed):
+    shop, _, folder = completed
+    draft_id = do(select_environment, shop, name="sort_letters").data.draft_id
+    edited = do(edit_config, shop, draft_id=draft_id, changes={"policy.model": folder.run_id})
+    assert f"embedded -> run:{folder.run_id}" in edited.text
+    for wrong in (f"run:{folder.run_id[:-2]}", f"run: {folder.run_id}s"):
+        with pytest.raises(NotFound, match=f"Did you mean run:{folder.run_id}"):
+            do(edit_config, shop, draft_id=draft_id, changes={"policy.model": wrong})
+    with pytest.raises(NotFound, match="There is no run 'sort-letters-261122-1405-k7f3'"):
+        do(edit_config, shop, draft_id=draft_id, changes={"policy.model": "sort-letters-261122-1405-k7f3"})
+    for model in ("gpt2", "org/name", "/a/folder", "embedded-large"):
+        do(edit_config, shop, draft_id=draft_id, changes={"policy.model": model})
+        assert shop.drafts.get(draft_id).config.policy.model == model
