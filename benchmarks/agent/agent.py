@@ -6,7 +6,7 @@ compared on held-out tasks. It notes the experiment and hands over.
 
 Baseline: the same script with a full status of every live run each 30 seconds instead of its waits (`polls.py`),
 measured on the same runs while they live. `counts.py` defines what is counted. `calls_ratio` is for a client that is
-known to allow long calls (`tools/toprope_tools/client_timeouts.py`); `calls_ratio_unknown_client` is for an unknown
+known to allow long calls (`tools/toprope_tools/clients.py`); `calls_ratio_unknown_client` is for an unknown
 client, whose waits are cut to 45 s.
 
 Runs take about two minutes, so the whole takes a quarter of an hour on two quiet cores. Polls grow with a run's length
@@ -48,8 +48,6 @@ async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
     changes = {"budget.steps": 6000, "budget.max_train_seconds": train_s, "evaluation.heldout_tasks": TASKS}
     failed: Failed | None = None
     async with client(parameters, PATIENT) as patient, client(parameters, UNKNOWN) as other:
-        tools = (await patient.list_tools()).tools
-        listed = sum(len(f"{tool.name}{tool.description}{json.dumps(tool.input_schema)}".encode()) for tool in tools)
         agent, unknown = Agent(patient, say), Agent(other, lambda line: None)
 
         async def detailed(run_id: str) -> int:
@@ -74,8 +72,6 @@ async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
         "every_s": EVERY_S,
         "runs": len(poller.lives),
         "run_seconds_mean": round(sum(poller.lives.values()) / len(poller.lives), 1),
-        "tool_list_tokens": listed // 4,
-        "tools": len(tools),
         **found,
         "answer_tokens": {f"{number} {one.tool}": one.answer // 4 for number, one in enumerate(agent.made, 1)},
     }

@@ -1,8 +1,9 @@
 """Measure the idle server: `make bench-server`.
 
 Process start to answered tools/list, and resident memory after it, against a bare `mcp` server with as many trivial
-tools, in turn, as the ratio of medians; then the time of a call over stdio, and the size of the tool list. Takes about
-a minute; needs nothing else.
+tools, in turn, as the ratio of medians; then the time of a call over stdio. `tools_list_tokens` is the whole result of
+tools/list as compact JSON, bytes / 4, of a server whose owner allows every tool. Takes about a minute; needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +25,8 @@ from benchmarks.scratch import scratch
 
 ROUNDS = 15
 CALLS = 400
+ALLOWS = "installs: allow\n"
+"""Settings with which a server offers every tool."""
 
 BARE = '''
 from mcp.server import MCPServer
@@ -73,12 +77,12 @@ class Session:
             if message.get("id") == self._number:
                 return message["result"]
 
-    def list_tools(self) -> list[dict[str, Any]]:
-        """Make the handshake, then list the tools."""
+    def list_tools(self) -> dict[str, Any]:
+        """Make the handshake, then list the tools; return the whole result."""
         client = {"name": "bench", "version": "1"}
         self.ask("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client})
         self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
-        return self.ask("tools/list")["tools"]
+        return self.ask("tools/list")
 
     def call(self, tool: str, arguments: dict[str, Any]) -> float:
         """Call a tool; return milliseconds."""
@@ -99,16 +103,16 @@ class Session:
         self.process.stdin.flush()
 
 
-def start(command: list[str], home: str) -> tuple[float, float, int, list[dict[str, Any]]]:
-    """Return the seconds to the answered list, resident MB after it, mapped torch libraries, and the tools."""
-    session = Session(command, home)
-    tools = session.list_tools()
+def start(command: list[str], home: Path) -> tuple[float, float, int, dict[str, Any]]:
+    """Return the seconds to the answered list, resident MB after it, mapped torch libraries, and the list."""
+    session = Session(command, str(home))
+    listed = session.list_tools()
     seconds = time.perf_counter() - session.began
     process = psutil.Process(session.process.pid)
     memory = process.memory_info().rss / 2**20
     torch = sum("torch" in mapping.path for mapping in process.memory_maps())
     session.close()
-    return seconds, memory, torch, tools
+    return seconds, memory, torch, listed
 
 
 def main() -> int:
@@ -117,11 +121,15 @@ def main() -> int:
     with scratch("server") as home:
         bare_file = home / "bare.py"
         bare_file.write_text(BARE)
-        tools = start(ours, home)[3]
+        generous = home / "generous"
+        (generous / "config").mkdir(parents=True)
+        (generous / "config" / "settings.yaml").write_text(ALLOWS)
+        listed = start(ours, generous)[3]
+        tools = start(ours, home)[3]["tools"]
         bare = [sys.executable, "-P", str(bare_file), str(len(tools))]
         start(bare, home)
         measured = [(start(ours, home), start(bare, home)) for _ in range(ROUNDS)]
-        session = Session(ours, home)
+        session = Session(ours, str(home))
         session.list_tools()
         draft = session.ask("tools/call", {"name": "select_environment", "arguments": {"name": "sort_letters"}})
         draft_id = draft["structuredContent"]["draft_id"]
@@ -133,7 +141,6 @@ def main() -> int:
             calls.append(session.call("edit_config", {"draft_id": draft_id, "changes": rate}))
         torch_loaded = sum("torch" in mapping.path for mapping in psutil.Process(session.process.pid).memory_maps())
         session.close()
-    listed = [{key: tool[key] for key in ("name", "description", "inputSchema")} for tool in tools]
     calls.sort()
     seconds = [statistics.median(row[side][0] for row in measured) for side in (0, 1)]
     memory = [statistics.median(row[side][1] for row in measured) for side in (0, 1)]
@@ -146,7 +153,7 @@ def main() -> int:
         "bare_rss_mb": memory[1],
         "rss_ratio": memory[0] / memory[1],
         "torch_loaded": torch_loaded + sum(row[0][2] for row in measured),
-        "tool_list_tokens": len(json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()) // 4,
+        "tools_list_tokens": len(json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()) // 4,
         "call_ms_p50": calls[len(calls) // 2],
         "call_ms_p99": calls[int(len(calls) * 0.99)],
     }

@@ -36,7 +36,7 @@ from toprope_server.mcp.prompts import complete, prompts_for
 from toprope_server.mcp.resources import TEMPLATES, Resources
 from toprope_server.mcp.roles import Role, owners_role
 from toprope_server.mcp.tool_registry import ALL_TOOLS, INSTRUCTIONS
-from toprope_server.tool_specs.base import ToolSpec
+from toprope_server.tool_specs.base import ToolSpec, client_of
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel.helper_types import ReadResourceContents
@@ -100,7 +100,7 @@ class TopropeServer(MCPServer[Any]):
             )
             return _failure("\n".join([text, *hints, *unchanged]))
         try:
-            return await super().call_tool(name, arguments, context)
+            result = await super().call_tool(name, arguments, context)
         except MCPError:
             raise
         except ToolError as wrapped:
@@ -110,6 +110,9 @@ class TopropeServer(MCPServer[Any]):
                 changed = [] if isinstance(cause, ComponentFailed) else unchanged
                 return _failure("\n".join([f"{name} failed: {cause.message}", cause.hint or spec.on_failure, *changed]))
             return self._unexpected(spec, cause)
+        if isinstance(result, CallToolResult) and context is not None and not client_of(context).takes_structure:
+            result.structured_content = None
+        return result
 
     def _no_such_tool(self, name: str) -> str:
         """Why a name cannot be called, and which can."""

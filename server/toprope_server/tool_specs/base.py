@@ -6,13 +6,14 @@ import base64
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
-from pydantic import BeforeValidator, Field
-from toprope_tools.client_timeouts import Client
+from pydantic import BaseModel, BeforeValidator, Field
+from toprope_tools.answers.answer import sent
+from toprope_tools.clients import Client
 
 from toprope_server.mcp.arguments import strict
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from toprope_tools.answers.answer import Answer
     from toprope_tools.workshop import Workshop
 
-READS = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
-ADDS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": False}
-STARTS = ADDS | {"open_world_hint": True}
+# Hints at MCP's defaults are left out, because every client pays for the list; read-only tools have the first and the
+# last alone. https://modelcontextprotocol.io/specification/2025-11-25/schema#toolannotations
+READS = {"read_only_hint": True, "open_world_hint": False}
+ADDS = {"destructive_hint": False, "open_world_hint": False}
+STARTS = {"destructive_hint": False}
 
 
 def as_list(value: Any) -> Any:
@@ -30,14 +33,15 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) and value and not value.lstrip().startswith("[") else value
 
 
-DraftId = Annotated[str, Field(description="The draft's id, as select_environment gave it (draft-7f3k).")]
-RunId = Annotated[str, Field(description="The run's id, as start_training, test_inference or list_runs gave it.")]
+DraftId = Annotated[str, Field(description="The draft's id, such as draft-7f3k.")]
+RunId = Annotated[str, Field(description="The run's id; list_runs finds it.")]
+Cursor = Annotated[str | None, Field(description="next_cursor of the previous page.")]
 Names = Annotated[list[str], BeforeValidator(as_list)]
 NamesOrNone = Annotated[list[str] | None, BeforeValidator(as_list)]
 Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(as_list)]
 Filters = Annotated[
     dict[str, Any] | None,
-    Field(description="Filters: success, min_reward, max_reward, task, environment, min_version, per_task (best n)."),
+    Field(description="Any of success, min_reward, max_reward, task, environment, min_version, per_task (best n)."),
 ]
 
 ToolFunction = Callable[..., Awaitable[CallToolResult]]
@@ -52,7 +56,7 @@ class ToolSpec:
     Attributes:
         function: Its name, parameters and docstring are what clients see.
         title: For people, in a client's menus.
-        hints: MCP annotations.
+        hints: MCP annotations that differ from MCP's defaults.
         toolset: Offered by servers started with `--tools plan` or `--tools run`; tools that only read are offered by
             `--tools read` in any case.
         on_failure: The next step to suggest if a failure suggests none itself.
@@ -72,16 +76,23 @@ class ToolSpec:
     @property
     def reads_only(self) -> bool:
         """True if it changes nothing."""
-        return self.hints["read_only_hint"]
+        return self.hints.get("read_only_hint", False)
+
+    @property
+    def structure(self) -> type[BaseModel]:
+        """The structure of its answers. Clients are not sent its schema, which costs them more than it tells."""
+        returned = get_type_hints(self.function, include_extras=True)["return"]
+        return cast(type[BaseModel], get_args(returned)[1])
 
     def build(self) -> Tool:
-        """The SDK's tool, with a strict schema."""
+        """The SDK's tool, with a strict schema of its parameters and none of its answers."""
         return strict(
             Tool.from_function(
                 self.function,
                 title=self.title,
                 description=inspect.cleandoc(self.function.__doc__ or ""),
-                annotations=ToolAnnotations(title=self.title, **self.hints),
+                annotations=ToolAnnotations(**self.hints),
+                structured_output=False,
             )
         )
 
@@ -121,7 +132,4 @@ def result_of(answer: Answer) -> CallToolResult:
     if answer.picture is not None:
         data = base64.b64encode(answer.picture).decode()
         content.append(ImageContent(type="image", data=data, mime_type="image/png"))
-    return CallToolResult(
-        content=content,
-        structured_content=answer.data.model_dump(mode="json", exclude_defaults=answer.brief),
-    )
+    return CallToolResult(content=content, structured_content=sent(answer.data))

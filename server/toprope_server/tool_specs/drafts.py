@@ -17,17 +17,15 @@ draft_tools = ToolGroup()
 @draft_tools.tool("Make a draft", ADDS, toolset="plan", on_failure="list_environments lists the environments.")
 async def select_environment(
     ctx: Context,
-    name: Annotated[str, Field(description="The environment's name exactly as list_environments gives it.")],
+    name: Annotated[str, Field(description="The environment's name as list_environments gives it.")],
     preset: Annotated[
-        str | None,
-        Field(description="Starting values: cpu-embedded (tiny policy, CPU), single-gpu, or one of the owner's."),
+        str | None, Field(description="Starting values: cpu-embedded, single-gpu, or another that fits.")
     ] = None,
 ) -> Annotated[CallToolResult, answers.DraftAnswer]:
-    """Makes a new draft (an experiment to edit) for an environment and returns its draft_id.
+    """Makes a new draft (an experiment to edit) for an environment, from a preset under the owner's locks; returns its
+    draft_id.
 
-    Every call makes another draft; earlier ones stay. Starts nothing. The draft has the preset's values with the
-    owner's locks applied; the answer names what is locked. Next: get_config to read it, edit_config to change it,
-    test_inference or start_training to run it.
+    Every call makes another draft. Starts nothing. Next: get_config, edit_config, test_inference, start_training.
     """
     from toprope_tools.planning import environments
 
@@ -53,14 +51,12 @@ async def get_config(
             "budget",
         ]
         | None,
-        Field(description="Only this section, with each field's description; omit for all values at a glance."),
+        Field(description="Explain the fields of this section; omit for all values in short."),
     ] = None,
 ) -> Annotated[CallToolResult, answers.ConfigAnswer]:
-    """Reads a draft: each field's value, type, bounds and lock with the owner's reason, and the edits so far.
+    """Reads a draft: values, the owner's locks, conflicts and edits so far; for a section also types, bounds, meanings.
 
-    Use it to learn field names before edit_config. Without a section it lists all fields in short lines; with one, it
-    explains each field. Also names fields that conflict. Changes nothing. For what a started run used, call
-    get_results.
+    Use it to learn field names before edit_config. For the configuration of a run call diff_config or get_results.
     """
     from toprope_tools.planning import config
 
@@ -78,17 +74,13 @@ async def edit_config(
     draft_id: DraftId,
     changes: Annotated[
         dict[str, Any],
-        Field(
-            description='New values by dotted field name: {"optimizer.learning_rate": 1e-4, "rollout.group_size": '
-            '16}. The environment\'s own: "environment.knobs.<name>".'
-        ),
+        Field(description='Values by field: {"optimizer.learning_rate": 1e-4, "environment.knobs.<name>": 3}.'),
     ],
 ) -> Annotated[CallToolResult, answers.EditAnswer]:
-    """Changes fields of a draft, all or none, and returns old and new values with the draft's new revision.
+    """Changes fields of a draft, all or none; returns old and new values and the new revision.
 
-    Values are converted to each field's type ("1e-4", "true", "null" work). An unknown field, a wrong type, a
-    value out of bounds, a locked field or fields that conflict refuse the whole edit, and every problem is named.
-    Runs that were started before keep their configuration. Next: start_training or test_inference.
+    An unknown field, a wrong value or a locked field refuses the whole edit, and every problem is named. Started runs
+    keep their configuration. Next: test_inference or start_training.
     """
     from toprope_tools.planning import config
 
@@ -104,12 +96,9 @@ async def edit_config(
 async def undo_edit(
     ctx: Context,
     draft_id: DraftId,
-    revision: Annotated[int, Field(ge=1, description="To go back to; get_config lists them, 1 is the first.")],
+    revision: Annotated[int, Field(ge=1, description="The revision to restore; get_config lists them.")],
 ) -> Annotated[CallToolResult, answers.Undone]:
-    """Sets a draft back to an earlier revision by a new edit, so that no history is lost. The owner's locks hold.
-
-    Returns what changed. Next: start_training or edit_config.
-    """
+    """Sets a draft back to an earlier revision by a new edit, so that no history is lost. The owner's locks hold."""
     from toprope_tools.experiments import config_history
 
     return result_of(await config_history.undo_edit(workshop_of(ctx), draft_id=draft_id, revision=revision))
@@ -124,12 +113,9 @@ async def undo_edit(
 async def diff_config(
     ctx: Context,
     a: Annotated[str, Field(description="A draft (draft-7f3k), its revision (draft-7f3k@2), a run or 'preset X'.")],
-    b: Annotated[str | None, Field(description="The other; omit for the preset of a.")] = None,
+    b: Annotated[str | None, Field(description="The other; the preset of a if omitted.")] = None,
 ) -> Annotated[CallToolResult, answers.ConfigDiff]:
-    """Names the fields in which two configurations differ, with both values: of drafts, revisions, runs, presets.
-
-    Use it to see what an edit, a fork or another run changed. Changes nothing.
-    """
+    """Names the fields in which two configurations differ, with both values. Shows the effect of an edit or fork."""
     from toprope_tools.experiments import config_history
 
     return result_of(await config_history.diff_config(workshop_of(ctx), a=a, b=b))
@@ -137,11 +123,8 @@ async def diff_config(
 
 @draft_tools.tool("Fork a run's configuration", ADDS, toolset="plan", on_failure="list_runs lists the runs.")
 async def fork_config(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Forked]:
-    """Makes a new draft with a run's configuration and environment, to change and run again.
-
-    The owner's locks are applied as they are now; the answer names what they changed. Next: edit_config,
-    start_training.
-    """
+    """Makes a new draft with a run's configuration, to change and run again; present locks apply, and the answer
+    names what they changed. Next: edit_config."""
     from toprope_tools.experiments import config_history
 
     return result_of(await config_history.fork_config(workshop_of(ctx), run_id=run_id))

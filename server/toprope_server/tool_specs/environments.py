@@ -9,7 +9,7 @@ from mcp.types import CallToolResult
 from pydantic import Field
 from toprope_tools.answers import planning as answers
 
-from toprope_server.tool_specs.base import READS, STARTS, ToolGroup, client_of, result_of, workshop_of
+from toprope_server.tool_specs.base import READS, STARTS, Cursor, ToolGroup, client_of, result_of, workshop_of
 
 environment_tools = ToolGroup()
 
@@ -21,16 +21,12 @@ _LISTED = "list_environments lists the environments."
 )
 async def list_environments(
     ctx: Context,
-    query: Annotated[
-        str | None, Field(description="Words that name or summary must contain, e.g. 'arithmetic'; omit for all.")
-    ] = None,
-    cursor: Annotated[str | None, Field(description="next_cursor of the previous page; omit for the first.")] = None,
+    query: Annotated[str | None, Field(description="Words that name or summary contain, such as arithmetic.")] = None,
+    cursor: Cursor = None,
 ) -> Annotated[CallToolResult, answers.Environments]:
-    """Finds environments to train on, from every source, without loading any of them.
+    """Finds environments to train on, from every source, without loading any: name, summary, state; 20 a page.
 
-    The first call of an experiment. Returns 20 a page: name, one-line summary and state (ready, or why not), with
-    next_cursor while there are more. Changes nothing. For the settings and an example of one, call
-    describe_environment with its name.
+    The first call of an experiment. Next: describe_environment.
     """
     from toprope_tools.planning import environments
 
@@ -45,17 +41,15 @@ async def list_environments(
 )
 async def describe_environment(
     ctx: Context,
-    name: Annotated[str, Field(description="The environment's name exactly as list_environments gives it.")],
+    name: Annotated[str, Field(description="Its name as list_environments gives it.")],
     knobs: Annotated[
-        dict[str, Any] | None,
-        Field(description='Its own settings to load it with, e.g. {"path": "my.jsonl"}; omit for the defaults.'),
+        dict[str, Any] | None, Field(description='Its own settings to load it with: {"path": "my.jsonl"}.')
     ] = None,
 ) -> Annotated[CallToolResult, answers.Description]:
-    """Loads one environment in its own process and describes it.
+    """Loads one environment in a process of its own and describes it: knobs with their bounds, example tasks, parts of
+    the reward, sizes of the splits, presets.
 
-    Use it before select_environment, to learn whether the environment works and what can be set. Returns its knobs
-    (type, default, bounds), an example task, reward parts with their range, sizes of the splits, and presets.
-    Takes up to a minute for a slow environment; if it cannot load, the error says why. Keeps nothing.
+    Use it before select_environment. Takes up to 45 s; if it cannot load, the error says why.
     """
     from toprope_tools.planning import environments
 
@@ -66,13 +60,13 @@ async def describe_environment(
 async def check_environment(
     ctx: Context,
     name: Annotated[str, Field(description="An environment's name, or a draft_id to check with its settings.")],
-    full: Annotated[bool, Field(description="true: check more tasks, and memory; 45 s.")] = False,
+    full: Annotated[bool, Field(description="Check more tasks, and memory; 45 s.")] = False,
 ) -> Annotated[CallToolResult, answers.CheckAnswer]:
     """Checks that an environment can teach: scores right, empty, junk and nearly right answers, compares splits and
     processes.
 
-    Use it before the first training on an environment. Returns findings and what to do: rewarded junk, failing
-    references, leaks, chance, slowness. Changes nothing.
+    Use it before the first training on an environment. Returns findings (rewarded junk, failing references, leaks,
+    chance, slowness) and what to do.
     """
     from toprope_tools.planning import environment_check
 
@@ -84,12 +78,11 @@ async def check_environment(
 )
 async def add_environment(
     ctx: Context,
-    what: Annotated[str, Field(description="An ecosystem that needs install, or a requirement: 'textarena'.")],
+    what: Annotated[str, Field(description="An ecosystem that needs install, or a requirement, such as textarena.")],
 ) -> Annotated[CallToolResult, answers.Installed]:
     """Installs an ecosystem or package of environments into an interpreter of its own.
 
-    For entries of list_environments that need it. May take minutes: repeat the call with the same argument to keep
-    waiting. A failure leaves nothing behind and names the requirement. Next: list_environments.
+    May take minutes: repeat the call to keep waiting. A failure leaves nothing behind. Next: list_environments.
     """
     from toprope_tools.planning import installation
 

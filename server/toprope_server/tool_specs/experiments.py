@@ -18,18 +18,18 @@ experiment_tools = ToolGroup()
 async def note_experiment(
     ctx: Context,
     hypothesis: Annotated[
-        str | None, Field(max_length=2000, description="What is tried and why it should help; for a new one.")
+        str | None, Field(max_length=2000, description="The change to try and why it should help.")
     ] = None,
-    run_ids: Annotated[NamesOrNone, Field(description="Ids of the runs or seed groups that belong to it.")] = None,
+    run_ids: Annotated[NamesOrNone, Field(description="Its runs or seed groups.")] = None,
     draft_id: Annotated[str | None, Field(description="The draft it is tried with.")] = None,
-    experiment_id: Annotated[str | None, Field(description="Amends this one (exp-7f3k); omit for a new one.")] = None,
-    outcome: Annotated[str | None, Field(max_length=2000, description="What came of it, in words.")] = None,
+    experiment_id: Annotated[str | None, Field(description="Amends this one, such as exp-7f3k.")] = None,
+    outcome: Annotated[str | None, Field(max_length=2000, description="The result, in words.")] = None,
     decision: Annotated[
         Literal["keep", "discard", "repeat", "undecided"] | None,
-        Field(description="What follows from the outcome."),
+        Field(description="The consequence of the outcome."),
     ] = None,
     question: Annotated[str | None, Field(max_length=1000, description="A question that it leaves open.")] = None,
-    goal: Annotated[str | None, Field(max_length=1000, description="What to reach in this environment.")] = None,
+    goal: Annotated[str | None, Field(max_length=1000, description="The aim in this environment.")] = None,
 ) -> Annotated[CallToolResult, answers.ExperimentAnswer]:
     """Records an experiment: hypothesis, runs, outcome, decision; measured figures are added.
 

@@ -12,7 +12,6 @@ from pydantic import Field
 from toprope_tools.answers import runs as answers
 
 from toprope_server.tool_specs.base import (
-    ADDS,
     STARTS,
     DraftId,
     NamesOrNone,
@@ -33,32 +32,28 @@ async def test_inference(
     models: Annotated[
         NamesOrNone,
         Field(
-            description="Models to test: 'base' (the draft's policy), models that the owner named, or a preset's, "
-            "such as 'openrouter' (a small, a medium and a large one). At most 8. Omit for the draft's policy."
+            description="At most 8 of: base (the draft's policy, the default), models that the owner named, a preset "
+            "of models such as openrouter."
         ),
     ] = None,
     tasks: Annotated[
         int | None,
-        Field(ge=1, le=10_000, description="Validation tasks to try; omit for evaluation.validation_tasks."),
+        Field(ge=1, le=10_000, description="Instead of evaluation.validation_tasks."),
     ] = None,
-    group_size: Annotated[
-        int | None, Field(ge=1, le=1024, description="Answers sampled per task; omit for rollout.group_size.")
-    ] = None,
+    group_size: Annotated[int | None, Field(ge=1, le=1024, description="Instead of rollout.group_size.")] = None,
     max_new_tokens: Annotated[
         int | None,
         Field(
             ge=1,
             le=131_072,
-            description="Longest answer of the models given; thinking ones need thousands. Omit for the draft's.",
+            description="Longest answer of other models; thinking ones need thousands.",
         ),
     ] = None,
 ) -> Annotated[CallToolResult, answers.Started]:
-    """Starts a short run that measures a draft's policy, or other models, on the draft's tasks; returns its run_id.
+    """Starts a short run that measures a draft's policy, or other models, on validation tasks; returns its run_id.
 
-    Use it before start_training to see that the environment works and that rewards vary: if all answers to every
-    task score the same, nothing can be learned. Other models show if the tasks can be solved at all; each is
-    reported separately, one that fails with its reason. Trains nothing and leaves held-out tasks alone.
-    Next: check_status with wait_s, then get_results for accuracy, reward parts, pass rates and example answers.
+    Use it before start_training: if all answers to every task score the same, nothing can be learned. Other models
+    show if the tasks can be solved at all. Trains nothing. Next: check_status with wait_s, then get_results.
     """
     from toprope_tools.runs import inference
 
@@ -80,39 +75,27 @@ async def start_training(
     shown: Annotated[Preview | None, Resolve(preview_to_show)],
     consent: Annotated[ElicitationResult[Consent], Resolve(ask_consent)],
     draft_id: DraftId,
-    name: Annotated[
-        str | None, Field(max_length=64, description="Begins the run's id; omit for the environment's name.")
-    ] = None,
-    again: Annotated[
-        bool, Field(description="true: start although a run of this same draft revision is live.")
-    ] = False,
+    name: Annotated[str | None, Field(max_length=64, description="The beginning of the run's id.")] = None,
+    again: Annotated[bool, Field(description="Start although a run of this revision is live.")] = False,
     key: Annotated[
         str | None,
         Field(
             min_length=1,
             max_length=80,
-            description="Any text that names this start: a call repeated with it, after a time-out, returns the "
-            "same run.",
+            description="Names this start: a call repeated with it returns the same run.",
         ),
     ] = None,
-    seeds: Annotated[
-        int, Field(ge=1, le=16, description="Number of runs, differing in algorithm.seed alone, as one seed group.")
-    ] = 1,
-    preview: Annotated[
-        bool, Field(description="true: start nothing; return what it would take, from measured runs.")
-    ] = False,
+    seeds: Annotated[int, Field(ge=1, le=16, description="Number of runs that differ in algorithm.seed alone.")] = 1,
+    preview: Annotated[bool, Field(description="Start nothing; return what it would take.")] = False,
     confirm: Annotated[
-        str | None, Field(max_length=64, description="The hash that a refusal named, once a person agreed to it.")
+        str | None, Field(max_length=64, description="The hash that a refusal named, once a person agreed.")
     ] = None,
 ) -> Annotated[CallToolResult, answers.Started]:
-    """Freezes a draft with the owner's locks, starts training from it, and returns the run_id within a second.
+    """Freezes a draft with the owner's locks and starts training from it; returns the run_id at once.
 
-    Takes the machine's time until budget.steps or budget.max_train_seconds; the run lives on when client or server
-    end. Loading, held-out evaluation before and after and a last checkpoint are part of it. Later edits of the
-    draft do not affect it. While the machine is taken the run is queued, and check_status says behind what. A draft
-    revision with a live run is refused unless again=true, and so is a run that exceeds the owner's limits. With
-    seeds it returns a group_id, which check_status, stop_training, compare_runs and note_experiment take. Next:
-    check_status with wait_s. To measure without training, call test_inference.
+    Takes the machine's time until budget.steps or budget.max_train_seconds, with held-out evaluation before and after;
+    while the machine is taken the run is queued. It lives on when client or server end. With seeds it returns a
+    group_id, which check_status, stop_training, compare_runs and note_experiment take. Next: check_status with wait_s.
     """
     from toprope_tools.runs import training
 
@@ -133,7 +116,7 @@ async def start_training(
 @run_tools.tool("Search settings", STARTS, toolset="run", on_failure="get_config shows the fields of the draft.")
 async def start_sweep(
     ctx: Context,
-    draft_id: Annotated[str, Field(description="The draft's id, as given.")],
+    draft_id: DraftId,
     space: Annotated[
         dict[str, Any],
         Field(description='By field: {"min": 1e-5, "max": 0.01, "log": true} or {"choices": [4, 8]}.'),
@@ -172,16 +155,15 @@ async def start_sweep(
 
 @run_tools.tool(
     "Stop a run",
-    ADDS | {"destructive_hint": True, "idempotent_hint": True},
+    {"idempotent_hint": True, "open_world_hint": False},
     toolset="run",
     on_failure='list_runs(state="live") lists the live runs.',
 )
 async def stop_training(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Stopped]:
-    """Stops a live run of any kind, or a seed group by its id; training writes a last checkpoint if that fits.
+    """Stops a live run of any kind, or a seed group; training writes a last checkpoint if that fits.
 
-    Use it when check_status shows that a run is not worth its time. Logs, metrics and checkpoints stay, and
-    resume_training continues from the last one; steps after it are lost. Returns the final state. Stopping a run that
-    has already ended is no error and does nothing. Next: get_results.
+    Records stay, and resume_training continues from the last checkpoint; steps after it are lost. An ended run stays
+    as it is. Next: get_results.
     """
     from toprope_tools.runs import training
 
@@ -195,11 +177,11 @@ async def resume_training(
     steps: Annotated[int | None, Field(ge=1, description="Of a completed run: this many more steps.")] = None,
     seconds: Annotated[float | None, Field(gt=0, description="Of a completed run: train this much longer.")] = None,
 ) -> Annotated[CallToolResult, answers.Resumed]:
-    """Continues a run that was stopped, failed or lost: same run_id, next attempt, from its newest checkpoint.
+    """Continues a run that was stopped, failed or lost, from its newest checkpoint or else from step 0: same run_id,
+    same configuration, same budget.
 
-    Step, optimizer, schedule, used budget and rollouts continue; the configuration stays frozen. Without a checkpoint
-    it starts again at step 0. A completed run goes on with steps or seconds: a new run with its weights and optimizer.
-    A live run is refused. Next: check_status with wait_s.
+    A completed run goes on with steps or seconds: a new run with its weights and optimizer. A live run is refused.
+    Next: check_status with wait_s.
     """
     from toprope_tools.runs import training
 
@@ -208,10 +190,9 @@ async def resume_training(
 
 @run_tools.tool("Repeat a run", STARTS, toolset="run", on_failure="list_runs lists the runs.")
 async def reproduce_run(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, answers.Reproducing]:
-    """Starts a run with the same specification as one that ended; takes as long as that did.
+    """Starts a run with the specification of one that ended; takes as long as that did.
 
-    When it has ended, get_results says if both are the same, or which input differs (code, versions, environment,
-    seed, hardware). With algorithm.deterministic metrics must be equal, else held-out accuracy within noise.
+    At its end get_results says if both are the same, or which input differs (code, versions, seed, hardware).
     """
     from toprope_tools.experiments import config_history
 

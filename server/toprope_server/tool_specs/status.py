@@ -9,7 +9,7 @@ from mcp.types import CallToolResult
 from pydantic import Field
 from toprope_tools.answers import runs as answers
 
-from toprope_server.tool_specs.base import READS, NamesOrNone, ToolGroup, client_of, result_of, workshop_of
+from toprope_server.tool_specs.base import READS, Cursor, NamesOrNone, ToolGroup, client_of, result_of, workshop_of
 
 status_tools = ToolGroup()
 
@@ -19,37 +19,33 @@ async def check_status(
     ctx: Context,
     run_ids: Annotated[
         NamesOrNone,
-        Field(description="Ids of one or more runs (at most 20); omit for the cursor's, or to see the open ones."),
+        Field(description="At most 20 runs or seed groups; omit for the cursor's, or for all live ones."),
     ] = None,
     wait_s: Annotated[
         float | None,
         Field(
             ge=0,
             le=3600,
-            description="Wait up to this many seconds for news; omit to answer at once. A wait longer than your "
-            "client allows (45 if unknown) is cut, and the answer says so.",
+            description="Wait up to this many seconds for news; cut to what your client allows (45 if unknown).",
         ),
     ] = None,
     until: Annotated[
         NamesOrNone,
         Field(
-            description="What ends the wait: 'end', 'evaluation', 'finding', 'stall', 'step 200', or a state such "
-            "as 'training'; several are alternatives, for any of the runs; 'all ended' waits for the last one. "
-            "Omit for any news."
+            description="The first of these ends the wait: end, evaluation, finding, stall, step 200, a state, all "
+            "ended. Omit for any news."
         ),
     ] = None,
     cursor: Annotated[
         str | None,
-        Field(description="cursor of your last answer, to get every event since, even if others asked meanwhile."),
+        Field(description="cursor of your last answer, to miss no event."),
     ] = None,
 ) -> Annotated[CallToolResult, answers.StatusAnswer]:
-    """Reports the state of live runs, or waits for news of any: state, step, reward, speed, ETA, new events.
+    """Reports the state of runs, or waits for news: state, step, reward, ETA, new events.
 
-    Use it with wait_s and the last answer's cursor instead of calling often. Fresh numbers of a run come at most
-    once per interval (2 % of its expected length, 30 s to 30 min); within it one line repeats the last ones with
-    their age. Changes of state, evaluations, findings, stalls and the end always come through and end a wait; met
-    says which run met which condition of until. Sends progress while waiting. Changes nothing. For final figures call
-    get_results, for all runs list_runs.
+    Use wait_s and the last cursor instead of calling often: fresh numbers of a run come once per interval (2 % of its
+    expected length, 30 s to 30 min). Changes of state, evaluations, findings, stalls and the end always come through
+    and end a wait. For final figures call get_results.
     """
     from toprope_tools.status import status
 
@@ -71,17 +67,14 @@ async def list_runs(
     ctx: Context,
     state: Annotated[
         Literal["any", "live", "ended"],
-        Field(description="live: not ended yet; ended: completed, stopped, failed or lost."),
+        Field(description="ended: completed, stopped, failed or lost."),
     ] = "any",
-    query: Annotated[
-        str | None, Field(description="Text that the run's id, environment, kind or state must contain.")
-    ] = None,
-    cursor: Annotated[str | None, Field(description="next_cursor of the previous page; omit for the first.")] = None,
+    query: Annotated[str | None, Field(description="Words that id, environment, kind or state contain.")] = None,
+    cursor: Cursor = None,
 ) -> Annotated[CallToolResult, answers.Runs]:
-    """Finds runs on this machine, newest first, whoever started them: id, kind, environment, state, one line.
+    """Lists this machine's runs from every client, newest first, 20 a page: id, kind, environment, state, accuracy.
 
-    Use it to find a run_id again, for instance in a new conversation. Returns 20 a page, with next_cursor while
-    there are more. Changes nothing. For a live run's numbers call check_status, for an ended one's get_results.
+    Use it to find a run_id again. For a live run's numbers call check_status, for an ended one's get_results.
     """
     from toprope_tools.status import run_list
 

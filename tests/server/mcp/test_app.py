@@ -7,6 +7,7 @@ import time
 import anyio
 import pytest
 from mcp.client import Client
+from mcp.types import Implementation
 from toprope_server.mcp.app import TopropeServer
 
 from tests.support.tools_house import become, make_workshop, step
@@ -135,6 +136,56 @@ def test_objects_sent_as_json_text_are_understood(talk, house):
         return await client.call_tool("edit_config", {"draft_id": draft["draft_id"], "changes": changes})
 
     assert talk(work).structured_content["changed"][0]["after"] == 12
+
+
+@pytest.mark.parametrize(("name", "structured"), [("claude-code", False), ("codex-mcp-client", False), ("mcp", True)])
+@pytest.mark.parametrize("mode", ERAS)
+def test_structure_never_hides_the_text_from_a_model(house, mode, name, structured):
+    async def work():
+        known = Implementation(name=name, version="1")
+        async with Client(TopropeServer(lambda: house[0]), mode=mode, client_info=known) as client:
+            return await client.call_tool("select_environment", {"name": "sort_letters"})
+
+    answer = anyio.run(work)
+    assert not answer.is_error and said(answer).startswith("Made draft-")
+    assert (answer.structured_content is not None) is structured
+
+
+def test_structures_cost_a_fraction_of_the_texts(talk, house):
+    shop, _ = house
+    sizes = {}
+
+    async def work(client):
+        async def call(name, /, **arguments):
+            answer = await client.call_tool(name, arguments)
+            assert not answer.is_error, said(answer)
+            structure = json.dumps(answer.structured_content, separators=(",", ":"), ensure_ascii=False)
+            text, told = sizes.get(name, (0, 0))
+            sizes[name] = (text + len(said(answer).encode()), told + len(structure.encode()))
+            return answer.structured_content
+
+        await call("list_environments")
+        await call("describe_environment", name="sort_letters")
+        draft = await call("select_environment", name="sort_letters")
+        config = await call("get_config", draft_id=draft["draft_id"])
+        assert config["values"]["budget.steps"] == shop.drafts.get(draft["draft_id"]).config.budget.steps
+        section = await call("get_config", draft_id=draft["draft_id"], section="optimizer")
+        assert section["values"].keys() < config["values"].keys()
+        await call("edit_config", draft_id=draft["draft_id"], changes={"budget.steps": 20})
+        run = await call("start_training", draft_id=draft["draft_id"])
+        folder = shop.runs.folder(run["run_id"])
+        step(folder, 3, total=20)
+        await call("check_status", run_ids=[run["run_id"]])
+        become(folder, "completed", ended_at=time.time())
+        await call("check_status", run_ids=[run["run_id"]])
+        await call("get_results", run_id=run["run_id"], detail="detailed")
+        await call("list_runs")
+        await call("get_handoff")
+
+    talk(work)
+    texts, structures = (sum(part) for part in zip(*sizes.values(), strict=True))
+    assert structures < 0.75 * texts, sizes
+    assert sizes["get_config"][1] < 1.6 * sizes["get_config"][0], sizes
 
 
 def test_unexpected_failure_gets_id_and_logged_traceback(talk, house, monkeypatch, caplog):

@@ -88,7 +88,7 @@ def test_configuration_is_read_edited_and_kept(house):
     draft_id = draft_of(shop)
     whole = do(get_config, shop, draft_id=draft_id)
     assert "learning_rate=0.001" in whole.text
-    assert {"environment.knobs.longest", "rollout.group_size"} <= {field.field for field in whole.data.fields}
+    assert {"environment.knobs.longest", "rollout.group_size"} <= whole.data.values.keys()
     edited = do(edit_config, shop, draft_id=draft_id, changes={"optimizer.learning_rate": "2e-3"})
     assert "0.001 -> 0.002" in edited.text
     assert edited.data.revision == 2

@@ -76,7 +76,7 @@ def test_results_of_live_run_keep_the_limit_on_fresh_numbers(house):
     step(folder, 90)
     answer = results(shop, folder, detail="detailed")
     assert answer.data.results["steps"] == 30
-    assert max(point["step"] for point in answer.data.results["history"]) <= 30
+    assert max(point["step"] for point in answer.data.detail["history"]) <= 30
     assert "90" not in answer.text.partition("Configuration")[0].replace(folder.run_id, "")
     age_stamp(shop, folder.run_id, 60)
     assert results(shop, folder).data.results["steps"] == 90

@@ -324,8 +324,8 @@ def test_report_of_keeper_is_shown_in_full_on_request(run):
     assert "after: accuracy 90.0% [85.1%, 93.4%]" in concise.text
     assert "rose by more than the intervals" in concise.text
     detailed = do(get_results, shop, run_id=folder.run_id, detail="detailed")
-    assert len(detailed.data.results["history"]) == 10
-    assert detailed.data.results["configuration"]["environment.knobs.longest"] == 5
+    assert len(detailed.data.detail["history"]) == 10
+    assert detailed.data.detail["configuration"]["environment.knobs.longest"] == 5
     assert 'reference "abc"' in detailed.text
     assert "untrusted" in detailed.text
     assert "\x1b" not in detailed.text

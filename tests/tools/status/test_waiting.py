@@ -9,7 +9,7 @@ from mcp.types import Implementation
 from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
-from toprope_tools.client_timeouts import Client, longest_wait_s
+from toprope_tools.clients import Client, longest_wait_s
 from toprope_tools.status import cursor as places
 from toprope_tools.status.status import check_status, list_runs
 from toprope_tools.status.wait_conditions import parse

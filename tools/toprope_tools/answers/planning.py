@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from toprope_tools.answers.answer import Structure
+from toprope_tools.answers.answer import IN_TEXT, Structure
 
 
 class EnvironmentItem(Structure):
     name: str
-    summary: str
-    state: str
+    summary: Annotated[str, IN_TEXT]
+    state: str = "ready"
     ecosystem: str = "toprope"
     tools: bool = False
     tasks: int | None = None
@@ -34,20 +34,20 @@ class Tested(Structure):
 
 class Description(Structure):
     name: str
-    summary: str
+    summary: Annotated[str, IN_TEXT]
     max_turns: int
     tags: list[str]
     knobs: list[dict[str, Any]]
     reward_parts: dict[str, dict[str, Any]]
     max_reward: float
     splits: dict[str, dict[str, Any]]
-    examples: list[dict[str, Any]]
-    remarks: list[str]
-    presets: dict[str, str]
+    examples: Annotated[list[dict[str, Any]], IN_TEXT]
+    remarks: Annotated[list[str], IN_TEXT]
+    presets: Annotated[dict[str, str], IN_TEXT]
     ecosystem: str = "toprope"
     state: str = "ready"
     tools: bool = False
-    versions: dict[str, str] = {}
+    versions: Annotated[dict[str, str], IN_TEXT] = {}
     load_seconds: float = 0.0
     score_seconds: float | None = None
     memory_mb: int | None = None
@@ -59,10 +59,10 @@ class Description(Structure):
 class CheckFinding(Structure):
     rule: str
     level: Literal["note", "warning", "critical"]
-    what: str
+    what: Annotated[str, IN_TEXT]
     observed: dict[str, Any]
-    threshold: str
-    next: str
+    threshold: Annotated[str, IN_TEXT]
+    next: Annotated[str, IN_TEXT]
 
 
 class CheckAnswer(Structure):
@@ -83,7 +83,7 @@ class CheckAnswer(Structure):
     task_seconds: float | None
     score_seconds: float | None
     memory_mb: float | None
-    not_checked: list[str]
+    not_checked: Annotated[list[str], IN_TEXT]
     seconds: float
 
 
@@ -110,8 +110,8 @@ class DraftAnswer(Structure):
     environment: str
     preset: str
     revision: int
-    moved_by_locks: list[FieldChange]
-    locked: dict[str, str]
+    moved_by_locks: list[FieldChange] = []
+    locked: Annotated[dict[str, str], IN_TEXT] = {}
 
 
 class FieldValue(Structure):
@@ -134,9 +134,11 @@ class ConfigAnswer(Structure):
     environment: str
     preset: str
     revision: int
-    fields: list[FieldValue]
-    history: list[EditItem]
-    conflicts: list[str]
+    values: dict[str, Any] = {}
+    """By field name, of the whole configuration or of one section."""
+    fields: Annotated[list[FieldValue], IN_TEXT] = []
+    history: Annotated[list[EditItem], IN_TEXT] = []
+    conflicts: list[str] = []
 
 
 class EditAnswer(Structure):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from toprope_tools.answers.answer import Structure
+from toprope_tools.answers.answer import IN_TEXT, Structure
 
 
 class Result(Structure):
@@ -13,6 +13,8 @@ class Result(Structure):
     state: str
     complete: bool
     results: dict[str, Any]
+    detail: Annotated[dict[str, Any], IN_TEXT] = {}
+    """History and changed fields of a detailed answer."""
 
 
 class ComparedSide(Structure):
@@ -28,7 +30,7 @@ class Judged(Structure):
     """One kind of answer. Shares of 1; `difference` is b less a. `verdict`: a, b, or none: no difference shown."""
 
     verdict: str
-    why: str
+    why: Annotated[str, IN_TEXT]
     a: dict[str, Any]
     b: dict[str, Any]
     difference: dict[str, float]
@@ -49,7 +51,7 @@ class CompareAnswer(Structure):
     split: str
     sampled: Judged
     greedy: Judged | None = None
-    remarks: list[str]
+    remarks: Annotated[list[str], IN_TEXT]
 
 
 class ShownRollout(Structure):
@@ -57,8 +59,8 @@ class ShownRollout(Structure):
     parts: dict[str, float] = {}
     success: bool = False
     truncated: bool = False
-    error: str | None = None
-    answer: str | None = None
+    error: Annotated[str | None, IN_TEXT] = None
+    answer: Annotated[str | None, IN_TEXT] = None
 
 
 class BrowsedGroup(Structure):
@@ -68,7 +70,7 @@ class BrowsedGroup(Structure):
     reward_mean: float
     successes: int
     size: int
-    prompt: str | None = None
+    prompt: Annotated[str | None, IN_TEXT] = None
     rollouts: list[ShownRollout]
     change: float | None = None
 
@@ -87,17 +89,17 @@ class RolloutPage(Structure):
 class ExperimentItem(Structure):
     id: str
     environment: str
-    hypothesis: str
+    hypothesis: Annotated[str, IN_TEXT]
     runs: list[str]
-    outcome: str = ""
+    outcome: Annotated[str, IN_TEXT] = ""
     decision: str = ""
     accuracy: float | None = None
 
 
 class ExperimentAnswer(Structure):
     experiment: ExperimentItem
-    plateau: str = ""
-    warnings: list[str] = []
+    plateau: Annotated[str, IN_TEXT] = ""
+    warnings: Annotated[list[str], IN_TEXT] = []
 
 
 class Handoff(Structure):
@@ -117,7 +119,7 @@ class Exported(Structure):
     read: int = 0
     left_out: dict[str, int] = {}
     texts: dict[str, int] = {}
-    warnings: list[str] = []
+    warnings: Annotated[list[str], IN_TEXT] = []
 
 
 class BuiltDataset(Structure):
@@ -135,4 +137,4 @@ class BuiltDataset(Structure):
     texts: dict[str, Any] = {}
     new: bool = True
     complete: bool = True
-    warnings: list[str] = []
+    warnings: Annotated[list[str], IN_TEXT] = []

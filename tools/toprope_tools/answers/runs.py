@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from toprope_tools.answers.answer import Structure
+from toprope_tools.answers.answer import IN_TEXT, Structure
 
 
 class Started(Structure):
@@ -62,8 +62,8 @@ class RunStatus(Structure):
     events: list[dict[str, Any]] = []
     events_left: int = 0
     failure: dict[str, Any] | None = None
-    lifecycle: str = ""
-    checks: dict[str, str] = {}
+    lifecycle: Annotated[str, IN_TEXT] = ""
+    checks: Annotated[dict[str, str], IN_TEXT] = {}
 
 
 class RunItem(Structure):
@@ -73,7 +73,7 @@ class RunItem(Structure):
     state: str
     created_at: float
     ended_at: float | None = None
-    summary: str = ""
+    summary: Annotated[str, IN_TEXT] = ""
     group: str | None = None
 
 
@@ -99,7 +99,7 @@ class Runs(Structure):
 class LogAnswer(Structure):
     run_id: str
     component: str
-    lines: list[str]
+    lines: Annotated[list[str], IN_TEXT]
     before: int | None
     components: list[str]
     untrusted: bool = True

@@ -122,7 +122,7 @@ async def get_handoff(workshop: Workshop) -> Answer:
             history = workshop.drafts.history(draft.id)
             last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
             drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
-        locked = [f"{lock.field} {lock.says}" for lock in workshop.home.locks()]
+        locked = [lock.field for lock in workshop.home.locks()]
         text = handoff(Standing(_limit_numbers(workshop, runs), experiments, ledger.goals(), drafts, locked))
         data = answers.Handoff(
             live_runs=[run.run_id for run in runs if not run.ended][:20],

@@ -9,7 +9,7 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue
 from toprope.settings.changes import Change
-from toprope.settings.fields import KNOBS, Field, get_value
+from toprope.settings.fields import Field, get_value
 from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS
 from toprope.text_format import ago, call, cut, value
@@ -73,7 +73,8 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
             environment=draft.environment.name,
             preset=draft.preset,
             revision=draft.revision,
-            fields=[_value(draft, field, locks, limit, described=section is not None) for field in fields],
+            values={field.name: cut(get_value(draft.config, field), limit) for field in fields},
+            fields=[_value(draft, field, locks, limit) for field in fields],
             history=[_edit(edit, limit) for edit in edits],
             conflicts=conflicts,
         )
@@ -158,16 +159,15 @@ def _in_full(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
     return lines
 
 
-def _value(draft: Draft, field: Field, locks: Locks, limit: int, *, described: bool) -> answers.FieldValue:
+def _value(draft: Draft, field: Field, locks: Locks, limit: int) -> answers.FieldValue:
     lock = locks.get(field.name)
-    own = field.name.startswith(f"{KNOBS}.")
     return answers.FieldValue(
         field=field.name,
         value=cut(get_value(draft.config, field), limit),
         type=field.type_text,
         bounds=field.bounds,
         lock=f"{lock.says}: {lock.reason}" if lock else None,
-        description=field.description if described or own else None,
+        description=field.description,
     )
 
 

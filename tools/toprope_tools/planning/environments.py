@@ -171,7 +171,7 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
     if moved:
         lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
     if locked:
-        lines.append("Locked by the owner: " + "; ".join(f"{field} ({says})" for field, says in locked.items()))
+        lines.append(f"Locked by the owner, as get_config explains: {', '.join(locked)}.")
     lines.append(
         f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
         f"{call('start_training', draft_id=draft.id)}"

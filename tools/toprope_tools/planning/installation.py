@@ -18,7 +18,7 @@ from toprope.text_format import call, clip, plural
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import Installed
-from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
+from toprope_tools.clients import UNKNOWN, Client, longest_wait_s
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

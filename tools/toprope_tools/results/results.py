@@ -102,7 +102,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     lines += taken
     believable, checks = integrity_section(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
     lines += believable
-    left_out = {"version", "integrity"} | (set() if detailed else {"history", "examples", "counts", "metrics"})
+    left_out = {"version", "integrity", "history", "examples"} | (set() if detailed else {"counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
     if usage is not None:
         structure["usage"] = usage
@@ -122,16 +122,20 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["answers"] = shown(said)
     if report.tested is not None:
         structure["tested"] = _tested(report.tested, detailed)
+    detail: dict[str, Any] = {}
     if detailed:
+        detail["history"] = [point.model_dump(exclude_none=True) for point in report.history]
         structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
-        structure["configuration"] = _configuration(specification)
+        detail["configuration"] = _configuration(specification)
         lines += _history(report) if status.run_kind.samples else []
-        lines += [f"Fields that differ from the defaults: {_said(structure['configuration'])}"]
+        lines += [f"Fields that differ from the defaults: {_said(detail['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
     lines.append(_next(status, detailed))
     return _within_budget(
         "\n".join(line for line in lines if line),
-        answers.Result(run_id=run_id, kind=status.kind, state=status.state, complete=complete, results=structure),
+        answers.Result(
+            run_id=run_id, kind=status.kind, state=status.state, complete=complete, results=structure, detail=detail
+        ),
     )
 
 

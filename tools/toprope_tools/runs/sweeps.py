@@ -156,13 +156,13 @@ def _answer_started(sweep: Specification, plan: SweepPlan) -> Answer:
         "then the best candidate is measured on held-out tasks, once. It goes on if this server ends.\n"
         f"{_next(sweep.run_id)}"
     )
-    return Answer(text, _data(sweep), brief=True)
+    return Answer(text, _data(sweep))
 
 
 def _answer_repeated(sweep: Specification) -> Answer:
     """Answer a call whose key started this run before."""
     text = f"{sweep.run_id} was started with this key before; no second one was started.\n{_next(sweep.run_id)}"
-    return Answer(text, _data(sweep).model_copy(update={"state": "started before"}), brief=True)
+    return Answer(text, _data(sweep).model_copy(update={"state": "started before"}))
 
 
 def _said(found: Preview, plan: SweepPlan) -> str:

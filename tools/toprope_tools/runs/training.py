@@ -273,7 +273,7 @@ def _answer_started(specifications: Sequence[Specification]) -> Answer:
             f"{', '.join(one.run_id for one in specifications)}.\n"
             f"{_next(group.id, grouped=True)}; then compare_runs compares the group with another."
         )
-    return Answer(text, _started(specifications), brief=True)
+    return Answer(text, _started(specifications))
 
 
 def _answer_repeated(specifications: Sequence[Specification], status: Status) -> Answer:
@@ -283,9 +283,9 @@ def _answer_repeated(specifications: Sequence[Specification], status: Status) ->
     if (group := first.seed_group) is not None:
         ids = ", ".join(one.run_id for one in specifications)
         text = f"The group {group.id} ({ids}) was started with this key before; no second one was started."
-        return Answer(f"{text}\n{_next(group.id, grouped=True)}", data, brief=True)
+        return Answer(f"{text}\n{_next(group.id, grouped=True)}", data)
     text = f"{first.run_id} was started with this key before and is {status.state}; no second run was started."
-    return Answer(f"{text}\n{_next(first.run_id)}", data, brief=True)
+    return Answer(f"{text}\n{_next(first.run_id)}", data)
 
 
 def _started(specifications: Sequence[Specification]) -> answers.Started:

@@ -19,7 +19,7 @@ from toprope.text_format import call
 from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.client_timeouts import UNKNOWN, Client, longest_wait_s
+from toprope_tools.clients import UNKNOWN, Client, longest_wait_s
 from toprope_tools.status import cursor as places
 from toprope_tools.status.run_list import list_runs, open_runs, run_item, run_row
 from toprope_tools.status.snapshot import numbers_line

@@ -101,7 +101,7 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
         longest_wait_s=patience.longest_s if patience.cut else None,
     )
     if live and not met and not any(one.new for one in told):
-        return Answer(f"No news{_after(patience, waited)}. {_briefly(told)} {following}", data, brief=True)
+        return Answer(f"No news{_after(patience, waited)}. {_briefly(told)} {following}", data)
     lines = []
     if met:
         lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
@@ -115,7 +115,7 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     ended = [one.item.run_id for one in told if one.item.state not in LIVE]
     if ended:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
-    return Answer("\n".join(lines), data, brief=True)
+    return Answer("\n".join(lines), data)
 
 
 def _after(patience: Patience, waited: Waited) -> str:

@@ -32,7 +32,7 @@ class Standing:
     drafts: Sequence[str]
     """One line per draft: id, environment, changed fields."""
     locked: Sequence[str] = field(default_factory=tuple)
-    """Locked fields with the owner's reasons."""
+    """Names of locked fields."""
 
 
 def handoff(standing: Standing, now: float | None = None) -> str:
@@ -55,7 +55,7 @@ def handoff(standing: Standing, now: float | None = None) -> str:
     if standing.drafts:
         parts += ["DRAFTS", *(f"- {line}" for line in standing.drafts[:_DRAFTS])]
     if standing.locked:
-        parts.append(f"LOCKED BY THE OWNER: {'; '.join(standing.locked[:12])}.")
+        parts.append(f"LOCKED BY THE OWNER, as get_config of a draft explains: {', '.join(standing.locked[:40])}.")
     text, following = "\n".join(parts), "\n".join(_next(standing))
     room = _MOST_BYTES - len(following.encode()) - 20
     if len(text.encode()) > room:

@@ -1,6 +1,7 @@
-"""Call limits of clients, so that a wait returns before the client drops the call.
+"""What is known of clients: how long a call may take, and what of an answer their model sees.
 
-A client gives its name in every request or at its handshake. An unknown client gets the shortest limit.
+A client gives its name in every request or at its handshake. An unknown client gets the shortest limit, and both the
+text and the structure of an answer.
 """
 
 from __future__ import annotations
@@ -22,12 +23,27 @@ _KNOWN_LIMITS: dict[str, tuple[float, float]] = {
 """Client's name -> seconds over standard input and output, and over HTTP."""
 
 
+_STRUCTURE_HIDES_TEXT = frozenset(
+    {
+        "claude-code",  # https://github.com/anthropics/claude-code/issues/79944
+        "codex-mcp-client",  # https://github.com/openai/codex/issues/38287
+        "opencode",  # https://github.com/anomalyco/opencode/pull/32074
+    }
+)
+"""Clients whose model sees the structure of an answer instead of its text. They get the text alone."""
+
+
 @dataclass(frozen=True)
 class Client:
     """The caller: its name, empty if it gave none, and whether it came over HTTP."""
 
     name: str = ""
     over_http: bool = False
+
+    @property
+    def takes_structure(self) -> bool:
+        """False if a structure would keep the text of an answer from the model."""
+        return self.name not in _STRUCTURE_HIDES_TEXT
 
 
 UNKNOWN = Client()
