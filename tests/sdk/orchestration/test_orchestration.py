@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from toprope.sdk.adapters.orchestrator import make
+from toprope.sdk.adapters.orchestrator import made_up_facts, make
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration import (
     AdaptiveWeights,
     Episode,
     Observation,
+    OrchestratorEnvironment,
     Price,
     State,
     Tool,
@@ -75,6 +76,37 @@ def test_answer_without_action_names_the_problem(text):
     assert action.problem and not action.is_final_answer
 
 
+def test_tools_without_arguments_are_called_without_input():
+    def now() -> str:
+        """Tells the time."""
+        return "noon"
+
+    tools = [function(now), calculator()]
+    prompt = build_system_prompt(tools)
+    assert "- now: Tells the time. It takes no input" in prompt and "calculator: Computes" in prompt
+    world = OrchestratorEnvironment(Toolbox(tools))
+    for text, mode in [("TOOL: now", "structured"), ("TOOL: now\nINPUT: none", "structured"),
+                       ('<tool_call>{"name": "now"}</tool_call>', "native")]:  # fmt: skip
+        action = parse_action(text, mode, tools)
+        assert not action.problem and world.step(world.reset("?"), action)[1].content == "noon"
+    assert "INPUT" in parse_action("TOOL: calculator", "structured", tools).problem
+
+
+def test_finished_task_takes_no_further_step():
+    world = OrchestratorEnvironment(Toolbox([calculator()]), max_turns=2)
+    state = world.reset("?")
+    for _ in range(2):
+        world.step(state, parse_action("TOOL: calculator\nINPUT: 1 + 1"))
+    with pytest.raises(InvalidRequest, match="over after 2 of at most 2 turns"):
+        world.step(state, parse_action("FINAL_ANSWER: 2"))
+    assert state.num_turns == 2 and not state.final_answer
+    answered = world.reset("?")
+    world.step(answered, parse_action("FINAL_ANSWER: 2"))
+    with pytest.raises(InvalidRequest, match="over after 1"):
+        world.step(answered, parse_action("FINAL_ANSWER: 3"))
+    assert answered.final_answer == "2"
+
+
 def test_native_calls_are_parsed():
     call = parse_action('so <tool_call>{"name": "calculator", "arguments": {"input": "1+1"}}</tool_call>', "native")
     assert (call.thought, call.tool_name, call.tool_input) == ("so", "calculator", "1+1")
@@ -129,6 +161,12 @@ def test_reward_follows_documented_formula():
     )
 
 
+def test_intelligence_per_joule_counts_the_policy():
+    made = Episode("t", "ask", correct=True)
+    made.add_step(Action(tool_name="a", energy_joules=3.0, tokens=60), Observation("x", energy_joules=1.0, tokens=5))
+    assert (made.total_energy_joules, made.total_tokens, made.intelligence_per_joule) == (4.0, 65, 0.25)
+
+
 def test_episode_round_trips_json():
     made = episode(cost_usd=0.5, tokens=3)
     told = json.loads(json.dumps(made.to_dict()))
@@ -143,7 +181,9 @@ def test_state_renders_its_history():
     assert "TASK: What is 1 + 1?" in text and "OBSERVATION: 2" in text and text.endswith("What next?")
     assert "arithmetic" in text and "arithmetic" not in build_system_prompt([calculator()], descriptions=False)
     assert '"name": "calculator"' in build_system_prompt([calculator()], mode="native")
-    assert "- anything" in build_system_prompt(["anything"])
+    named = build_system_prompt(["anything", "calculator", "web_search"])
+    assert "- anything\n- calculator: Computes an arithmetic" in named and "- web_search: Searches" in named
+    assert '"description": "Computes' in build_system_prompt(["calculator"], mode="native")
 
 
 def test_tool_failure_is_an_observation():
@@ -231,6 +271,29 @@ def test_orchestrator_runs_and_scores():
     assert outcome.parts["intelligence_per_joule"] > 0
     assert (outcome.parts["usd"], outcome.parts["turns"]) == (0.05, 2)
     assert outcome.parts["joules"] == pytest.approx(100 * outcome.parts["energy"])
+
+
+def test_sampled_tokens_cost_energy():
+    environment = opened(watts={"calculator": 0.0}, joules_per_token=0.5, digits=1)
+    task = next(iter(environment.tasks()))
+    rollout = Rollout(environment, task)
+    rollout.begin()
+    rollout.advance("TOOL: calculator\nINPUT: 1", tokens=[1] * 6)
+    outcome = rollout.advance(f"FINAL_ANSWER: {task.data['answer']}", tokens=[1] * 4).outcome
+    assert outcome.parts["joules"] == 5.0 and outcome.parts["intelligence_per_joule"] == 0.2
+
+
+def test_made_up_facts_are_found_offline():
+    environment = opened(tools=["calculator", "web_search"], facts=300)
+    asked = set()
+    for task in itertools.islice(environment.tasks(), 20):
+        rollout = Rollout(environment, task)
+        rollout.begin()
+        assert not rollout.advance(rollout.solve(0)).done
+        asked.add(rollout._environment._state.history[-1].action.tool_name)
+        assert rollout.advance(rollout.solve(0)).outcome.success
+    assert asked == {"calculator", "web_search"}
+    assert made_up_facts(300) == made_up_facts(300) and len(made_up_facts(300)) == 300
 
 
 def test_impossible_actions_are_observed():

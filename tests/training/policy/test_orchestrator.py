@@ -78,6 +78,7 @@ def test_trained_policy_solves_task_as_in_training(run: Path, tmp_path: Path) ->
     assert solve(policy) == [("calculator", "3 + 4"), ("", "7")]
     action = policy.predict_action(OrchestratorEnvironment(Toolbox(TOOLS)).reset(TALK[0]["content"]), ["calculator"])
     assert action.raw_text == TALK[1]["content"] and 0.5 < action.confidence <= 1
+    assert action.tokens > 0 and action.energy_joules > 0 and action.energy_source in ("measured", "estimate")
     saved = policy.save(tmp_path / "saved")
     assert not list(saved.glob("*.bin")) and (saved / "model.safetensors").is_file()
     again = OrchestratorPolicy.from_pretrained(saved, device="cpu", temperature=0, system_prompt="none")

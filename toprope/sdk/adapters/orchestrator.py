@@ -10,6 +10,7 @@ import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
 from toprope.sdk.orchestration.search import Corpus, provider
 from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, priced, web_search
 
-__all__ = ["DESCRIPTION", "Orchestrator", "make"]
+__all__ = ["DESCRIPTION", "Orchestrator", "made_up_facts", "make"]
 
 DESCRIPTION = "Solve tasks with tools, well and cheaply: accuracy against cost, energy, latency and power"
 _SYMBOLS = "+-*"
@@ -40,13 +41,14 @@ class Orchestrator(Environment):
     name = "orchestrator"
     tags = ("tools", "multi-turn", "agents")
     max_turns = 10
+    wants_tokens = True
     parts = {
         **declared(Weights()),
         "readable": Part(0.0, description="share of the answers that were an action; shown, not rewarded"),
         "intelligence_per_joule": Part(0.0, 0.0, _MOST, "1 / energy of a right answer, 0 for a wrong one; shown"),
         # The same in plain units, independent of the scales.
         "usd": Part(0.0, 0.0, _MOST, "money spent on tools, in USD; shown"),
-        "joules": Part(0.0, 0.0, _MOST, "energy used by tools, in J; shown"),
+        "joules": Part(0.0, 0.0, _MOST, "energy used by the policy and its tools, in J; shown"),
         "turns": Part(0.0, 0.0, 1000.0, "number of answers of the policy, the final one included; shown"),
     }
 
@@ -55,6 +57,12 @@ class Orchestrator(Environment):
         path: str = knob("", help="file of tasks below the owner's dataset folders, or hf:<id>; empty: arithmetic")
         prompt: str = knob("question", help="column of the task's text")
         reference: str = knob("answer", help="column of the right answer")
+        facts: int = knob(
+            0,
+            ge=0,
+            le=100_000,
+            help="made-up facts; half of the tasks then ask for one, and web_search finds it offline",
+        )
         operators: str = knob("+-*", help="arithmetic: which of + - * occur")
         digits: int = knob(3, ge=1, le=12, help="arithmetic: digits of each number at most")
         terms: int = knob(2, ge=2, le=8, help="arithmetic: numbers in a question")
@@ -73,6 +81,9 @@ class Orchestrator(Environment):
         usd: dict[str, float] = knob(None, help="USD per call by tool, instead of the owner's price")
         seconds: dict[str, float] = knob(None, help="seconds per call by tool, instead of the measured ones")
         watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
+        joules_per_token: float = knob(
+            0.0005, ge=0, help="energy of a token that the policy samples; default: 0.034 ms of one core at 15 W"
+        )
         scale_usd: float = knob(0.1, ge=1e-9, help="money that counts as one unit of the reward's part `cost`")
         scale_joules: float = knob(100.0, ge=1e-9, help="energy that counts as one unit")
         scale_seconds: float = knob(30.0, ge=1e-9, help="time that counts as one unit")
@@ -101,13 +112,21 @@ class Orchestrator(Environment):
 
     def setup(self) -> None:
         knobs = self.knobs
-        there = [*BUILT_IN, *self._declared]
+        self._facts = made_up_facts(knobs.facts)
+        search = {"web_search": lambda: web_search(Corpus(self._facts.items()))} if self._facts else {}
+        offered: dict[str, Callable[[], Tool]] = {**BUILT_IN, **search}
+        there = [*offered, *self._declared]
         tools = []
         for name in knobs.tools:
             if name not in there:
-                extra = " It needs a corpus or a provider in the owner's settings." if name == "web_search" else ""
+                extra = (
+                    " It needs a corpus or a provider in the owner's settings, or the knob facts."
+                    if name == "web_search"
+                    else ""
+                )
                 raise InvalidRequest(f"Unknown tool {name!r} here.{extra} {nearest(name, there, 'Tools')}")
-            tool = _tool(name, self._declared[name]) if name in self._declared else BUILT_IN[name]()
+            declared = name in self._declared and name not in search
+            tool = _tool(name, self._declared[name]) if declared else offered[name]()
             price = Price(
                 usd=knobs.usd.get(name, tool.price.usd),
                 seconds=knobs.seconds.get(name, tool.price.seconds),
@@ -118,6 +137,7 @@ class Orchestrator(Environment):
         self.max_turns = knobs.max_turns
         self._world = OrchestratorEnvironment(Toolbox(tools, Meter()), knobs.max_turns)
         self._scales = Scales(knobs.scale_joules, knobs.scale_usd, knobs.scale_seconds, knobs.scale_watts)
+        self._tools = tools
         self._told = (
             ""
             if knobs.system_prompt == "none"
@@ -141,7 +161,14 @@ class Orchestrator(Environment):
     def _arithmetic(self) -> Iterator[Task]:
         knobs = self.knobs
         most = 10**knobs.digits - 1
+        parts = list(self._facts)
         while True:
+            if parts and self.random.random() < 0.5:
+                part = self.random.choice(parts)
+                answer = self._facts[part].split()[-2]
+                data = {"answer": answer, "lookup": part}
+                yield Task(f"How many grams does {part} weigh?", reference=self._right(answer), data=data)
+                continue
             question = str(self.random.randint(0, most))
             for _ in range(knobs.terms - 1):
                 question += f" {self.random.choice(knobs.operators)} {self.random.randint(0, most)}"
@@ -154,12 +181,18 @@ class Orchestrator(Environment):
         return answer if self.knobs.mode == "native" else f"FINAL_ANSWER: {answer}"
 
     def reset(self, task: Task) -> Messages:
-        self._state = self._world.reset(task.messages[-1]["content"])
+        self._state, self._counted = self._world.reset(task.messages[-1]["content"]), 0
         system = [{"role": "system", "content": self._told}] if self._told else []
         return [*system, *task.messages]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
-        action = parse_action(text, self.knobs.mode)
+        sampled, self._counted = len(self.tokens) - self._counted, len(self.tokens)
+        action = replace(
+            parse_action(text, self.knobs.mode, self._tools),
+            tokens=sampled,
+            energy_joules=sampled * self.knobs.joules_per_token,
+            energy_source="estimate",
+        )
         _, observation = self._world.step(self._state, action)
         if self._world.done(self._state):
             return None, True
@@ -183,6 +216,9 @@ class Orchestrator(Environment):
         """Demonstrate with random computing tools regardless of cost, sometimes with a thought first."""
         asked = self.task.data.get("expression")
         computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
+        part = self.task.data.get("lookup")
+        if part and "web_search" in self.knobs.tools and not self._state.history:
+            return self._call("web_search", part)
         if asked is None or not computing:
             return self._right(self.task.data["answer"])
         chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
@@ -197,11 +233,23 @@ class Orchestrator(Environment):
     def _call(self, tool: str, given: str) -> str:
         if self.knobs.mode == "native":
             return "<tool_call>\n" + json.dumps({"name": tool, "arguments": {"input": given}}) + "\n</tool_call>"
-        thought = "Let me see." if tool == "think" else "I compute it."
+        thought = {"think": "Let me see.", "web_search": "I look it up."}.get(tool, "I compute it.")
         return f"THOUGHT: {thought}\nTOOL: {tool}\nINPUT: {given}"
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["accuracy"] >= 1.0
+
+
+def made_up_facts(number: int) -> dict[str, str]:
+    """Weights of parts that exist nowhere, the same for each number: a policy has to look them up.
+
+    Returns:
+        Name of a part to a sentence that ends with its weight and the unit.
+    """
+    chooser = random.Random(number)
+    codes = chooser.sample(range(26 * 26 * 1000), number)
+    names = [f"part {chr(65 + code // 26000)}{chr(65 + code // 1000 % 26)}{code % 1000:03}" for code in codes]
+    return {name: f"P{name[1:]} weighs {chooser.randint(10, 9999)} g" for name in names}
 
 
 def _value(question: str) -> int:

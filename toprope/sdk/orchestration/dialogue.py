@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from toprope.sdk.orchestration.episode import Action, State
+from toprope.sdk.orchestration.tools import BUILT_IN, WEB_SEARCH
 
 __all__ = ["Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
 
@@ -62,7 +63,7 @@ def build_system_prompt(
     """The system prompt: the tools and the form of an answer.
 
     Args:
-        tools: Tools (`toprope.sdk.orchestration.tools.Tool`) with their descriptions, or plain names.
+        tools: Tools (`toprope.sdk.orchestration.tools.Tool`), or names; names of built-in tools are described, too.
         mode: The form of answers.
         descriptions: False to list names only.
     """
@@ -71,10 +72,13 @@ def build_system_prompt(
         return _NATIVE.format(tools="\n".join(lines))
     lines = []
     for tool in tools:
-        text = tool if isinstance(tool, str) else tool.name
-        if not isinstance(tool, str) and descriptions:
-            text += f": {tool.description}"
-            if tool.parameters:
+        signature = _signature(tool)
+        text = signature["name"]
+        if descriptions and "description" in signature:
+            text += f": {signature['description']}"
+            if not isinstance(tool, str) and not tool.takes_input:
+                text += " It takes no input: leave out the line INPUT."
+            elif not isinstance(tool, str) and tool.parameters:
                 text += f" Input as JSON: {json.dumps(tool.parameters, ensure_ascii=False)}"
         lines.append(f"- {text}")
     return _STRUCTURED.format(tools="\n".join(lines))
@@ -82,19 +86,27 @@ def build_system_prompt(
 
 def _signature(tool: Any) -> dict[str, Any]:
     if isinstance(tool, str):
-        return {"name": tool, "parameters": _ONE_INPUT}
+        known = {"web_search": WEB_SEARCH} | {name: make().description for name, make in BUILT_IN.items()}
+        described = {"description": known[tool]} if tool in known else {}
+        return {"name": tool, **described, "parameters": _ONE_INPUT}
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters or _ONE_INPUT}
 
 
 _ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def parse_action(text: str, mode: Mode = "structured") -> Action:
-    """Parse a policy's answer. If it holds no action, `problem` says what is missing."""
-    return _parse_native(text) if mode == "native" else _parse_structured(text)
+def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Sequence[str] = ()) -> Action:
+    """Parse a policy's answer. If it holds no action, `problem` says what is missing.
+
+    Args:
+        tools: As in `build_system_prompt`; a call of a tool without arguments needs no line INPUT.
+    """
+    if mode == "native":
+        return _parse_native(text)
+    return _parse_structured(text, [tool.name for tool in tools if not isinstance(tool, str) and not tool.takes_input])
 
 
-def _parse_structured(text: str) -> Action:
+def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
     places = list(_FIELD.finditer(_THINKING.sub("", text)))
     plain = _THINKING.sub("", text)
     found: dict[str, str] = {}
@@ -107,10 +119,9 @@ def _parse_structured(text: str) -> Action:
         if name == "FINAL_ANSWER":
             break
     thought = found.get("THOUGHT", "")
-    if "TOOL" in found and found["TOOL"]:
-        if "INPUT" not in found:
-            return Action(thought, found["TOOL"], raw_text=text, problem="the line `INPUT: ...` is missing")
-        return Action(thought, found["TOOL"].strip("`*\"' "), found["INPUT"], raw_text=text)
+    if tool := found.get("TOOL", "").strip("`*\"' "):
+        problem = "" if "INPUT" in found or tool in without_input else "the line `INPUT: ...` is missing"
+        return Action(thought, tool, found.get("INPUT", ""), raw_text=text, problem=problem)
     if found.get("FINAL_ANSWER"):
         return Action(thought, "", found["FINAL_ANSWER"], True, text)
     missing = "`FINAL_ANSWER:` is empty" if "FINAL_ANSWER" in found else "neither `TOOL:` nor `FINAL_ANSWER:` is in it"

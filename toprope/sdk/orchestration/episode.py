@@ -6,6 +6,8 @@ on. Units: seconds, USD, joules, watts.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -25,6 +27,13 @@ class Action:
     confidence: float = 1.0
     problem: str = ""
     """Why the text is not an action; empty if it is one."""
+    latency_seconds: float = 0.0
+    energy_joules: float = 0.0
+    """Energy that sampling the text took."""
+    tokens: int = 0
+    """Tokens that the policy sampled."""
+    energy_source: str = "none"
+    """As in `Observation`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Episode:
 
     @property
     def total_latency_seconds(self) -> float:
-        return sum(step.observation.latency_seconds for step in self.steps)
+        return sum(part.latency_seconds for part in self._parts())
 
     @property
     def total_cost_usd(self) -> float:
@@ -84,11 +93,13 @@ class Episode:
 
     @property
     def total_energy_joules(self) -> float:
-        return sum(step.observation.energy_joules for step in self.steps)
+        """Energy of the policy and of the tools."""
+        return sum(part.energy_joules for part in self._parts())
 
     @property
     def total_tokens(self) -> int:
-        return sum(step.observation.tokens for step in self.steps)
+        """Tokens that the policy sampled, and those of the observations."""
+        return sum(part.tokens for part in self._parts())
 
     @property
     def max_power_watts(self) -> float:
@@ -99,6 +110,9 @@ class Episode:
         """1 / total joules for a right answer; 0 for a wrong one, or if no energy was used."""
         energy = self.total_energy_joules
         return 1.0 / energy if self.correct and energy > 0 else 0.0
+
+    def _parts(self) -> Iterator[Action | Observation]:
+        return itertools.chain.from_iterable((step.action, step.observation) for step in self.steps)
 
     def totals(self) -> dict[str, float]:
         """The totals by name."""

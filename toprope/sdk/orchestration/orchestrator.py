@@ -6,6 +6,7 @@ things most of the time.
 
 from __future__ import annotations
 
+from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.episode import Action, Observation, State
 from toprope.sdk.orchestration.tools import Toolbox
 
@@ -36,7 +37,14 @@ class OrchestratorEnvironment:
 
         Returns:
             The same state, and the observation; an empty text after the final answer.
+
+        Raises:
+            InvalidRequest: The policy has answered or run out of turns; the state is unchanged.
         """
+        if self.done(state):
+            raise InvalidRequest(
+                f"The task is over after {state.num_turns} of at most {self.max_turns} turns: call reset for another."
+            )
         if action.problem:
             observation = Observation(f"Your answer could not be read: {action.problem}.", failed=True)
         elif action.is_final_answer:

@@ -19,6 +19,7 @@ from toprope.sdk.orchestration.calculator import calculate, said
 from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.episode import Observation
 from toprope.sdk.orchestration.search import Corpus
+from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.sandbox import run_python
 
 __all__ = [
@@ -63,6 +64,11 @@ class Tool:
     price: Price = field(default_factory=Price)
     timeout_s: float = 30.0
     close: Callable[[], None] | None = None
+
+    @property
+    def takes_input(self) -> bool:
+        """False for a tool without arguments."""
+        return self.parameters is None or bool(self.parameters.get("properties"))
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -205,9 +211,10 @@ def web_search(source: Corpus | Callable[[str, int], list[tuple[str, str]]], mos
             found = source(query, most)
         return "\n\n".join(f"[{title}] {text[:800]}" for title, text in found) or "Nothing was found."
 
-    return Tool("web_search", "Searches for passages about something. Input: what to look for.", search)
+    return Tool("web_search", WEB_SEARCH, search)
 
 
+WEB_SEARCH = "Searches for passages about something. Input: what to look for."
 BUILT_IN: Mapping[str, Callable[[], Tool]] = {
     "calculator": calculator,
     "think": think,
@@ -219,33 +226,31 @@ BUILT_IN: Mapping[str, Callable[[], Tool]] = {
 def function(call: Callable[..., Any], name: str = "", price: Price | None = None, timeout_s: float = 30.0) -> Tool:
     """Turn a Python function into a tool, described by its name, its parameters and its docstring's first paragraph.
 
-    A function with one string parameter gets the input unchanged; others get a JSON object of their parameters.
+    A function with one text parameter gets the input unchanged; others get a JSON object of their parameters. The input
+    of a function without parameters is ignored.
     """
-    text = inspect.getdoc(call) or "No description."
-    parameters = inspect.signature(call).parameters
-    known = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array", dict: "object"}
-    annotations = inspect.get_annotations(call, eval_str=True)
-    kinds = {one: annotations.get(one, str) for one in parameters}
-    properties = {one: {"type": known[kind]} if kind in known else {} for one, kind in kinds.items()}
-    needed = [one for one, what in parameters.items() if what.default is inspect.Parameter.empty]
-    lone = len(parameters) == 1 and next(iter(kinds.values())) is str
+    signature = signature_of(call, name)
+    properties = signature.parameters["properties"]
+    lone = len(properties) == 1 and next(iter(properties.values())).get("type", "string") == "string"
 
     def run(given: str) -> str:
         if lone:
             return _told(call(given))
+        if not properties and not signature.takes_any:
+            return _told(call())
         try:
             arguments = json.loads(given or "{}")
         except ValueError:
-            raise InvalidRequest(f"The input must be a JSON object with {', '.join(needed) or 'no names'}.") from None
-        if not isinstance(arguments, dict) or set(arguments) - set(parameters) or set(needed) - set(arguments):
-            raise InvalidRequest(f"The input must be a JSON object with {', '.join(parameters) or 'no names'}.")
-        return _told(call(**arguments))
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"The input must be a JSON object with {', '.join(properties) or 'named values'}.")
+        return _told(call(**signature.check(arguments)))
 
     return Tool(
-        name or call.__name__,
-        " ".join(text.split("\n\n")[0].split()),
+        signature.name,
+        " ".join((inspect.getdoc(call) or signature.description).split("\n\n")[0].split()),
         run,
-        parameters=None if lone else {"type": "object", "properties": properties, "required": needed},
+        parameters=None if lone else signature.parameters,
         price=price or Price(),
         timeout_s=timeout_s,
     )

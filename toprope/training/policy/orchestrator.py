@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.sdk.orchestration.dialogue import Mode, build_system_prompt, parse_action, render_observation
+from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.episode import Action, State, Step
 from toprope.settings.schema import EMBEDDED, PolicySection
 from toprope.training.policy.loading import load_pretrained, load_tokenizer, place
@@ -61,6 +63,7 @@ class OrchestratorPolicy:
         self.model, self.tokenizer = model, tokenizer
         self.mode, self.system_prompt = mode, system_prompt
         self.max_tokens, self.temperature = max_tokens, temperature
+        self._meter = Meter()
 
     @classmethod
     def from_pretrained(
@@ -142,8 +145,8 @@ class OrchestratorPolicy:
             tools: `toprope.sdk.orchestration.Tool`s, or their names.
 
         Returns:
-            The action; `confidence` is the geometric mean of its tokens' probabilities. If the answer is not a valid
-            action, `problem` gives the reason.
+            The action, with its tokens, seconds and joules; `confidence` is the geometric mean of its tokens'
+            probabilities. If the answer is not a valid action, `problem` gives the reason.
 
         Raises:
             InvalidValue: The state is longer than the model's context.
@@ -159,6 +162,7 @@ class OrchestratorPolicy:
         if self.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
         ids = torch.tensor([prompt], device=self.model.device)
+        self._meter.start()
         with torch.no_grad(), _evaluation_mode(self.model):
             output = self.model.generate(
                 ids,
@@ -171,9 +175,16 @@ class OrchestratorPolicy:
                 **sampling,
             )
         answer = output.sequences[0, len(prompt) :]
+        used = self._meter.stop()
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
-        action = parse_action(text, self.mode)
-        return Action(**{**action.__dict__, "confidence": _confidence(output.scores, answer)})
+        return replace(
+            parse_action(text, self.mode, tools),
+            confidence=_confidence(output.scores, answer),
+            latency_seconds=used.seconds,
+            energy_joules=used.joules,
+            tokens=len(answer),
+            energy_source=used.source,
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write the model (as safetensors) and its tokenizer for `from_pretrained`; returns the folder."""
