@@ -1,7 +1,7 @@
 """PPO implemented a second time, slowly: plain loops over lists, from the papers and not from the product's code.
 
-The numbers and gradients of `toprope/training/trainer/ppo_loss.py` are compared with it. It gets the logits and values
-of each position, so that both start from the same values.
+The numbers and gradients of `toprope/training/trainer/step/ppo_loss.py` are compared with it. It gets the logits and
+values of each position, so that both start from the same values.
 
 A batch is a list of rows. A row: `rollout` (its rollout; rows of one are in order), `score` (that rollout's reward),
 `tokens`, `sampled` (true if the policy chose the token), `logits` (one list over the vocabulary per token), `values`,
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from toprope.settings.schema import PpoSection
-from toprope.training.trainer.ppo_loss import compute_targets, step_loss
+from toprope.training.trainer.step.ppo_loss import compute_targets, step_loss
 
 __all__ = ["SlowRow", "by_product", "largest_error", "made_up", "slow_gradients", "slow_loss"]
 

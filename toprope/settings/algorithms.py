@@ -15,7 +15,7 @@ NAME = "algorithm.name"
 """The field that names an algorithm."""
 
 _GROUPS = "toprope.training.trainer.grpo:GrpoRun"
-"""TRL's GRPOTrainer on delivered groups."""
+"""The losses of the GRPO family on delivered groups."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from toprope.sdk.orchestration.tools import calculator, think
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import embedded_folder
 from toprope.training.policy.orchestrator import OrchestratorPolicy
-from toprope.training.trainer.grpo import grpo_config
 from toprope.training.trainer.optimization import all_finite, make_optimizer
 from toprope.training.trainer.sft import SftRun
+from toprope.training.trainer.step.learner import load_reference
 
 TOOLS = [calculator(), think()]
 TALK = [
@@ -120,11 +120,11 @@ def test_eight_bit_fields_are_refused_without_gpu(untrained: Path) -> None:
     config = Config()
     config.algorithm.beta, config.algorithm.reference_8bit, config.optimizer.eight_bit = 0.1, True, True
     with pytest.raises(InvalidValue, match="algorithm.reference_8bit needs"):
-        grpo_config(config, "out", "cpu", [])
+        load_reference(untrained, config, SimpleNamespace(), config.algorithm.beta)
     with pytest.raises(InvalidValue, match="optimizer.eight_bit needs"):
         make_optimizer(config, {"w": torch.zeros(2, 2)})
-    config.policy.lora = True  # with LoRA the reference is the model without adapters
-    assert grpo_config(config, "out", "cpu", []).model_init_kwargs is None
+    # With LoRA the reference is the model without adapters.
+    assert load_reference(untrained, config, SimpleNamespace(peft_config={}), config.algorithm.beta) is None
 
 
 def test_all_finite_ignores_integer_moments() -> None:

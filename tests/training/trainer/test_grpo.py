@@ -1,16 +1,12 @@
-"""The contract with TRL's private loss, and the way of groups into it."""
+"""The way of groups into a step of the GRPO family; step/test_grpo_loss.py holds the losses against TRL's."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.errors import InvalidValue
@@ -20,62 +16,37 @@ from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
-from toprope.training.trainer.collate import BATCH_KEYS, collate
-from toprope.training.trainer.grpo import GroupTrainer, grpo_config
-
-# Keys that _compute_loss can do without: images, corrections of other samplers, the reference policy.
-OPTIONAL = {
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-    "ref_per_token_logps",
-    "importance_sampling_ratio",
-}
-
-
-def test_trl_reads_only_our_batch_keys() -> None:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
-    read = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "inputs":
-            read.add(node.slice.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "inputs":
-                read.add(node.args[0].value)
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and isinstance(node.ops[0], ast.NotIn):
-            read.add(node.left.value)
-    assert read - OPTIONAL == set(BATCH_KEYS)
+from toprope.training.trainer.collate import collate
+from toprope.training.trainer.grpo import GrpoLearner
+from toprope.training.trainer.step import forward, learner
+from toprope.training.trainer.step.forward import PolicyForward
+from toprope.training.trainer.step.learner import StepHooks, load_reference
 
 
 def trained_loss(
-    tiny_policy: Path, tmp_path: Path, groups: list[Group], config: Config
+    tiny_policy: Path, groups: list[Group], config: Config
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Trains on the same groups for budget.steps steps; returns the rows and the weights after."""
     model, tokenizer = load_model(tiny_policy, config), load_tokenizer(tiny_policy)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.optimizer.learning_rate)
     rows: list[dict[str, Any]] = []
-    trainer = GroupTrainer(
+    trainer = GrpoLearner(
         config,
         model,
-        tokenizer,
-        grpo_config(config, str(tmp_path), "cpu", []),
-        next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}),
-        on_step=lambda step, numbers: rows.append({"step": step} | numbers),
+        load_reference(tiny_policy, config, model, config.algorithm.beta),
+        pad=int(tokenizer.pad_token_id),
+        device="cpu",
+        hooks=StepHooks(
+            next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}),
+            on_step=lambda step, numbers: rows.append({"step": step} | numbers),
+        ),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-        callbacks=[],
     )
     trainer.train()
     return rows, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def test_garbage_logprobs_change_the_loss(tiny_policy: Path, tmp_path: Path) -> None:
+def test_garbage_logprobs_change_the_loss(tiny_policy: Path) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
     model = load_model(tiny_policy, small_config())
     for group in groups:
@@ -83,27 +54,27 @@ def test_garbage_logprobs_change_the_loss(tiny_policy: Path, tmp_path: Path) -> 
             ids = torch.tensor(group.tokens)
             true = torch.log_softmax(model(ids).logits[:, 1:-1], -1).gather(2, ids[:, 2:].unsqueeze(2)).squeeze(2)
         group.inference_logprobs = [[PROMPT_LOGPROB] * 2 + row for row in true.tolist()]
-    honest, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    honest, _ = trained_loss(tiny_policy, groups, small_config())
     for group in groups:
         group.inference_logprobs = [[PROMPT_LOGPROB] * 2 + [-7.0, -4.0, -6.0] for _ in group.tokens]
-    garbage, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    garbage, _ = trained_loss(tiny_policy, groups, small_config())
     assert honest[0]["loss"] != pytest.approx(garbage[0]["loss"], abs=1e-2)
     assert honest[0]["clip_ratio/region_mean"] == 0.0
     assert garbage[0]["clip_ratio/region_mean"] > 0.2
 
 
-def test_every_step_has_one_row_with_trl_names(tiny_policy: Path, tmp_path: Path) -> None:
+def test_every_step_has_one_row_with_trl_names(tiny_policy: Path) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
-    rows, _ = trained_loss(tiny_policy, tmp_path, groups, small_config())
+    rows, _ = trained_loss(tiny_policy, groups, small_config())
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {"loss", "grad_norm", "learning_rate", "entropy", "clip_ratio/region_mean", "reward"} <= set(rows[0])
 
 
-def test_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Path) -> None:
+def test_rewarded_answer_becomes_more_likely(tiny_policy: Path) -> None:
     group = rollout_group([0.0, 0.0, 1.0, 0.0])
     config = small_config(rollout__groups_per_step=1, budget__steps=20, optimizer__learning_rate=0.1)
     config.algorithm.epsilon_high = 50.0
-    _, weights = trained_loss(tiny_policy, tmp_path, [group], config)
+    _, weights = trained_loss(tiny_policy, [group], config)
     before, after = load_model(tiny_policy, config), load_model(tiny_policy, config)
     after.load_state_dict(weights, strict=False)
 
@@ -118,9 +89,7 @@ def test_rewarded_answer_becomes_more_likely(tiny_policy: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"])
-def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
-    tiny_policy: Path, tmp_path: Path, loss: str
-) -> None:
+def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(tiny_policy: Path, loss: str) -> None:
     """7 rows of different lengths in 4 passes."""
     groups = [rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
     shorter = groups[1]
@@ -128,18 +97,18 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(
     for rows in (shorter.tokens, shorter.masks, shorter.inference_logprobs):
         del rows[0][-1], rows[2][-2:]  # type: ignore[arg-type]
     kind: Any = {"algorithm__loss_type": loss, "budget__steps": 1}
-    _, whole = trained_loss(tiny_policy, tmp_path, groups, small_config(**kind))
-    _, parts = trained_loss(tiny_policy, tmp_path, groups, small_config(**kind, optimizer__micro_batch_size=2))
+    _, whole = trained_loss(tiny_policy, groups, small_config(**kind))
+    _, parts = trained_loss(tiny_policy, groups, small_config(**kind, optimizer__micro_batch_size=2))
     for name, value in whole.items():
         assert torch.allclose(value, parts[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")])
-def test_every_grpo_algorithm_trains(tiny_policy: Path, tmp_path: Path, name: str) -> None:
+def test_every_grpo_algorithm_trains(tiny_policy: Path, name: str) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.5], task="u")]
     config, _ = apply_changes(small_config(budget__steps=1), {"algorithm.name": name})
     assert config.conflicts() == [] and config.algorithm.name == name
-    rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
+    rows, weights = trained_loss(tiny_policy, groups, config)
     start = dict(load_model(tiny_policy, config).named_parameters())
     assert any(not torch.equal(value, start[key]) for key, value in weights.items()) and rows[0]["loss"] is not None
     assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo") else "token")
@@ -155,10 +124,10 @@ def test_algorithm_name_sets_and_guards_its_fields() -> None:
     assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
 
 
-def test_lora_trains_adapters_only_and_beta_adds_kl(tiny_policy: Path, tmp_path: Path) -> None:
+def test_lora_trains_adapters_only_and_beta_adds_kl(tiny_policy: Path) -> None:
     groups = [rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
     config = small_config(policy__lora=True, policy__lora_rank=4, algorithm__beta=0.1, budget__steps=2)
-    rows, weights = trained_loss(tiny_policy, tmp_path, groups, config)
+    rows, weights = trained_loss(tiny_policy, groups, config)
     start = dict(load_model(tiny_policy, config).named_parameters())
     changed = {name for name, value in weights.items() if name in start and not torch.equal(value, start[name])}
     assert changed
@@ -166,20 +135,19 @@ def test_lora_trains_adapters_only_and_beta_adds_kl(tiny_policy: Path, tmp_path:
     assert rows[1]["kl"] > 0
 
 
-def test_collate_pads_prompts_left_and_completions_right() -> None:
+def test_collate_pads_completions_on_the_right() -> None:
     segment = Group(
         tokens=[[5, 9, 8, 7], [5, 6, 7, 9, 9, 1]],
         masks=[[MASKED, 9, 8, 7], [MASKED, MASKED, MASKED, 9, MASKED, 1]],
         scores=[1.0, 0.0],
         inference_logprobs=[[1.0, -0.1, -0.2, -0.3], [1.0, 1.0, 1.0, -0.4, 1.0, -0.5]],
     )
-    batch = collate(build_rows([segment], Config()), pad=0, mask_truncated=False)
-    assert batch["prompt_ids"].tolist() == [[0, 0, 5], [5, 6, 7]]
-    assert batch["prompt_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert batch["completion_ids"].tolist() == [[9, 8, 7], [9, 9, 1]]
-    assert batch["tool_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
-    assert batch["num_items_in_batch"].item() == 5
-    assert batch["old_per_token_logps"][1].tolist() == pytest.approx([-0.4, 0.0, -0.5])
+    rows = build_rows([segment], Config())
+    batch = collate(rows, 3)
+    assert [row.prompt for row in rows] == [[5], [5, 6, 7]]
+    assert batch.mask.tolist() == [[True, True, True], [True, False, True]]
+    assert batch.tokens == 5 and batch.columns == 3 and batch.ages.tolist() == [-1, -1]
+    assert batch.sampled[1].tolist() == pytest.approx([-0.4, 0.0, -0.5])
 
 
 def test_segments_of_a_rollout_share_one_advantage() -> None:
@@ -206,9 +174,9 @@ def test_given_advantages_are_used_per_token() -> None:
     )  # fmt: skip
     config = Config()
     config.algorithm.scale_rewards = "none"
-    batch = collate(build_rows([given, zeroed], config), pad=0, mask_truncated=False)
-    assert batch["advantages"].tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
-    assert collate(build_rows([zeroed], config)[1:], pad=0, mask_truncated=False)["advantages"].tolist() == [-0.5]
+    batch = collate(build_rows([given, zeroed], config), 0)
+    assert batch.advantages.tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
+    assert collate(build_rows([zeroed], config)[1:], 0).advantages.tolist() == [[-0.5]]
     config.algorithm.shuffle_rewards = True  # the control knows nothing of the answers
     assert all(row.token_advantages is None for row in build_rows([given, zeroed], config))
 
@@ -281,3 +249,43 @@ def test_cursor_stays_before_unfinished_batch() -> None:
     with pytest.raises(EndOfTraining):
         source.next(0)
     assert source.cursor == 2
+
+
+def test_passes_in_bfloat16_keep_float32_weights(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(optimizer__precision="bfloat16", budget__steps=1)
+    monkeypatch.setattr(learner, "cpu_computes_bfloat16", lambda: False)
+    with pytest.raises(InvalidValue, match="neither AMX nor AVX512-BF16"):
+        learner.mixed_precision(config, "cpu")
+    monkeypatch.setattr(learner, "cpu_computes_bfloat16", lambda: True)
+    assert learner.mixed_precision(config, "cpu") == learner.mixed_precision(config, "cuda") == "bf16"
+    config.optimizer.precision = "auto"
+    assert learner.mixed_precision(config, "cpu") == "no" and learner.mixed_precision(config, "cuda") == "bf16"
+    # Accelerate keeps one precision for a process, so the forward pass is tried by itself.
+    model = load_model(tiny_policy, config)
+    rows = build_rows([rollout_group([0.0, 1.0])], config)
+    exact, halved = PolicyForward(model, 0), PolicyForward(model, 0, autocast=lambda: torch.autocast("cpu"))
+    assert halved.shares_prompts
+    logps, rounded = exact(rows, 3).logps, halved(rows, 3).logps
+    assert rounded.dtype == torch.float32 and torch.allclose(logps, rounded, atol=0.05)
+    assert not torch.equal(logps, rounded)
+    rounded.sum().backward()
+    assert all(value.grad.dtype == torch.float32 for value in model.parameters())
+
+
+def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit logits are computed in parts; a window below a sequence's length rules a shared prompt out."""
+    config = small_config()
+    model = load_model(tiny_policy, config)
+    rows = build_rows([rollout_group([0.0, 1.0, 0.5]), rollout_group([1.0, 0.0], task="u")], config)
+    found = []
+    for most, window in ((1 << 26, None), (4000, None), (1 << 26, 4)):
+        monkeypatch.setattr(forward, "CHUNK_VALUES", most)
+        scored = PolicyForward(model, 0, temperature=0.7)
+        scored._window, scored._per_pair = window, 0
+        assert len(scored._sequences(rows)) == (5 if window else 1)
+        scores = scored(rows, 3)
+        model.zero_grad()
+        (scores.logps * torch.arange(15.0).view(5, 3)).sum().backward()
+        found.append((scores.logps, scores.entropies, *[value.grad.clone() for value in model.parameters()]))
+    for others in found[1:]:
+        assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(found[0], others, strict=True))

@@ -19,11 +19,12 @@ from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer import program as trainer
-from toprope.training.trainer.batch_source import BatchSource, GroupBatch, build_rows
-from toprope.training.trainer.collate import collate
+from toprope.training.trainer.batch_source import BatchSource, GroupBatch, TrainingRow, build_rows
 from toprope.training.trainer.grpo import GrpoRun
-from toprope.training.trainer.ppo import PpoLearner, PpoRun, ValueHead, forward_with_values
+from toprope.training.trainer.ppo import PpoLearner, PpoRun, ValueHead
 from toprope.training.trainer.sft import SftRun
+from toprope.training.trainer.step.forward import PolicyForward
+from toprope.training.trainer.step.learner import StepHooks
 
 
 def ppo(**changes: Any) -> Config:
@@ -116,21 +117,32 @@ def test_rows_have_rollout_and_reward():
     assert [row.reward for row in found][:3] == [1.0, 1.0, 1.0]
 
 
-def test_values_ignore_padding_and_later_tokens(tiny_policy):
-    """Left padding and later tokens do not change a value."""
+def test_values_and_logprobs_come_from_the_token_before(tiny_policy):
+    """Other rows, padding, a shared prompt and later tokens change neither."""
     model, head = load_model(tiny_policy, ppo()).eval(), ValueHead(32)
     torch.nn.init.normal_(head.out.weight)
-    ids, mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.long)
+
+    def row(prompt: list[int], completion: list[int]) -> TrainingRow:
+        return TrainingRow(prompt, completion, [True] * len(completion), [0.0] * len(completion), 0.0, False)
+
+    mine, longer, sibling = row([5, 6], [7, 8, 9]), row([4] * 9, [3] * 9), row([5, 6], [7, 8, 1])
     with torch.no_grad():
-        logits, values = forward_with_values(model, head, ids, mask, 3)
-        padded, moved = forward_with_values(
-            model, head, torch.tensor([[0, 0, 5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]]), 3
-        )
-        other, changed = forward_with_values(model, head, torch.tensor([[5, 6, 7, 8, 1]]), mask, 3)
-        whole = model(ids).logits[:, 1:4]
-    assert torch.allclose(logits, whole, atol=1e-5) and torch.allclose(logits, padded, atol=1e-5)
-    assert torch.allclose(values, moved, atol=1e-5) and torch.allclose(values, changed, atol=1e-5)
-    assert torch.equal(logits, other) and values.shape == (1, 3)
+        whole = torch.log_softmax(model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:4], -1)
+        expected = whole.gather(1, torch.tensor([[7], [8], [9]])).squeeze(1)
+        spread = -(whole.exp() * whole).sum(-1)
+        values = []
+        for share in (False, True):
+            forward = PolicyForward(model, 0, share_prompts=share)
+            assert forward.shares_prompts == share
+            for rows in ([mine], [mine, longer], [mine, sibling], [sibling, longer, mine]):
+                scores = forward(rows, 9, value_head=head)
+                at = next(number for number, one in enumerate(rows) if one is mine)
+                assert torch.allclose(scores.logps[at, :3], expected, atol=1e-5)
+                assert torch.allclose(scores.entropies[at, :3], spread, atol=1e-5)
+                assert not scores.logps[at, 3:].any()
+                values.append(scores.values[at, :3])
+        assert values[0].abs().min() > 1e-3
+        assert all(torch.allclose(values[0], other, atol=1e-5) for other in values)
 
 
 def test_micro_batches_equal_one_pass(tiny_policy):
@@ -153,13 +165,10 @@ def test_ppo_learns_rewarded_answer_and_value(tiny_policy):
     config = ppo(budget__steps=30, optimizer__learning_rate=5e-3, ppo__value_coef=1.0, optimizer__warmup_steps=0)
     model, head = load_model(tiny_policy, config), ValueHead(32)
     one = group(1)
-    batch = collate(build_rows([one], config), pad=0, mask_truncated=False)
-    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
 
     def likelihood() -> torch.Tensor:
         with torch.no_grad():
-            logits, _ = forward_with_values(model, None, ids, mask, 3)
-        return torch.log_softmax(logits, -1).gather(2, batch["completion_ids"].unsqueeze(2)).sum((1, 2))
+            return PolicyForward(model, 0)(build_rows([one], config), 3).logps.sum(1)
 
     before = likelihood()
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=5e-3)
@@ -176,13 +185,15 @@ def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], opti
     PpoLearner(
         config,
         model,
-        head,
         None,
         pad=0,
         device="cpu",
-        next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}, 0),
-        on_step=lambda step, numbers: told.append(numbers),
+        hooks=StepHooks(
+            next_batch=lambda: GroupBatch(groups, 0, {"reward": 0.5}, 0),
+            on_step=lambda step, numbers: told.append(numbers),
+        ),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        modules=(head,),
     ).train()
     return told
 
@@ -197,12 +208,13 @@ def test_algorithm_names_select_training(tmp_path, tiny_policy):
     assert program("train", "gspo") is program("train", "grpo") is GrpoRun
 
 
-def test_ppo_imports_no_trl():
+def test_training_on_groups_imports_neither_trl_nor_its_companions():
     import subprocess
     import sys
 
-    heavy = "('trl', 'accelerate', 'datasets')"
-    code = f"import sys, toprope.training.trainer.ppo; print([m for m in {heavy} if m in sys.modules])"
+    heavy = "('trl', 'datasets', 'pandas', 'pyarrow', 'peft', 'wandb', 'transformers.trainer')"
+    modules = "toprope.training.trainer.ppo, toprope.training.trainer.grpo"
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -29,17 +29,12 @@ def attempt(tiny_policy, monkeypatch):
     """Trains in a run folder from its newest checkpoint; stops after step `stop_after`."""
 
     def run(folder: RunFolder, config: Config, stop_after: int = 0) -> tuple[StandInMember, StandInApi]:
-        apis: list[StandInApi] = []
-
-        def api(*arguments: Any) -> StandInApi:
-            apis.append(StandInApi(*arguments))
-            return apis[-1]
-
-        monkeypatch.setattr(sync_client, "SyncApiClient", api)
+        api = StandInApi()
+        monkeypatch.setattr(sync_client, "SyncApiClient", lambda *arguments: api)
         folder.crew.mkdir(exist_ok=True)
         member = StandInMember(folder, tiny_policy, config, stop_after)
         GrpoRun(member).run(folder.newest_checkpoint())
-        return member, apis[0]
+        return member, api
 
     return run
 
@@ -132,23 +127,23 @@ def test_restarted_trainer_republishes_first_weights(attempt, tiny_policy, tmp_p
 
 @pytest.mark.parametrize("what", ["loss", "weight"])
 def test_nonfinite_step_is_neither_published_nor_saved(attempt, tiny_policy, tmp_path, monkeypatch, what):
-    from toprope.training.trainer.grpo import GroupTrainer
+    from toprope.training.trainer import grpo
 
     folder, config = RunFolder.create(tmp_path, "run-1"), small_run_config(logging__save_steps=1)
     served = load_model(tiny_policy, config)
     reader = WeightReader(folder.crew, dict(served.named_parameters()))
-    real, calls = GroupTrainer.compute_loss, []
+    real, calls = grpo.GrpoLearner._update, []
 
-    def spoilt(self: Any, model: Any, *arguments: Any, **named: Any) -> Any:
+    def spoilt(self: Any, *arguments: Any) -> Any:
         calls.append(1)
-        loss = real(self, model, *arguments, **named)
+        metrics = real(self, *arguments)
         if len(calls) == 3 and what == "loss":
-            return loss * float("nan")
+            return metrics | {"loss": float("nan")}
         if len(calls) == 3:
-            next(model.parameters()).data[0, 0] = float("inf")
-        return loss
+            next(self._model.parameters()).data[0, 0] = float("inf")
+        return metrics
 
-    monkeypatch.setattr(GroupTrainer, "compute_loss", spoilt)
+    monkeypatch.setattr(grpo.GrpoLearner, "_update", spoilt)
     with pytest.raises(TopropeError, match=f"{what} at step 3 is not a number. Nothing of that step was published"):
         attempt(folder, config)
     assert reader.refresh() == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,17 +10,14 @@ import torch
 from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.records.journal.groups import Group, Outcome
 from toprope.training.trainer.batch_source import BatchSource, TrainingRow, build_rows
-from toprope.training.trainer.step_metrics import VERSION_AGES, PolicyDrift, StepTimer, version_ages
+from toprope.training.trainer.collate import RowTensors, collate
+from toprope.training.trainer.step_metrics import PolicyDrift, StepTimer
 
 
-def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> tuple[torch.Tensor, dict[str, Any]]:
+def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> tuple[torch.Tensor, RowTensors]:
     sampled = torch.full((len(delta), len(delta[0])), -1.5)
-    batch = {
-        "completion_mask": torch.ones_like(sampled, dtype=torch.long),
-        "tool_mask": torch.tensor(mask),
-        "sampling_per_token_logps": sampled,
-        VERSION_AGES: torch.tensor(age),
-    }
+    shown = torch.tensor(mask).bool()
+    batch = RowTensors(shown, sampled, torch.zeros(len(delta), 1), torch.tensor(age), float(shown.sum()))
     return sampled + torch.tensor(delta), batch
 
 
@@ -53,8 +49,8 @@ def test_version_ages_count_from_oldest_token() -> None:
     def row(version: int | None) -> TrainingRow:
         return TrainingRow([1], [2], [True], [-0.1], advantage=0.0, truncated=False, version=version)
 
-    assert version_ages([row(3), row(7), row(9), row(None)], 7, "cpu").tolist() == [4, 0, 0, -1]
-    assert version_ages([row(3)], None, "cpu").tolist() == [-1]
+    assert collate([row(3), row(7), row(9), row(None)], 7).ages.tolist() == [4, 0, 0, -1]
+    assert collate([row(3)], None).ages.tolist() == [-1]
     group = rollout_group([1.0, 0.0])
     group.versions = [[(5, 2), (6, 1)], [(6, 3)]]
     assert [one.version for one in build_rows([group], small_config())] == [5, 6]

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +74,20 @@ class Publisher(Protocol):
         """Publishes the next version and returns its number."""
 
 
+class BatchReader(Protocol):
+    """Reads the groups of one step after another."""
+
+    cursor: int
+    """Position after the last batch; a checkpoint stores it."""
+    rollouts: int
+    """Rollouts delivered until then."""
+    dropped: Any
+    """Groups dropped until then, by reason."""
+
+    def next(self, version: int) -> GroupBatch:
+        """See `BatchSource.next`."""
+
+
 class TrainingRun(ABC):
     """One attempt of one run's training."""
 
@@ -83,7 +97,7 @@ class TrainingRun(ABC):
     _scheduler: torch.optim.lr_scheduler.LambdaLR
     _publisher: Publisher
     _api: sync_client.SyncApiClient
-    _source: BatchSource
+    _source: BatchReader
 
     def __init__(self, member: CrewMember) -> None:
         self._member, self._config = member, member.spec.config
@@ -164,10 +178,14 @@ class TrainingRun(ABC):
 
     def _connect_api(self) -> None:
         self._member.address("api")
-        self._api = sync_client.SyncApiClient(self._find_api, self._member.secret)
-        self._api.waits = lambda: not self._member.ending.is_set()
+        self._api = self._make_client(self._find_api)
 
-    def _make_source(self, state: CheckpointState) -> BatchSource:
+    def _make_client(self, find: Callable[[], str | None]) -> sync_client.SyncApiClient:
+        client = sync_client.SyncApiClient(find, self._member.secret)
+        client.waits = lambda: not self._member.ending.is_set()
+        return client
+
+    def _make_source(self, state: CheckpointState) -> BatchReader:
         return BatchSource(self._api, self._config, self._is_ending, state.cursor, state.rollouts, state.dropped)
 
     def _publish_restored(self, state: CheckpointState) -> None:
@@ -272,6 +290,10 @@ class TrainingRun(ABC):
     def _find_api(self) -> str | None:
         """The API's present address; called before every request, and repeatedly while the API is away."""
         self._member.beat()
+        return self._look_up_api()
+
+    def _look_up_api(self) -> str | None:
+        """`_find_api` without a sign of life, for other threads than the one that trains."""
         url = self._member.peer("api")
         if url is None and self._member.ending.is_set():
             raise PeerAway("The trajectory API was away when the run ended.")
@@ -279,7 +301,6 @@ class TrainingRun(ABC):
 
     def _next_batch(self) -> GroupBatch:
         self._hold()
-        self._api.policy_version = self._publisher.version
         try:
             batch = self._source.next(self._publisher.version)
         except (DiskFull, PeerAway):
@@ -397,24 +418,6 @@ class TrainingRun(ABC):
             keep=self._config.logging.save_total_limit,
             extra_modules=self._extra_modules(),
         )
-
-
-def step_callback(run: TrainingRun) -> transformers.TrainerCallback:
-    """Hugging Face callback that reports signs of life and ends the training when the run should stop."""
-
-    class StepCallback(transformers.TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            run.record_wandb()
-
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            run.beat()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            run.beat()
-            if run.should_stop():
-                control.should_training_stop = True
-
-    return StepCallback()
 
 
 def write_wandb_record(folder: RunFolder, mode: str) -> None:

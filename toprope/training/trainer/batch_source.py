@@ -35,6 +35,9 @@ class EndOfTraining(Exception):
 class GroupClient(Protocol):
     """Delivers groups: the trajectory API's synchronous client, or a stand-in."""
 
+    policy_version: int | None
+    """The version that is trained next; the API drops groups that are too old for it."""
+
     def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
         """Groups after `cursor` with about `sequences` rows; `batch` is None if none came within `wait_s` seconds."""
         ...
@@ -77,6 +80,10 @@ class GroupBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     version: int | None = None
     """Policy version that is trained on them."""
+    rollouts: int = 0
+    """Rollouts delivered until then."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Groups dropped until then, by reason."""
 
 
 def advantages(
@@ -196,7 +203,7 @@ class BatchSource:
         seen: list[Group] = []
         ages: list[int] = []
         began = time.monotonic()
-        self._position = self.cursor
+        self._position, self._client.policy_version = self.cursor, version
         while len(kept) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
@@ -216,7 +223,7 @@ class BatchSource:
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
         metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept) | self._totals()
-        return GroupBatch(kept, self.cursor, metrics, version)
+        return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped))
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
         while True:

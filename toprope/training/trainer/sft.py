@@ -15,6 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -25,7 +26,7 @@ from toprope.records.messages import Finished, Ready
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import describe_device
-from toprope.training.trainer.base import Learner, TrainingRun, step_callback
+from toprope.training.trainer.base import Learner, TrainingRun
 from toprope.training.trainer.checkpoint_io import CheckpointState
 
 _IGNORED = -100
@@ -213,11 +214,29 @@ class SftRun(TrainingRun):
         return 0, self._step * self._batch_size, {}
 
 
+class _StepCallback(TrainerCallback):
+    """Reports signs of life and ends the training when the run should stop."""
+
+    def __init__(self, run: SftRun) -> None:
+        self._run = run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.record_wandb()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.beat()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.beat()
+        if self._run.should_stop():
+            control.should_training_stop = True
+
+
 class _OrderedTrainer(SFTTrainer):
     """SFTTrainer that takes the rows in their order and logs every step to the run."""
 
     def __init__(self, run: SftRun, **arguments: Any) -> None:
-        super().__init__(callbacks=[step_callback(run)], **arguments)
+        super().__init__(callbacks=[_StepCallback(run)], **arguments)
         self._run = run
 
     def _get_train_sampler(self, *arguments: Any) -> SequentialSampler:

@@ -11,16 +11,7 @@ import time
 
 import torch
 
-from toprope.training.trainer.batch_source import TrainingRow
-
-VERSION_AGES = "ages"
-"""Batch key that TRL does not read: R integers, versions since a row was sampled; -1 if unknown."""
-
-
-def version_ages(rows: list[TrainingRow], version: int | None, device: str | torch.device) -> torch.Tensor:
-    """R ages in versions, each of the oldest sampled token of a row."""
-    ages = [-1 if version is None or row.version is None else max(version - row.version, 0) for row in rows]
-    return torch.tensor(ages, device=device)
+from toprope.training.trainer.collate import RowTensors
 
 
 class PolicyDrift:
@@ -30,16 +21,16 @@ class PolicyDrift:
         self._sums: torch.Tensor | None = None
         self._largest: torch.Tensor | None = None
 
-    def add(self, logps: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
+    def add(self, logps: torch.Tensor, batch: RowTensors) -> None:
         """Adds one pass.
 
         Args:
             logps: R x C log-probabilities under the policy before the step.
-            batch: Tensors from `collate`, with VERSION_AGES.
+            batch: Tensors from `collate`.
         """
-        mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
-        delta = logps - batch["sampling_per_token_logps"]
-        ages = batch[VERSION_AGES].unsqueeze(1)
+        mask = batch.mask
+        delta = logps - batch.sampled
+        ages = batch.ages.unsqueeze(1)
         current, older = (ages == 0) & mask, (ages > 0) & mask
         size, zero = delta.abs(), torch.zeros((), device=delta.device)
         # Schulman's k3 estimator of KL(sampler || trainer) from the sampler's tokens: unbiased, never negative.

@@ -7,7 +7,7 @@ each other) are joined in the same way, in their order.
 Sources: clipped loss, Schulman et al. 2017 (arXiv:1707.06347), equation 7; advantages, Schulman et al. 2016
 (arXiv:1506.02438), equation 16; clipped value loss and whitening as in OpenAI's baselines and TRL's former PPOTrainer;
 the KL penalty inside the reward, token by token, as in Ouyang et al. 2022 (arXiv:2203.02155), equation 2.
-tests/training/trainer/test_ppo_loss.py compares all of it with an implementation in plain loops.
+tests/training/trainer/step/test_ppo_loss.py compares all of it with an implementation in plain loops.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ class Targets:
     """Values before the batch."""
     rewards: torch.Tensor
     """Rewards by token, KL penalty included."""
+
+    def part(self, rows: torch.Tensor) -> Targets:
+        """The targets of some rows."""
+        at = rows.to(self.values.device)
+        return Targets(self.advantages[at], self.returns[at], self.values[at], self.rewards[at])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,13 @@ import torch
 
 from benchmarks.learning.ppo_reference import largest_error
 from toprope.settings.schema import PpoSection
-from toprope.training.trainer.ppo_loss import compute_targets, generalized_advantages, rollout_tokens, step_loss, whiten
+from toprope.training.trainer.step.ppo_loss import (
+    compute_targets,
+    generalized_advantages,
+    rollout_tokens,
+    step_loss,
+    whiten,
+)
 
 
 @pytest.mark.parametrize(

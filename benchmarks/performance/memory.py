@@ -1,0 +1,155 @@
+"""Measure the memory of a server and a run of the demo's kind: `make bench-memory`. Linux only.
+
+    python -P -m benchmarks memory [--seconds N]
+
+While the run trains, every process of it and the server are measured twice a second from `smaps_rollup`: RSS (all
+resident pages), USS (pages of this process alone) and PSS (shared pages divided among their users). `run_pss_mb` is the
+highest sum of PSS; the table shows the processes at that moment. Control: a process that holds 64 MB more than an idle
+one has to show as 64 MB more; otherwise the benchmark exits with 2. Takes a minute; needs nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from mcp import Client
+from rich.console import Console
+from rich.table import Table
+from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+
+from benchmarks.performance.train import call_tool, read_status
+from benchmarks.scratch import scratch
+
+CONTROL_MB = 64
+_STARTED_WITHIN_S = 300.0
+_HOLD = "import sys; held = bytearray(int(sys.argv[1]) << 20); print(flush=True); sys.stdin.read()"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One process, in MB."""
+
+    name: str
+    rss: float
+    uss: float
+    pss: float
+
+
+def memory_of(process: psutil.Process) -> Memory:
+    """Measure a process.
+
+    Raises:
+        OSError: It is gone, or belongs to another user.
+    """
+    found: dict[str, float] = {}
+    for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, _, value = line.partition(":")
+        found[name] = float(value.split()[0]) / 1024
+    uss = found["Private_Clean"] + found["Private_Dirty"]
+    return Memory(_name(process), found["Rss"], uss, found["Pss"])
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return "?"
+    if any(word.endswith("guard.py") for word in words):
+        return f"guard of {words[words.index('-m') + 1].rpartition('.')[2] if '-m' in words else '?'}"
+    if "-m" in words:
+        return " ".join(words[words.index("-m") + 1 :][:2]).replace("toprope.training.", "")[:40]
+    return " ".join(words)[:40]
+
+
+def _sample(home: Path) -> list[Memory]:
+    """Measure the server, keepers and everything below them."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            ours = "toprope.supervisor.keeper" in words and any(word.startswith(str(home)) for word in words)
+            if ours or (process.ppid() == os.getpid() and "toprope_server.cli" in words):
+                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+        except psutil.Error:
+            continue
+    measured = []
+    for process in found.values():
+        try:
+            measured.append(memory_of(process))
+        except (OSError, KeyError, psutil.Error):
+            continue
+    return measured
+
+
+async def _measure(home: Path, seconds: float) -> list[list[Memory]]:
+    """Samples of the time in which a run trains."""
+    variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+    samples: list[list[Memory]] = []
+    async with Client(server_parameters(variables)) as client:
+        draft = await call_tool(client, "select_environment", name=ENVIRONMENT, preset=PRESET)
+        changes = {"budget.max_train_seconds": seconds, "evaluation.heldout_tasks": 100}
+        await call_tool(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
+        run_id = (await call_tool(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
+        folder, limit = home / "runs" / run_id, time.monotonic() + _STARTED_WITHIN_S + seconds
+        while (state := read_status(folder).get("state")) not in ("completed", "failed", "stopped", "lost"):
+            if time.monotonic() > limit:
+                raise SystemExit(f"{run_id} is still {state}")
+            if state == "training" and (folder / "metrics.jsonl").exists():
+                samples.append(await asyncio.to_thread(_sample, home))
+            await asyncio.sleep(0.5)
+    if state != "completed":
+        raise SystemExit(f"{run_id} is {state}")
+    return samples
+
+
+def control_mb() -> float:
+    """The difference that the measurement shows between a process that holds CONTROL_MB and an idle one."""
+    found = []
+    for held in (0, CONTROL_MB):
+        command = [sys.executable, "-I", "-S", "-c", _HOLD, str(held)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            found.append(memory_of(psutil.Process(process.pid)).pss)
+            process.communicate()
+    return found[1] - found[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and the figures; exit with 2 if the control fails."""
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks memory", description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of training (default 20)")
+    given = parser.parse_args(arguments)
+    if not sys.platform.startswith("linux"):
+        raise SystemExit("smaps_rollup exists on Linux only")
+    difference = control_mb()
+    with scratch("memory") as home:
+        (home / "config").mkdir()
+        samples = asyncio.run(_measure(home, given.seconds))
+    highest = max(samples, key=lambda sample: sum(one.pss for one in sample))
+    table = Table("process", "RSS", "USS", "PSS", title="MB at the highest sum of PSS")
+    for one in sorted(highest, key=lambda one: -one.pss):
+        table.add_row(one.name, f"{one.rss:.0f}", f"{one.uss:.0f}", f"{one.pss:.0f}")
+    Console().print(table)
+    figures = {f"run_{kind}_mb": round(sum(getattr(one, kind) for one in highest), 1) for kind in ("pss", "rss", "uss")}
+    print(
+        json.dumps(figures | {"processes": len(highest), "samples": len(samples), "control_mb": round(difference, 1)})
+    )
+    if abs(difference - CONTROL_MB) > 4:
+        print(f"control failed: {CONTROL_MB} MB show as {difference:.1f}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Compare a run's step with TRL's GRPOTrainer and with plain torch: `make bench-train`.
+
+    python -P -m benchmarks train [--rounds N] [--steps N] [--no-learning]
+
+Same policy, task, batch, settings and number of steps for all sides. A run is a whole crew, started through the server;
+its processor seconds are those of all its processes. TRL generates, scores and trains in one process, at its fastest
+settings for a CPU, with one or two threads, whichever a trial finds faster. The sides alternate, so that the ratios
+hold on a loaded machine too; medians over the rounds count. `floor_ratio` is a run's seconds a step over the larger of
+plain torch's training pass and decoding. `seconds_to_0_8`: from the first batch until eight of ten answers of the last
+20 steps were right; null if the limit came first.
+
+Control: TRL beside itself has to miss the goal for `step_wall_ratio_to_trl`; otherwise the benchmark exits with 2.
+Estimated time: ten minutes; needs nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from mcp import Client
+from rich.console import Console
+from rich.table import Table
+from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+
+from benchmarks.scratch import scratch
+from toprope.training.policy.loading import embedded_folder
+
+WARM, WALL_GOAL, WINDOW = 40, 0.45, 20
+LEARNING_LIMIT_S = 150.0
+"""A run that has not learned by then has not learned."""
+_ENDED = ("completed", "failed", "lost", "stopped")
+
+
+class Runs:
+    """Start runs of the demo's kind through a server, and measure their crews."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+
+    @property
+    def policy(self) -> Path:
+        """The embedded policy, which the first run makes."""
+        return embedded_folder(self._home / "policies")
+
+    def train(self, steps: int, seed: int, seconds: float | None = None) -> dict[str, Any]:
+        """Train and measure; see `reference.train_with_trl` for the result.
+
+        Raises:
+            SystemExit: The run did not complete.
+        """
+        return asyncio.run(self._train(steps, seed, seconds))
+
+    async def _train(self, steps: int, seed: int, seconds: float | None) -> dict[str, Any]:
+        changes = {
+            "algorithm.seed": seed,
+            "budget.steps": steps + 20,  # the crew still works when it is measured for the last time
+            "budget.max_train_seconds": seconds,
+            "evaluation.heldout_tasks": 0,
+            "evaluation.examples": 0,
+        }
+        async with Client(server_parameters(self._variables)) as client:
+            draft = await call_tool(client, "select_environment", name=ENVIRONMENT, preset=PRESET)
+            await call_tool(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
+            run_id = (await call_tool(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
+            folder = self._home / "runs" / run_id
+            pause = 0.1 if seconds is None else 2.0
+            first = await self._at_step(folder, WARM, pause)
+            last = await self._at_step(folder, steps, pause)
+            while (state := read_status(folder).get("state")) not in _ENDED:
+                await asyncio.sleep(0.2)
+        if state != "completed":
+            raise SystemExit(f"{run_id} is {state}; its folder is {folder}")
+        rows = _rows(folder)
+        found = {
+            "elapsed_s": [row["train_seconds"] for row in rows],
+            "success": [row["success"] for row in rows],
+        }
+        if last[0] > first[0]:
+            timed = [row["time/step"] for row in rows if first[0] < row["step"] <= last[0]]
+            found["wall_s"] = statistics.fmean(timed)
+            found["cpu_s"] = (last[1] - first[1]) / (last[0] - first[0])
+        return found
+
+    async def _at_step(self, folder: Path, step: int, pause_s: float) -> tuple[int, float]:
+        """Wait for a step; return the step reached and the processor seconds of the crew until then."""
+        while True:
+            done = len(_rows(folder))
+            if done >= step or read_status(folder).get("state") in _ENDED:
+                return done, _crew_seconds(folder)
+            await asyncio.sleep(pause_s)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [row for row in map(json.loads, lines) if "step" in row]
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _crew_seconds(folder: Path) -> float:
+    """Processor seconds of the run's keeper and of everything below it."""
+    total = 0.0
+    for process in psutil.process_iter():
+        try:
+            if "toprope.supervisor.keeper" in process.cmdline() and str(folder) in process.cmdline():
+                for member in (process, *process.children(recursive=True)):
+                    times = member.cpu_times()
+                    total += times.user + times.system
+        except psutil.Error:
+            continue
+    return total
+
+
+async def call_tool(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    answer = await client.call_tool(tool, arguments, read_timeout_seconds=120)
+    if answer.is_error:
+        raise SystemExit(f"{tool}: {answer.content[0].text}")
+    return answer.structured_content or {}
+
+
+def _reference(side: str, policy: Path, *numbers: int) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "benchmarks.performance.reference", side, str(policy)]
+    root = str(Path(__file__).resolve().parents[2])
+    variables = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, *map(str, numbers)], env=variables, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"the side {side} ended with {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def seconds_to(share: float, found: dict[str, Any]) -> float | None:
+    """Seconds until the mean success over the last WINDOW steps reached `share`; None if it never did."""
+    success = found["success"]
+    for end in range(WINDOW, len(success) + 1):
+        if statistics.fmean(success[end - WINDOW : end]) >= share:
+            return round(float(found["elapsed_s"][end - 1]), 1)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and the figures; exit with 2 if the control fails."""
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks train", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each side and round")
+    parser.add_argument("--no-learning", action="store_true", help="leave out seconds_to_0_8")
+    given = parser.parse_args(arguments)
+    console, rounds, began = Console(stderr=True, highlight=False), [], time.monotonic()
+    learning: dict[str, float | None] = {}
+    with scratch("train") as home:
+        (home / "config").mkdir()
+        runs = Runs(home)
+        runs.train(WARM + 10, seed=0)  # makes the policy
+        threads = min((1, 2), key=lambda count: _reference("trl", runs.policy, given.steps, WARM, count, 0)["wall_s"])
+        for number in range(given.rounds):
+            ours = runs.train(given.steps, seed=number)
+            trl = _reference("trl", runs.policy, given.steps, WARM, threads, number)
+            floor = _reference("floor", runs.policy, given.steps, WARM)
+            again = _reference("trl", runs.policy, given.steps, WARM, threads, number)
+            one = {
+                "step_wall_ratio_to_trl": ours["wall_s"] / trl["wall_s"],
+                "step_cpu_ratio_to_trl": ours["cpu_s"] / trl["cpu_s"],
+                "floor_ratio": ours["wall_s"] / max(floor.values()),
+                "control_wall_ratio": again["wall_s"] / trl["wall_s"],
+                "step_ms": 1e3 * ours["wall_s"],
+                "step_cpu_ms": 1e3 * ours["cpu_s"],
+                "trl_step_ms": 1e3 * trl["wall_s"],
+                "trl_step_cpu_ms": 1e3 * trl["cpu_s"],
+                "floor_train_ms": 1e3 * floor["train_s"],
+                "floor_decode_ms": 1e3 * floor["decode_s"],
+            }
+            console.print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3g}" for name, value in one.items()))
+            rounds.append(one)
+        if not given.no_learning:
+            long = 4000
+            learning["seconds_to_0_8"] = seconds_to(0.8, runs.train(long, seed=0, seconds=LEARNING_LIMIT_S))
+            learning["trl_seconds_to_0_8"] = seconds_to(
+                0.8, _reference("trl", runs.policy, int(LEARNING_LIMIT_S / 0.075), WARM, threads, 0)
+            )
+    figures: dict[str, Any] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    figures |= learning | {
+        "rounds": given.rounds,
+        "trl_threads": threads,
+        "load": round(os.getloadavg()[0], 1),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    table = Table("figure", "value", title="A step of the demo")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps(figures))
+    if figures["control_wall_ratio"] <= WALL_GOAL:
+        print("control failed: TRL beside itself meets the goal", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

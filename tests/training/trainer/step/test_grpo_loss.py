@@ -1,0 +1,186 @@
+"""Losses, gradients and metrics of the GRPO family against TRL's GRPOTrainer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.support.trainer_stand_ins import small_config
+from toprope.settings.algorithms import ALGORITHMS
+from toprope.settings.changes import apply_changes
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.trainer.batch_source import TrainingRow
+from toprope.training.trainer.collate import collate
+from toprope.training.trainer.step.forward import PolicyForward
+from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
+
+NAMES = [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")]
+
+
+def some_rows(per_token: bool = False) -> list[TrainingRow]:
+    """Seven rows of three prompts, with tokens of the environment and log-probabilities off the policy's."""
+    choose = random.Random(3)
+    rows = []
+    for number in range(7):
+        prompt = [5, 6, 10 + number // 3, *[7] * (number // 3)]
+        length = choose.randint(2, 6)
+        completion = [choose.randrange(3, 200) for _ in range(length)]
+        trained = [place == 0 or choose.random() < 0.8 for place in range(length)]
+        rows.append(
+            TrainingRow(
+                prompt=prompt,
+                completion=completion,
+                trained=trained,
+                logprobs=[choose.uniform(-6.5, -4.5) if kept else 0.0 for kept in trained],
+                advantage=choose.uniform(-1, 1),
+                truncated=False,
+                token_advantages=[choose.uniform(-1, 1) for _ in completion] if per_token else None,
+                rollout=number,
+            )
+        )
+    return rows
+
+
+def trl_batch(rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
+    """The rows as TRL reads them: prompts padded on the left, answers on the right."""
+    prompts, answers = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+
+    def right(values: list[Any]) -> list[Any]:
+        return values + [0] * (answers - len(values))
+
+    tensors = collate(rows, None)
+    tool_mask = torch.tensor([right([int(kept) for kept in row.trained]) for row in rows])
+    advantages = tensors.advantages if tensors.advantages.size(1) > 1 else tensors.advantages.squeeze(1)
+    return {
+        "prompt_ids": torch.tensor([[0] * (prompts - len(row.prompt)) + row.prompt for row in rows]),
+        "prompt_mask": torch.tensor([[0] * (prompts - len(row.prompt)) + [1] * len(row.prompt) for row in rows]),
+        "completion_ids": torch.tensor([right(row.completion) for row in rows]),
+        "completion_mask": torch.tensor([right([1] * len(row.completion)) for row in rows]),
+        "tool_mask": tool_mask,
+        "advantages": advantages,
+        "num_items_in_batch": tool_mask.sum().float(),
+        "old_per_token_logps": tensors.sampled,
+        "sampling_per_token_logps": tensors.sampled,
+    }
+
+
+@pytest.fixture(scope="module")
+def trl_trainer(tiny_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=load_model(tiny_policy, small_config()),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            max_completion_length=small_config().rollout.max_new_tokens,
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            report_to=[],
+            temperature=0.8,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=load_tokenizer(tiny_policy),
+    )
+
+
+def of_trl(
+    trainer: GRPOTrainer, config: Config, rows: list[TrainingRow], reference: torch.Tensor | None
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """Loss, gradients and metrics of TRL."""
+    section = config.algorithm
+    trainer.loss_type, trainer.importance_sampling_level = section.loss_type, section.importance_sampling_level
+    trainer.epsilon_low, trainer.epsilon_high, trainer.beta = section.epsilon, section.epsilon_high, section.beta
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    batch = trl_batch(rows) | ({} if reference is None else {"ref_per_token_logps": reference})
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return float(loss.detach()), _gradients(trainer.model), metrics
+
+
+def of_ours(
+    model: Any, config: Config, rows: list[TrainingRow], reference: torch.Tensor | None, *, shared: bool, micro: int = 7
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float | None]]:
+    """Loss, gradients and metrics of ours, in micro-batches."""
+    forward = PolicyForward(model, 0, temperature=0.8, share_prompts=shared)
+    if shared:
+        assert forward.shares_prompts
+        forward._per_pair = 0  # so few tokens would not be worth it
+    model.train()
+    model.zero_grad()
+    whole, found = collate(rows, None), GrpoMetrics()
+    size = StepSize(len(rows), whole.tokens, config.rollout.max_new_tokens)
+    for start in range(0, len(rows), micro):
+        numbers = list(range(len(rows)))[start : start + micro]
+        part = whole.part(numbers)
+        scores = forward([rows[number] for number in numbers], whole.columns)
+        assert scores is not None
+        own = None if reference is None else reference[numbers]
+        loss = grpo_loss(
+            scores.logps, scores.entropies, part.sampled, part.advantages, part.mask, own, config.algorithm, size
+        )
+        loss.total.backward()
+        found.add(loss, loss.total)
+    metrics = found.read()
+    loss_value = metrics.pop("loss")
+    assert loss_value is not None
+    return loss_value, _gradients(model), metrics
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["row", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_gradient_and_metrics_are_trls(
+    trl_trainer: GRPOTrainer, tiny_policy: Path, name: str, per_token: bool
+) -> None:
+    config, _ = apply_changes(small_config(), {"algorithm.name": name})
+    rows = some_rows(per_token)
+    model = load_model(tiny_policy, config)
+    torch.manual_seed(1)
+    sampled = collate(rows, None).sampled
+    references: list[torch.Tensor | None] = [None, sampled + 0.3 * torch.randn_like(sampled)]
+    for reference in references:
+        config.algorithm.beta = 0.0 if reference is None else 0.2
+        loss, gradients, metrics = of_trl(trl_trainer, config, rows, reference)
+        scale = max(float(value.abs().max()) for value in gradients.values())
+        assert scale > 1e-3, "there is something to compare"
+        for shared, micro in ((False, 7), (True, 7), (True, 3)):
+            found_loss, found, found_metrics = of_ours(model, config, rows, reference, shared=shared, micro=micro)
+            assert found_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+            for key, value in gradients.items():
+                assert torch.allclose(found[key], value, rtol=1e-3, atol=1e-5 * scale), (key, shared, micro)
+            assert found_metrics.keys() == metrics.keys()
+            for key, number in metrics.items():
+                assert found_metrics[key] == pytest.approx(number, rel=1e-4, abs=1e-6), (key, shared, micro)
+
+
+def test_other_logprobs_of_the_sampler_change_the_loss(tiny_policy: Path) -> None:
+    config, rows = small_config(), some_rows()
+    model = load_model(tiny_policy, config)
+    honest, _, _ = of_ours(model, config, rows, None, shared=True)
+    for row in rows:
+        row.logprobs[:] = [value - 1.0 if value else 0.0 for value in row.logprobs]
+    assert of_ours(model, config, rows, None, shared=True)[0] != pytest.approx(honest, abs=1e-2)
+
+
+def test_rows_without_a_token_add_nothing(tiny_policy: Path) -> None:
+    config, rows = small_config(), some_rows()
+    model = load_model(tiny_policy, config)
+    _, expected, _ = of_ours(model, config, rows, None, shared=True)
+    silent = TrainingRow([5], [9], [False], [0.0], 1.0, True)
+    _, found, metrics = of_ours(model, config, [*rows, silent], None, shared=True, micro=8)
+    assert all(torch.allclose(found[key], value, atol=1e-7) for key, value in expected.items())
+    assert metrics["clip_ratio/low_min"] is not None

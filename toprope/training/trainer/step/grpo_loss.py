@@ -1,0 +1,186 @@
+"""Losses of the GRPO family over delivered groups. Tensors in and out.
+
+The importance ratio is between the trained policy and the one that sampled, however many versions lie between. Sums are
+divided by the size of the whole step, so that the gradients of its micro-batches add up.
+
+Sources: `toprope.settings.algorithms` names the paper of each loss; the KL estimator is Schulman's k3, weighted by the
+importance ratio (DeepSeek-V3.2, arXiv:2512.02556). TRL 1.16 is the reference: tests/training/trainer/test_grpo_loss.py
+compares losses, gradients and metrics with its GRPOTrainer, whose defaults the constants are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from toprope.settings.schema import AlgorithmSection
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses that clip the importance ratio on both sides."""
+_SAPO_TEMPERATURE, _SAPO_TEMPERATURE_NEGATIVE = 1.0, 1.05
+_VESPO, _VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
+"""Exponent and rate of VESPO's weight, for advantages of 0 or more and below 0."""
+_SMALLEST_RATIO, _LARGEST_LOG_RATIO = 1e-8, 20.0
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Size of a whole optimizer step, over all its micro-batches."""
+
+    rows: int
+    tokens: float
+    """Number of trained tokens."""
+    longest: int
+    """`rollout.max_new_tokens`."""
+
+
+@dataclass(frozen=True)
+class GrpoLoss:
+    """The loss of a pass and its metrics."""
+
+    total: torch.Tensor
+    means: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """Sum and count of each metric that is a mean."""
+    clipped_low: torch.Tensor | None
+    """R, the share of tokens below the clip range in each row; NaN without tokens. None without a clip."""
+    clipped_high: torch.Tensor | None
+
+
+def grpo_loss(
+    logps: torch.Tensor,
+    entropies: torch.Tensor,
+    sampled: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    reference: torch.Tensor | None,
+    section: AlgorithmSection,
+    size: StepSize,
+) -> GrpoLoss:
+    """The loss of one pass over R rows of at most C tokens.
+
+    Args:
+        logps, entropies: R x C log-probabilities and entropies of the policy.
+        sampled: R x C log-probabilities of the sampler.
+        advantages: R x 1, or R x C if an environment gave them per token.
+        mask: R x C, true where a token was sampled and counts.
+        reference: R x C log-probabilities of the starting policy; None without a KL term.
+        section: Settings.
+        size: Size of the step that the rows belong to.
+    """
+    weight = mask.to(logps.dtype)
+    lengths = weight.sum(-1)
+    log_ratio = (logps - sampled) * weight
+    per_sequence = section.importance_sampling_level == "sequence"
+    if per_sequence:
+        ratio = torch.exp((log_ratio.sum(-1) / lengths.clamp(min=1.0)).unsqueeze(-1))
+    else:
+        ratio = torch.exp(log_ratio)
+    kind, low, high = section.loss_type, section.epsilon, section.epsilon_high
+    means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def note(name: str, values: torch.Tensor) -> None:
+        values = values.detach()
+        if values.size(1) == 1:  # one value per row
+            means[name] = values.sum(), torch.full_like(lengths.sum(), len(values))
+        else:
+            means[name] = (values * weight).sum(), lengths.sum()
+
+    clipped_low = clipped_high = None
+    if kind == "cispo":
+        loss = -ratio.clamp(max=high).detach() * advantages * logps
+        note("cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float())
+    elif kind == "sapo":
+        temperature = torch.where(advantages > 0, _SAPO_TEMPERATURE, _SAPO_TEMPERATURE_NEGATIVE)
+        loss = -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
+    elif kind == "vespo":
+        phi = _vespo_weight(log_ratio.detach(), advantages)
+        loss = -phi * advantages * logps
+        note("vespo/phi_seq_mean", phi)
+    else:
+        loss = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+        is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+        for name, clipped in (("low_mean", is_low), ("high_mean", is_high), ("region_mean", is_low | is_high)):
+            note(f"clip_ratio/{name}", clipped.float())
+        clipped_low, clipped_high = (_row_means(clipped.float(), weight, lengths) for clipped in (is_low, is_high))
+    if reference is not None:
+        delta = (reference - logps) * weight
+        divergence = (torch.exp(delta) - delta - 1) * ratio
+        note("kl", divergence)
+        loss = loss + section.beta * divergence
+    note("entropy", entropies)
+    loss = loss * weight
+    if kind in ("grpo", "sapo"):
+        total = (loss.sum(-1) / lengths.clamp(min=1.0)).sum() / max(size.rows, 1)
+    elif kind == "luspo":
+        total = loss.sum() / max(size.rows, 1)
+    elif kind == "dr_grpo":
+        total = loss.sum() / (max(size.rows, 1) * size.longest)
+    else:
+        total = loss.sum() / max(size.tokens, 1.0)
+    return GrpoLoss(total, means, clipped_low, clipped_high)
+
+
+def _row_means(values: torch.Tensor, weight: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return values.squeeze(1) if values.size(1) == 1 else (values * weight).sum(-1) / lengths
+
+
+def _vespo_weight(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Weight of a whole answer by its importance ratio w: e^rate * w^exponent * e^(-rate * w), which is 1 at w = 1.
+
+    Args:
+        log_ratio: R x C, 0 where nothing counts.
+        advantages: R x 1 or R x C; the weight has the same shape.
+    """
+    limit = _LARGEST_LOG_RATIO
+    whole = log_ratio.clamp(-limit, limit).sum(-1, keepdim=True).clamp(math.log(_SMALLEST_RATIO), limit)
+    exponent = torch.where(advantages >= 0, _VESPO[0], _VESPO_NEGATIVE[0])
+    rate = torch.where(advantages >= 0, _VESPO[1], _VESPO_NEGATIVE[1])
+    return torch.exp(rate + exponent * whole - rate * torch.exp(whole)).nan_to_num(0.0, 0.0, 0.0)
+
+
+class GrpoMetrics:
+    """Metrics of a step under TRL's names, over its passes."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._means: dict[str, list[torch.Tensor]] = {}
+        self._low: list[torch.Tensor] = []
+        self._high: list[torch.Tensor] = []
+
+    def add(self, loss: GrpoLoss, total: torch.Tensor, aux_loss: torch.Tensor | None = None) -> None:
+        """Adds a pass.
+
+        Args:
+            total: The loss with everything that was added to it.
+            aux_loss: Load-balancing loss of a mixture of experts.
+        """
+        self._losses.append(total.detach())
+        if aux_loss is not None:
+            pair = aux_loss.detach(), torch.ones_like(aux_loss)
+            self._means.setdefault("aux_loss", []).append(torch.stack(pair))
+        for name, pair in loss.means.items():
+            self._means.setdefault(name, []).append(torch.stack(pair))
+        if loss.clipped_low is not None and loss.clipped_high is not None:
+            self._low.append(loss.clipped_low)
+            self._high.append(loss.clipped_high)
+
+    def read(self) -> dict[str, float | None]:
+        """The metrics; means over all tokens of the step, or over its rows where the loss has one ratio per row."""
+        if not self._losses:
+            return {"loss": 0.0}
+        names = list(self._means)
+        pairs = torch.stack([torch.stack(self._means[name]).sum(0) for name in names])
+        # One transfer from the device for all of them.
+        numbers = torch.cat([torch.stack(self._losses).sum().reshape(1), pairs.flatten()]).tolist()
+        found: dict[str, float | None] = {"loss": numbers[0]}
+        for place, name in enumerate(names):
+            total, count = numbers[1 + 2 * place : 3 + 2 * place]
+            found[name] = total / count if count else 0.0
+        if self._low:
+            low, high = torch.cat(self._low), torch.cat(self._high)
+            low, high = low[~low.isnan()], high[~high.isnan()]
+            if len(low) and len(high):
+                found["clip_ratio/low_min"], found["clip_ratio/high_max"] = float(low.min()), float(high.max())
+        return found

@@ -1,0 +1,243 @@
+"""The training loop of every algorithm that learns from delivered groups, on a CPU and on a GPU.
+
+Accelerate gives precision, backward pass and clipping; the loop, the losses and the forward pass are our own, so that
+neither TRL nor the Hugging Face trainer is loaded. A step of the run is one batch of groups: the algorithm makes its
+updates, then one version is published.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from toprope.errors import InvalidValue
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import load_pretrained
+from toprope.training.policy.quantization import quantization_config
+from toprope.training.trainer.base import BatchReader, TrainingRun
+from toprope.training.trainer.batch_source import BatchSource, GroupBatch, TrainingRow, build_rows
+from toprope.training.trainer.checkpoint_io import CheckpointState
+from toprope.training.trainer.collate import RowTensors, collate
+from toprope.training.trainer.step.forward import PolicyForward
+from toprope.training.trainer.step.prefetch import PrefetchingSource
+from toprope.training.trainer.step_metrics import PolicyDrift, StepTimer
+
+OnStep = Callable[[int, Mapping[str, float | None]], None]
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """The run's side of the loop."""
+
+    next_batch: Callable[[], GroupBatch]
+    """Returns the groups of the next step; raises to end the training."""
+    on_step: OnStep
+    """Called with (step, metrics) after every step."""
+    beat: Callable[[], None] = lambda: None
+    """Called between passes."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called after every step; true ends the training."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one step and their tensors."""
+
+    rows: list[TrainingRow]
+    tensors: RowTensors
+
+    def part(self, numbers: Sequence[int]) -> StepBatch:
+        """Some of the rows."""
+        return StepBatch([self.rows[number] for number in numbers], self.tensors.part(numbers))
+
+
+class StepLearner(ABC):
+    """Takes optimizer steps on batches.
+
+    Args:
+        model: The policy, with or without adapters.
+        reference: The starting policy for a KL term. None without one, and with adapters, where the reference is the
+            model without them.
+        pad: Id of the padding token.
+        device: `cpu` or `cuda`.
+        optimizers: The optimizer and its scheduler.
+        modules: Modules that are trained beside the model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Any,
+        reference: Any | None,
+        *,
+        pad: int,
+        device: str,
+        hooks: StepHooks,
+        optimizers: tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR],
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self._config, self._model, self._reference, self._hooks = config, model, reference, hooks
+        self._modules = modules
+        self._optimizer, self._scheduler = optimizers
+        self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision(config, device))
+        self._trained = [value for value in model.parameters() if value.requires_grad]
+        self._trained += [value for module in modules for value in module.parameters()]
+        self._drift, self._timer = PolicyDrift(), StepTimer()
+        self.first_step = 0
+        """Steps done before by an earlier attempt of the run."""
+        torch.manual_seed(config.algorithm.seed)  # for dropout
+        if config.optimizer.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        self._forward = PolicyForward(
+            model, pad, temperature=config.rollout.temperature, autocast=self._accelerator.autocast
+        )
+
+    def train(self) -> None:
+        """See `Learner`."""
+        for step in range(self.first_step + 1, self._config.budget.steps + 1):
+            asked = time.perf_counter()
+            delivered = self._hooks.next_batch()
+            self._timer.start_preparing()
+            batch = self._collate(delivered)
+            prepared = self._prepare(batch)
+            self._timer.stop_preparing()
+            self._model.train()
+            metrics = self._update(step, batch, prepared)
+            metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
+            self._scheduler.step()
+            metrics["step_time"] = time.perf_counter() - asked
+            waited = delivered.metrics.get("wait_seconds", 0.0)
+            metrics |= {**self._drift.take(), **self._timer.take(metrics, waited), **delivered.metrics}
+            self._hooks.on_step(step, metrics)
+            self._hooks.beat()
+            if self._hooks.should_stop():
+                return
+
+    @abstractmethod
+    def _prepare(self, batch: StepBatch) -> Any:
+        """Computes what stays fixed during a step, such as the reference's log-probabilities."""
+
+    @abstractmethod
+    def _update(self, step: int, batch: StepBatch, prepared: Any) -> dict[str, float | None]:
+        """Makes all passes and optimizer updates of a step; returns their metrics."""
+
+    def _collate(self, delivered: GroupBatch) -> StepBatch:
+        rows = build_rows(delivered.groups, self._config)
+        if self._config.algorithm.mask_truncated_completions:
+            rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
+        return StepBatch(rows, collate(rows, delivered.version, self._forward.device))
+
+    def _micro_batches(self, batch: StepBatch, numbers: Sequence[int] | None = None) -> Iterator[StepBatch]:
+        """Parts that go through the model at once.
+
+        Args:
+            numbers: Some of the rows, in this order; all if None.
+        """
+        chosen = range(len(batch.rows)) if numbers is None else numbers
+        size = self._config.optimizer.micro_batch_size or max(len(chosen), 1)
+        if numbers is None and size >= len(batch.rows):
+            yield batch
+            return
+        for start in range(0, len(chosen), size):
+            yield batch.part(chosen[start : start + size])
+
+    def _reference_logps(self, batch: StepBatch) -> torch.Tensor:
+        """R x C log-probabilities of the starting policy."""
+        found = []
+        with torch.no_grad():
+            for part in self._micro_batches(batch):
+                if self._reference is not None:
+                    scores = self._forward(part.rows, part.tensors.columns, model=self._reference)
+                else:
+                    with self._model.disable_adapter():
+                        scores = self._forward(part.rows, part.tensors.columns)
+                found.append(torch.zeros_like(part.tensors.sampled) if scores is None else scores.logps)
+                self._hooks.beat()
+        return torch.cat(found)
+
+    def _take_optimizer_step(self) -> torch.Tensor:
+        """Clips and applies the gradients; returns their norm before."""
+        norm = self._accelerator.clip_grad_norm_(self._trained, self._config.optimizer.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return torch.as_tensor(norm).detach()
+
+
+def mixed_precision(config: Config, device: str) -> str:
+    """Accelerate's name for the number format of forward and backward passes: `bf16` or `no`.
+
+    Raises:
+        InvalidValue: `optimizer.precision` asks for bfloat16 on a CPU that would emulate it.
+    """
+    wanted = config.optimizer.precision
+    if wanted == "auto":
+        return "bf16" if device == "cuda" else "no"
+    if wanted == "bfloat16" and device == "cpu" and not cpu_computes_bfloat16():
+        raise InvalidValue(
+            "optimizer.precision is bfloat16, and this CPU has neither AMX nor AVX512-BF16: passes would be slower.",
+            hint="Set optimizer.precision to auto or float32.",
+        )
+    return "bf16" if wanted == "bfloat16" else "no"
+
+
+def cpu_computes_bfloat16() -> bool:
+    """True if the CPU multiplies matrices of bfloat16; False also if this PyTorch cannot tell."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def load_reference(folder: Path, config: Config, model: Any, weight: float) -> Any | None:
+    """The starting policy for a KL term of some weight. None without one, and with adapters, where the reference is the
+    model without them.
+
+    Raises:
+        InvalidValue: It cannot be loaded, or not in 8 bits.
+    """
+    if weight == 0 or hasattr(model, "peft_config"):
+        return None
+    if config.algorithm.reference_8bit:
+        reference = load_pretrained(folder, None, quantization_config=quantization_config("algorithm.reference_8bit"))
+    else:
+        reference = load_pretrained(folder, str(model.device), dtype=model.dtype)
+    return reference.eval().requires_grad_(False)
+
+
+class SteppedRun(TrainingRun):
+    """One attempt of a training whose learner is a `StepLearner`."""
+
+    def _make_source(self, state: CheckpointState) -> BatchReader:
+        if self._config.algorithm.deterministic:  # sampling waits for the weights of each step
+            return super()._make_source(state)
+        client = self._make_client(self._look_up_api)
+        ending, steps = self._member.ending, self._config.budget.steps
+        source = BatchSource(client, self._config, ending.is_set, state.cursor, state.rollouts, state.dropped)
+        return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
+
+    def _hooks(self, report_to: list[str]) -> StepHooks:
+        on_step: OnStep = self._finish_step
+        if report_to:
+            on_step = _with_wandb(on_step, self.record_wandb)
+        return StepHooks(self._next_batch, on_step, self.beat, self.should_stop)
+
+
+def _with_wandb(on_step: OnStep, record: Callable[[], None]) -> OnStep:
+    """`on_step` that logs to Weights & Biases first."""
+    import wandb
+
+    wandb.init()  # project, name and mode are in the environment
+    record()
+
+    def log(step: int, metrics: Mapping[str, float | None]) -> None:
+        known = {f"train/{name}": value for name, value in metrics.items() if value is not None}
+        wandb.log(known | {"train/global_step": step})
+        on_step(step, metrics)
+
+    return log
