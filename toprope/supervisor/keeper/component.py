@@ -21,6 +21,9 @@ from toprope.supervisor.keeper.spawner import Spawner, SpawnRequest
 _LONGEST_LINE = 1 << 20
 _MOST_UNSENT = 1 << 20
 _LAST_READS = 64
+_BUNDLE_S = 0.04
+"""Reports that follow a read wait so long in the pipe and are read together: a wake-up costs more than a report, and a
+training crew sends one at every step."""
 
 
 class _GuardStarted(msgspec.Struct, tag="guard_started"):
@@ -76,7 +79,7 @@ class Component:
         self._loop = asyncio.get_running_loop()
         self._guard = spawner.spawn(request)
         self._orders, self._reports = self._guard.orders, self._guard.reports
-        self._loop.add_reader(self._reports, self._read_reports)
+        self._loop.add_reader(self._reports, self._on_reports)
         self._follower = self._loop.create_task(self._follow_guard())
 
     @property
@@ -139,6 +142,16 @@ class Component:
             self._loop.remove_reader(self._reports)
             os.close(self._reports)
             self._reports = -1
+
+    def _on_reports(self) -> None:
+        """Read what came, at once after a silence; leave what follows in the pipe for a moment."""
+        if self._read_reports():
+            self._loop.remove_reader(self._reports)
+            self._loop.call_later(_BUNDLE_S, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self._reports >= 0:
+            self._loop.add_reader(self._reports, self._on_reports)
 
     def _read_reports(self) -> bool:
         """Read what is in the pipe now; False if there was nothing, or the pipe has ended."""

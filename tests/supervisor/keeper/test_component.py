@@ -1,0 +1,85 @@
+"""Reports of a component on their way to the keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from toprope.records.messages import Beat, Progress, Report, encode_line
+from toprope.supervisor.keeper import component as component_module
+from toprope.supervisor.keeper.component import Component
+from toprope.supervisor.keeper.spawner import SpawnRequest
+
+
+class StandInGuard:
+    """A guard without a program; the test writes its reports and decides when it ends."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.orders = os.open(os.devnull, os.O_WRONLY)
+        self.reports, self.writer = os.pipe()
+        os.set_blocking(self.reports, False)
+        self.ended = asyncio.Event()
+
+    def spawn(self, request: SpawnRequest) -> StandInGuard:
+        return self
+
+    def stop(self, grace_s: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    async def wait(self) -> int | None:
+        await self.ended.wait()
+        return 0
+
+    def report(self, report: Report) -> None:
+        os.write(self.writer, encode_line(report))
+
+
+def test_first_report_after_a_silence_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(component_module, "_BUNDLE_S", 600.0)
+
+    async def live() -> Report:
+        guard = StandInGuard()
+        reports = aiter(Component("trainer", SpawnRequest(["-"], {}, tmp_path / "log", 1.0), guard))
+        guard.report(Beat())
+        found = await anext(reports)
+        guard.ended.set()
+        assert [report async for report in reports] == []
+        os.close(guard.writer)
+        return found
+
+    assert isinstance(asyncio.run(asyncio.wait_for(live(), 60)), Beat)
+
+
+def test_frequent_reports_are_read_together_and_the_last_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    real = os.read
+    monkeypatch.setattr(component_module.os, "read", lambda fd, size: (reads.append(fd), real(fd, size))[1])
+
+    async def live() -> list[Report]:
+        guard = StandInGuard()
+        reports = aiter(Component("trainer", SpawnRequest(["-"], {}, tmp_path / "log", 1.0), guard))
+        seen = []
+        for number in range(100):
+            guard.report(Progress("step", number, 101))
+            await asyncio.sleep(0)
+        while len(seen) < 100:
+            seen.append(await anext(reports))
+        assert len(reads) < 20, "reports are read one by one"
+        guard.report(Progress("step", 100, 101))
+        guard.ended.set()
+        seen += [report async for report in reports]
+        os.close(guard.writer)
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(live(), 60))
+    assert [report.done for report in seen if isinstance(report, Progress)] == list(range(101))
