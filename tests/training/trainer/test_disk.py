@@ -88,22 +88,18 @@ def test_take_up_returns_cursor_of_journal(tmp_path: Path) -> None:
 @pytest.fixture
 def attempt(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(folder: RunFolder, member: type[StandInMember] = StandInMember, **options: Any) -> Any:
-        apis: list[StandInApi] = []
         taken = options.pop("take_up", None)
 
         class Api(StandInApi):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__()
-                apis.append(self)
-
             def take_up(self, cursor: int) -> int:
                 return cursor if taken is None else taken
 
-        monkeypatch.setattr(sync_client, "SyncApiClient", Api)
+        api = Api()
+        monkeypatch.setattr(sync_client, "SyncApiClient", lambda *arguments: api)
         folder.crew.mkdir(exist_ok=True)
         made = member(folder, tiny_policy, small_run_config(**options.pop("changes", {})), **options)
         GrpoRun(made).run(folder.newest_checkpoint())
-        return made, apis[0]
+        return made, api
 
     return run
 
