@@ -74,6 +74,24 @@ def test_sandbox_contains_hostile_program(name, tmp_path):
     assert "alive" not in ran.output and len(ran.output) <= 4000 and ran.seconds < 20
 
 
+MANY_THREADS = """
+import threading
+threading.stack_size(32768)
+wait, made = threading.Event(), 0
+try:
+    for made in range(6000): threading.Thread(target=wait.wait, daemon=True).start()
+except RuntimeError: pass
+made
+"""
+
+
+def test_sandbox_limits_threads_of_any_user():
+    ran = run_python(MANY_THREADS, seconds=30)
+    assert ran.code == 0 and 16 <= int(ran.output) <= 64
+    few = "import threading\nfor n in range(300):\n t = threading.Thread(target=abs, args=(n,)); t.start(); t.join()\n"
+    assert run_python(few, seconds=30).code == 0, "threads that have ended do not count"
+
+
 def test_code_interpreter_is_a_tool():
     box = Toolbox([code_interpreter(seconds=20)])
     assert box.call("code_interpreter", "```python\nprint(6 * 7)\n```").content == "42"
@@ -95,8 +113,11 @@ def test_without_landlock_only_a_scratch_folder_runs_limited(tmp_path):
     """A kernel without Landlock, by a system call that does not exist."""
     source = Path(sandbox.__file__).with_name("_confined.py").read_text()
     program = tmp_path / "confined.py"
-    program.write_text(source.replace("= 444, 445, 446", "= 9444, 9445, 9446"))
-    command = [sys.executable, "-I", "-B", str(program), str(512 << 20), "20"]
+    program.write_text(source)
+    (tmp_path / "wall").mkdir()
+    kernel = Path(sandbox.__file__).with_name("wall") / "kernel.py"
+    (tmp_path / "wall" / "kernel.py").write_text(kernel.read_text().replace("(444, 444)", "(9444, 9444)"))
+    command = [sys.executable, "-I", "-B", str(program), str(512 << 20), "20", "0"]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *more], input="6 * 7", capture_output=True, text=True, timeout=60)

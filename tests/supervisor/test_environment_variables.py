@@ -13,9 +13,12 @@ from toprope.records import messages as crew
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import (
     ALL_COMPONENTS,
+    OWNERS,
     component_variables,
     decode_owner_variables,
     keeper_variables,
+    split_keeper_variables,
+    take_keys,
     worker_variables,
 )
 
@@ -60,6 +63,17 @@ def test_component_variables_follow_allow_list(made, tmp_path):
     assert variables[crew.ENV_ATTEMPT] == "2" and variables[crew.ENV_SECRET] == "s3cret"
     assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
     assert variables["PYTHONHASHSEED"] == "11" and variables["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_keys_are_in_no_environment(made):
+    owners = {"environment": {"JUDGE_KEY": "judge-canary", "MAX_TOKENS": "12"}}
+    variables = made("environment", owners, {**SURROUNDINGS, "TOPROPE_WALLS": "{}"})
+    keys = take_keys(variables)
+    assert keys == {"JUDGE_KEY": "judge-canary", crew.ENV_SECRET: "s3cret"}
+    assert variables["MAX_TOKENS"] == "12" and variables["TOPROPE_WALLS"] == "{}" and not set(keys) & set(variables)
+    environment, secret = split_keeper_variables(keeper_variables(owners, SURROUNDINGS))
+    assert "canary" not in str(environment) and decode_owner_variables(secret) == owners
+    assert set(secret) == {"HF_TOKEN", "WANDB_API_KEY", OWNERS} and environment["PATH"] == "/bin"
 
 
 @pytest.mark.parametrize("owners", [{}, {ALL_COMPONENTS: {"HF_TOKEN": "hf", "WANDB_API_KEY": "wb"}}])

@@ -11,7 +11,7 @@ import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
 from toprope.records.run.specification import EnvironmentSource
-from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.sdk.wall import network_refusal
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, worker
 from toprope.trajectories.datasets.dataset import read_items
@@ -294,7 +294,7 @@ class Calling(Environment):
 """
 
 
-@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine cannot deny a network")
+@pytest.mark.skipif(bool(network_refusal("deny")), reason="this machine cannot deny a network")
 def test_recipe_environments_obey_locks_and_have_no_network(tmp_path: Path):
     (tmp_path / "calling.py").write_text(CALLING)
     source = EnvironmentSource(name="calling", file=str(tmp_path / "calling.py"), attribute="Calling")
@@ -388,7 +388,7 @@ def test_user_code_runs_in_worker(tmp_path: Path):
     file.write_text(OWN)
 
     async def work():
-        async with worker() as link:
+        async with worker(file) as link:
 
             async def own(attribute, role, **arguments):
                 return await WorkerObject.make(link, OwnCode(file, attribute, WANTED[role], arguments))

@@ -19,6 +19,8 @@ ENV_COMPONENT = "TOPROPE_COMPONENT"
 ENV_ATTEMPT = "TOPROPE_ATTEMPT"
 ENV_SECRET = "TOPROPE_RUN_SECRET"
 ENV_REPORT_FD = "TOPROPE_REPORT_FD"
+ENV_KEYS = "TOPROPE_KEYS"
+"""Set for a member whose first order is `Keys`: variables that no other process can read in its environment."""
 ENV_LISTENER_FD = "TOPROPE_LISTENER_FD"
 """A listening socket for a member to serve on. The keeper holds it open across restarts, so clients of its address see
 no refused connection."""
@@ -175,6 +177,12 @@ class Peers(msgspec.Struct, tag="peers"):
     addresses: dict[str, str]
 
 
+class Keys(msgspec.Struct, tag="keys"):
+    """The member's secret variables; the first order, sent before the member runs. See ENV_KEYS."""
+
+    variables: dict[str, str]
+
+
 class Evaluate(msgspec.Struct, tag="evaluate"):
     """To the environment: evaluate the present policy under this label (`after`, `step-100`)."""
 
@@ -204,7 +212,7 @@ class Proceed(msgspec.Struct, tag="proceed"):
     """Continue after a `Pause`."""
 
 
-Order = Peers | Evaluate | Stop | Without | Pause | Proceed
+Order = Peers | Keys | Evaluate | Stop | Without | Pause | Proceed
 
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 _orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)

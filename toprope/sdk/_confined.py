@@ -1,6 +1,6 @@
 """The child process that runs an untrusted program. It is started by its path, never imported:
 
-    python -I -S -B _confined.py MEMORY_BYTES CPU_SECONDS [SCRATCH_FOLDER]
+    python -I -S -B _confined.py MEMORY_BYTES CPU_SECONDS COUNTER [SCRATCH_FOLDER]
 
 It reads the program from standard input, gives up everything that could do harm, and only then runs the program. On
 Linux, without any privilege, it gives up:
@@ -9,7 +9,8 @@ Linux, without any privilege, it gives up:
   (kernel.org, userspace-api/landlock);
 - network, other processes, signals and everything else that is not computing: a seccomp filter passes a list of system
   calls and refuses all others with EPERM (kernel.org, userspace-api/seccomp_filter);
-- memory and CPU time: resource limits. The parent limits wall time and output.
+- memory and CPU time: resource limits. The parent limits wall time, output and threads: it answers each request for a
+  thread, which arrives at a descriptor that it gets over the socket COUNTER.
 
 It prints `confined` before it runs the program; without that word the parent must not trust what follows. If the
 machine cannot confine it, it runs nothing and exits with 70. With a scratch folder it goes on and prints `limited`:
@@ -17,42 +18,41 @@ what can be given up is given up, the rest stays.
 """
 
 import ctypes
+import functools
 import os
 import resource
 import signal
 import struct
 import sys
 
-_NO_NEW_PRIVILEGES, _DEATH_SIGNAL, _SECCOMP = 38, 1, 22
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_READS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a folder
-_WRITES = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 14  # write, remove both, make both, truncate
-_NEW_USER_AND_NETWORK = 0x50000000
-_THREAD = 0x10000  # CLONE_THREAD
-_NEW_NAMESPACES = 0x7E020080
+_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "wall")
+sys.path.insert(0, _HERE)
+import kernel  # type: ignore[import-not-found]  # noqa: E402  # by its path, like this file
+
+sys.path.remove(_HERE)
+
+_DEATH_SIGNAL, _SECCOMP = 1, 22
+_WRITES = (
+    kernel.WRITE_FILE | kernel.REMOVE_DIR | kernel.REMOVE_FILE | kernel.MAKE_DIR | kernel.MAKE_REG | kernel.TRUNCATE
+)
+_NEW_USER_AND_NETWORK = kernel.NEW_USER | kernel.NEW_NETWORK
 _FCNTL = (0, 1, 2, 3, 4, 1030)  # duplicate, flags; not F_SETOWN, by which others get signals
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes to read, flags
 
-_EPERM, _ENOSYS = 1, 38
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_EPERM, _EAGAIN, _ENOSYS = 1, 11, 38
 
-# The calls that Python needs to compute: memory, time, files that Landlock still lets it open, its own threads. By
-# machine: the architecture's audit number, the calls that pass, those that change a scratch folder, and those whose
-# arguments are checked.
+# The calls that Python needs to compute: memory, time, files that Landlock still lets it open. By machine: the calls
+# that pass, and those that change a scratch folder.
 _CALLS = {
     "x86_64": (
-        0xC000003E,
         "0-15 17 19-25 28 32 33 35 39 60 63 78-81 89 96-100 102 104 107 108 110 131 158 186 201 202 204 217 218 228-233"
         " 257 262 267 269-271 273 281 290-293 318 332 334 439 441",
         "77 82-84 87 258 263 264 316",
-        {"tgkill": 234, "clone": 56, "clone3": 435, "fcntl": 72, "ioctl": 16},
     ),
     "aarch64": (
-        0xC00000B7,
         "17 19-24 43 44 48-50 56 57 59 61-67 72 73 78-80 93 94 96 98 99 101 113-115 123 124 132 134-136 139 153 160 163"
         " 165 169 172-179 214-216 222 226 233 278 291 293 439 441",
         "34 35 38 46 276",
-        {"tgkill": 131, "clone": 220, "clone3": 435, "fcntl": 25, "ioctl": 29},
     ),
 }
 
@@ -63,82 +63,71 @@ def _numbers(text: str) -> list[int]:
     return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
-def _close_files(libc: ctypes.CDLL, scratch: str | None) -> None:
+def _close_files(scratch: str | None) -> None:
     """Landlock: reads below the folders of the library, writes below `scratch`, nothing else anywhere."""
-    abi = libc.syscall(_CREATE_RULESET, None, 0, 1)
+    abi = kernel.landlock_abi()
     if abi < 1:
         raise OSError("this kernel has no Landlock (it needs Linux 5.13 or newer, with Landlock switched on)")
-    files = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
-    attributes = struct.pack("QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    ruleset = libc.syscall(_CREATE_RULESET, ctypes.c_char_p(attributes), size, 0)
-    if ruleset < 0:
-        raise OSError("Landlock refused the rules")
     # Extension modules need shared libraries of the system.
     reads = [os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, "lib")]
     reads += ["/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo"]
     reads += [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    for path, rights in [*((path, _READS) for path in reads), *([(scratch, _READS | _WRITES)] if scratch else [])]:
-        try:
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:
-            continue
-        rule = struct.pack("=Qi", rights & files, descriptor)
-        if libc.syscall(_ADD_RULE, ruleset, 1, ctypes.c_char_p(rule), 0):
-            raise OSError("Landlock refused a rule")
-        os.close(descriptor)
-    if libc.syscall(_RESTRICT_SELF, ruleset, 0):
-        raise OSError("Landlock could not be switched on")
-    os.close(ruleset)
+    rules = [(path, kernel.READ) for path in reads]
+    kernel.restrict_files([*rules, *([(scratch, kernel.READ | _WRITES)] if scratch else [])], abi, tcp=False)
 
 
-def _filter(scratch: str | None) -> bytes:
-    """The seccomp program (struct sock_filter[]): the architecture, calls with conditions, then the other calls."""
-    machine = os.uname().machine
-    if machine not in _CALLS:
-        raise OSError(f"the numbers of its system calls are unknown on {machine}")
-    architecture, allowed, changes, special = _CALLS[machine]
-    load, equal, at_least, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    code = [
-        (load, 0, 0, 4),
-        (equal, 1, 0, architecture),
-        (give, 0, 0, _KILL),
-        (load, 0, 0, 0),
-        (at_least, 0, 1, 0x40000000),  # x32 calls have other numbers
-        (give, 0, 0, _KILL),
-        # A new process is refused, a new thread is not. clone3 hides its flags, and libc does without it.
-        (equal, 0, 1, special["clone3"]),
-        (give, 0, 0, _ERRNO | _ENOSYS),
-        (equal, 0, 5, special["clone"]),
-        (load, 0, 0, 16),
-        (some, 2, 0, _NEW_NAMESPACES),
-        (some, 0, 1, _THREAD),
-        (give, 0, 0, _ALLOW),
-        (give, 0, 0, _ERRNO | _EPERM),
-        # Signals to itself only: abort() sends one.
-        (equal, 0, 4, special["tgkill"]),
-        (load, 0, 0, 16),
-        (equal, 0, 1, os.getpid()),
-        (give, 0, 0, _ALLOW),
-        (give, 0, 0, _ERRNO | _EPERM),
-    ]
+def _filter(scratch: str | None, threads: bool) -> list[kernel.Line]:
+    """The filter: the architecture, calls with conditions, then the other calls.
+
+    Args:
+        scratch: The folder that may be changed.
+        threads: True if threads may be made.
+    """
+    if why := kernel.why_unsupported():
+        raise OSError(why)
+    allowed, changes = _CALLS[os.uname().machine]
+    allow, refuse = kernel.give(kernel.ALLOW), kernel.give(kernel.ERRNO | _EPERM)
+    lines = kernel.own_architecture(kernel.KILL)
+    # A new process is refused. clone3 hides its flags, and libc does without it.
+    lines += kernel.when("clone3", [kernel.give(kernel.ERRNO | _ENOSYS)])
+    namespaces = (kernel.SOME, 0, 1, kernel.NEW_NAMESPACES & ~0xFF)
+    thread = [(kernel.SOME, 0, 1, kernel.THREAD), allow if threads else kernel.give(kernel.ERRNO | _EAGAIN)]
+    lines += kernel.when("clone", [kernel.argument(0), namespaces, refuse, *thread, refuse])
+    # Signals to itself only: abort() sends one.
+    lines += kernel.when("tgkill", [kernel.argument(0), (kernel.EQUAL, 0, 1, os.getpid()), allow, refuse])
     for name, commands in (("fcntl", _FCNTL), ("ioctl", _IOCTL)):
-        code += [(equal, 0, 2 + 2 * len(commands), special[name]), (load, 0, 0, 24)]
-        for command in commands:
-            code += [(equal, 0, 1, command), (give, 0, 0, _ALLOW)]
-        code.append((give, 0, 0, _ERRNO | _EPERM))
+        checked = [line for command in commands for line in ((kernel.EQUAL, 0, 1, command), allow)]
+        lines += kernel.when(name, [kernel.argument(1), *checked, refuse])
     for number in _numbers(f"{allowed} {changes}" if scratch else allowed):
-        code += [(equal, 0, 1, number), (give, 0, 0, _ALLOW)]
-    code.append((give, 0, 0, _ERRNO | _EPERM))
-    return b"".join(struct.pack("HBBI", *line) for line in code)
+        lines += [(kernel.EQUAL, 0, 1, number), allow]
+    return [*lines, refuse]
 
 
-def _close_calls(libc: ctypes.CDLL, scratch: str | None) -> None:
-    program = _filter(scratch)
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    if libc.prctl(_SECCOMP, 2, ctypes.c_char_p(header), 0, 0):
-        raise OSError("the kernel refused the seccomp filter")
+def _have_threads_counted(counter: int) -> bool:
+    """Have the parent answer each request for a new thread; False if this kernel cannot.
+
+    Args:
+        counter: Socket that takes the descriptor on which the requests arrive.
+    """
+    import _socket
+
+    asked = [(kernel.SOME, 0, 1, kernel.THREAD), kernel.give(kernel.NOTIFY)]
+    allow = kernel.give(kernel.ALLOW)
+    lines = kernel.own_architecture(kernel.KILL) + kernel.when("clone", [kernel.argument(0), *asked, allow])
+    try:
+        listener = kernel.install_filter([*lines, allow], listener=True)
+    except OSError:
+        return False
+    parent = _socket.socket(fileno=counter)
+    parent.sendmsg([b"+"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+    os.close(listener)
+    parent.close()
+    return True
+
+
+def _close_calls(scratch: str | None, counter: int) -> None:
+    # The order matters: the second filter lets no filter be added.
+    kernel.install_filter(_filter(scratch, _have_threads_counted(counter)))
 
 
 def _limit(memory: int, seconds: int, scratch: str | None) -> None:
@@ -158,7 +147,7 @@ def _limit(memory: int, seconds: int, scratch: str | None) -> None:
                 raise OSError(f"a limit was refused: {error}") from error
 
 
-def _confine(scratch: str | None) -> bool:
+def _confine(scratch: str | None, counter: int) -> bool:
     """Give up files and system calls; False if only some of it was possible, which a scratch folder permits.
 
     Raises:
@@ -166,18 +155,20 @@ def _confine(scratch: str | None) -> bool:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform.startswith("linux"):
-        libc.syscall.restype = ctypes.c_long
         libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) and not scratch:
-            raise OSError("no_new_privs was refused")
+        try:
+            kernel.forbid_new_privileges()
+        except OSError:
+            if not scratch:
+                raise
     elif not scratch:
         raise OSError(f"{sys.platform} has neither Landlock nor seccomp")
     else:
         return False
     whole = True
-    for give_up in (_close_files, _close_calls):
+    for give_up in (functools.partial(_close_files, scratch), functools.partial(_close_calls, scratch, counter)):
         try:
-            give_up(libc, scratch)
+            give_up()
         except OSError:
             if not scratch:
                 raise
@@ -214,10 +205,10 @@ def _run(text: str) -> int:
 
 
 def main() -> int:
-    memory, seconds = int(sys.argv[1]), int(sys.argv[2])
+    memory, seconds, counter = map(int, sys.argv[1:4])
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    scratch = sys.argv[3] if len(sys.argv) > 3 else None
+    scratch = sys.argv[4] if len(sys.argv) > 4 else None
     os.umask(0o077 if scratch else 0o777)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Import what the program names before memory gets short; importing all would take longer than most runs.
@@ -226,7 +217,7 @@ def main() -> int:
             __import__(name)
 
     _limit(memory, seconds, scratch)
-    print("confined" if _confine(scratch) else "limited", flush=True)
+    print("confined" if _confine(scratch, counter) else "limited", flush=True)
     code = _run(text)
     try:
         sys.stdout.flush()

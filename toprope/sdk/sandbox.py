@@ -7,10 +7,14 @@ sure that it is gone afterwards.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +29,9 @@ __all__ = ["Ran", "Unconfined", "passes_tests", "run_python"]
 _CHILD = Path(__file__).with_name("_confined.py")
 _CONFINED, _LIMITED = b"confined\n", b"limited\n"
 _LONGEST_PROGRAM = 100_000
+_MOST_THREADS = 64
+_RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+"""SECCOMP_IOCTL_NOTIF_RECV and _SEND (linux/seccomp.h)."""
 _START_S = 10.0
 """Seconds for the interpreter to start, before the program's own time begins."""
 
@@ -119,7 +126,8 @@ def _run(
     cwd: str,
 ) -> Ran:
     began = time.monotonic()
-    arguments = [str(memory_mb << 20), str(max(1, round(seconds) + 1)), *scratch]
+    counter, theirs = socket.socketpair()
+    arguments = [str(memory_mb << 20), str(max(1, round(seconds) + 1)), str(theirs.fileno()), *scratch]
     process = subprocess.Popen(
         [python, "-I", *options, "-B", str(_CHILD), *arguments],
         stdin=subprocess.PIPE,
@@ -127,12 +135,16 @@ def _run(
         stderr=subprocess.STDOUT,
         env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **({"HOME": cwd, "TMPDIR": cwd} if scratch else {})},
         cwd=cwd,
+        pass_fds=(theirs.fileno(),),
         start_new_session=True,
     )
+    theirs.close()
+    threads = _Threads(process.pid, counter)
     try:
-        output, why = _converse(process, program.encode("utf-8", "replace"), seconds, 4 * output_chars)
+        output, why = _converse(process, program.encode("utf-8", "replace"), seconds, 4 * output_chars, threads)
     finally:
         _end(process)
+        threads.close()
     taken = time.monotonic() - began
     mark = next((mark for mark in (_CONFINED, _LIMITED) if output.startswith(mark)), None)
     if mark is None:
@@ -147,7 +159,49 @@ def _run(
     return Ran(text, code, why or _signal(process.returncode), taken)
 
 
-def _converse(process: subprocess.Popen[bytes], program: bytes, seconds: float, limit: int) -> tuple[bytes, str]:
+class _Threads:
+    """Answers a program's requests for threads, which its filter of system calls sends here.
+
+    The kernel has no limit on threads that also holds for root.
+    """
+
+    def __init__(self, pid: int, counter: socket.socket) -> None:
+        self._pid, self._counter, self._requests = pid, counter, -1
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._counter, selectors.EVENT_READ, lambda: self._take(selector))
+
+    def _take(self, selector: selectors.BaseSelector) -> None:
+        selector.unregister(self._counter)
+        with contextlib.suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._counter, 1, 1)
+            if descriptors:
+                [self._requests] = descriptors
+                selector.register(self._requests, selectors.EVENT_READ, lambda: self._answer(selector))
+
+    def _answer(self, selector: selectors.BaseSelector) -> None:
+        request = bytearray(80)  # struct seccomp_notif
+        try:
+            fcntl.ioctl(self._requests, _RECEIVE, request)
+            few = len(os.listdir(f"/proc/{self._pid}/task")) < _MOST_THREADS
+            answer = struct.pack(
+                "=QqiI", *struct.unpack_from("=Q", request), 0, *((0, _CONTINUE) if few else (-errno.EAGAIN, 0))
+            )
+            fcntl.ioctl(self._requests, _SEND, answer)
+        except FileNotFoundError:
+            return  # the thread that asked is gone
+        except OSError:
+            selector.unregister(self._requests)
+
+    def close(self) -> None:
+        self._counter.close()
+        if self._requests >= 0:
+            os.close(self._requests)
+
+
+def _converse(
+    process: subprocess.Popen[bytes], program: bytes, seconds: float, limit: int, threads: _Threads
+) -> tuple[bytes, str]:
     """Send the program and read its output until its end, the time limit or the output limit."""
     assert process.stdin is not None and process.stdout is not None
     output, left = bytearray(), memoryview(program)
@@ -157,11 +211,15 @@ def _converse(process: subprocess.Popen[bytes], program: bytes, seconds: float, 
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(process.stdin, selectors.EVENT_WRITE)
+        threads.register(selector)
         while True:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 return bytes(output), "time limit"
             for key, _ in selector.select(remaining):
+                if callable(key.data):
+                    key.data()
+                    continue
                 if key.fileobj is process.stdin:
                     try:
                         left = left[os.write(key.fd, left) :]

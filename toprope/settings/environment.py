@@ -56,8 +56,9 @@ class EnvironmentSection(Section):
         description="Memory in MB for the environment's worker and the processes that it starts. A worker that exceeds "
         "it is restarted and loses its rollouts in progress. 0: no limit.",
     )
-    network: Literal["allow", "deny"] = Field(
-        "allow", description="deny: the environment gets no network. Refused if this machine cannot enforce it."
+    network: Literal["allow", "own", "deny"] = Field(
+        "allow",
+        description="own: loopback and the policy only; deny: no network. Refused if this machine cannot enforce it.",
     )
     unchecked_reason: str = Field(
         "",

@@ -112,6 +112,28 @@ class MachineLimit(BaseModel):
     """A run pauses if its disk has less room than this plus a checkpoint; by default 2 % of it, at most 500 MB."""
 
 
+class EnvironmentRights(BaseModel):
+    """Rights of one environment, by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trust: bool = False
+    """True lets it out of its wall: it may do what you may."""
+    reads: list[str] = Field(default_factory=list)
+    """More files and folders that it reads; relative paths are within the configuration folder."""
+    writes: list[str] = Field(default_factory=list)
+    """More files and folders that it changes."""
+
+
+class WallSettings(BaseModel):
+    """Walls around environments."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    missing: Literal["mark", "refuse"] = "mark"
+    """On a machine with neither Landlock nor bubblewrap: warn in every run and description, or start no worker."""
+
+
 class OwnerSettings(BaseModel):
     """settings.yaml of the owner."""
 
@@ -139,6 +161,10 @@ class OwnerSettings(BaseModel):
     """Runs that need more are queued."""
     containment: Literal["auto", "bubblewrap", "guard"] = "auto"
     """Pid namespaces by bubblewrap for the processes of runs: if they work here, always, or never (guard)."""
+    wall: WallSettings = Field(default_factory=WallSettings)
+    """Walls around the code of environments."""
+    environment: dict[str, EnvironmentRights] = Field(default_factory=dict)
+    """Exceptions from the wall by an environment's name: {legacy: {trust: yes}, corpus: {reads: [~/corpora]}}."""
     data: DataLimit = Field(default_factory=DataLimit)
     """Exports and data sets."""
     serve: ServeRole = Field(default_factory=ServeRole)
@@ -248,6 +274,11 @@ class Home:
     def strategies(self) -> Path:
         """The owner's own strategies for sweeps, one Python file each."""
         return self.configuration / "strategies"
+
+    @property
+    def worker_homes(self) -> Path:
+        """The HOME of each environment."""
+        return self.path / "homes"
 
     @property
     def preset_folders(self) -> list[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.records.walls import ENV_WALLS
 
 ALL_COMPONENTS = "*"
 """In the owner's variables: for every component, except keys that only one component uses."""
@@ -38,6 +39,8 @@ _PREFIXES = ("LC_", "XDG_")
 _USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "trainer"}
 """Keys that the surroundings or the owner's variables for all components may hold, and the component that uses each."""
 
+_START_WORKERS = ("environment", "conductor")
+
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _SHORTEST_SECRET = 8
 
@@ -54,6 +57,12 @@ def _is_for(name: str, component: str, specification: Specification) -> bool:
     return _USERS.get(name, component) == component
 
 
+def split_keeper_variables(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split `keeper_variables` into the environment, which processes of this user may read, and the secret rest."""
+    secret = {name: value for name, value in variables.items() if name in _USERS or name == OWNERS}
+    return {name: value for name, value in variables.items() if name not in secret}, secret
+
+
 def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the keeper's whole environment.
 
@@ -68,6 +77,13 @@ def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | N
         | keys
         | {OWNERS: json.dumps({component: dict(values) for component, values in owners.items()})}
     )
+
+
+def take_keys(variables: dict[str, str]) -> dict[str, str]:
+    """Remove the secret variables of a component from those of its environment, and return them."""
+    hidden = {name for name, value in variables.items() if secret_values({name: value})}
+    names = [name for name in variables if name in _USERS or name == messages.ENV_SECRET or name in hidden]
+    return {name: variables.pop(name) for name in names}
 
 
 def worker_variables(owners: OwnerVariables) -> dict[str, str]:
@@ -140,6 +156,8 @@ def component_variables(
         variables["TMPDIR"] = str(temporary)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if component in _START_WORKERS and ENV_WALLS in surroundings:
+        variables[ENV_WALLS] = surroundings[ENV_WALLS]
     if checkpoint is not None:
         variables[messages.ENV_CHECKPOINT] = str(checkpoint)
     variables |= owners.get(component, {})

@@ -19,6 +19,7 @@ from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.sweeps.planning import STRATEGY_METHODS, create_strategy, strategy_arguments
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.walls import code_wall, passed_on
 
 _LOAD_S, _CALL_S = 60.0, 60.0
 
@@ -43,7 +44,8 @@ class StrategyRunner:
             return cls(plan)
         # Processes that the strategy leaves are recognized by the run's folder in their environment.
         given = {name: value for name, value in os.environ.items() if name == ENV_FOLDER}
-        worker = await EnvironmentWorker.start(env=worker_environment(given), timeout=_LOAD_S)
+        wall = code_wall(passed_on(), [plan.file])
+        worker = await EnvironmentWorker.behind(wall, env=worker_environment(given), timeout=_LOAD_S)
         try:
             file, name = plan.file, plan.strategy
             try:

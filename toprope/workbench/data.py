@@ -19,6 +19,7 @@ from filelock import FileLock
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.tested_models import ENDPOINT_KEY
+from toprope.records.walls import ENV_WALLS, Walls
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode
@@ -291,7 +292,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
                 hint="Wait until one ends; nothing was started.",
             )
         _forget(home)
-        job.begin(asked.order, asked.keys)
+        job.begin(asked.order, {**asked.keys, ENV_WALLS: Walls.of_home(home).encode()})
     return job
 
 

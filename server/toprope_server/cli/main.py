@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command that the arguments name."""
     if sys.argv[1:2] == ["serve"] and (role := _role(sys.argv[2:])) is not None:
+        from toprope.sdk.wall.kernel import hide_memory
         from toprope_server.mcp.app import serve_stdio
 
+        hide_memory()
         serve_stdio(role)
         return
     from toprope_server.cli.app import build

@@ -24,7 +24,7 @@ from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import make_workshop
 from toprope.errors import EnvironmentFailed
-from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.sdk.wall import network_refusal
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.registry import Added
 
@@ -183,7 +183,7 @@ class Caller(Environment):
 """
 
 
-@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
+@pytest.mark.skipif(bool(network_refusal("deny")), reason="this machine has no seccomp")
 def test_network_lock_holds_before_a_run(house: Any) -> None:
     folder = house.home.configuration / "environments"
     folder.mkdir(parents=True)

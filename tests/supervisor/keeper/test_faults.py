@@ -19,6 +19,7 @@ from toprope.records.run.status import Status
 from toprope.supervisor.keeper.spawner import LOG_BYTES, LOG_KEEP
 from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.cleanup import reap_crew
+from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
 
 ENDLESS = {"trainer": {"endless": True}}
 
@@ -176,6 +177,20 @@ def test_status_kills_member_that_lost_keeper_and_guard(harness):
     status = runs.status(folder.run_id)
     assert status.state == "lost" and "1 process of its crew" in status.reason
     harness.check_nothing_left(folder)
+
+
+def test_reaper_knows_members_that_hide_their_environment(harness, monkeypatch):
+    runs, folder = harness.start()
+    ended(runs, folder)
+    sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
+    member = subprocess.Popen([*sleep, *run_marks(folder.path, 1)], env={})
+
+    def hidden(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "environ", hidden)
+    assert reap_marked({str(folder.path): 0}) == {} and reap_marked({str(folder.path): 1}) == {str(folder.path): 1}
+    assert member.wait(20) is not None
 
 
 def test_reap_crew_kills_only_marked_processes(harness):

@@ -11,6 +11,7 @@ from toprope_tools.status.status import check_status, list_runs, numbers_line
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.status import CrewMember, EventLog, Failure
 from toprope.settings.schema import Config
 
@@ -329,6 +330,11 @@ def test_report_of_keeper_is_shown_in_full_on_request(run):
     assert 'reference "abc"' in detailed.text
     assert "untrusted" in detailed.text
     assert "\x1b" not in detailed.text
+    become(folder, "completed", results_sha256=sha256_of(folder.results))
+    assert "Do not rely" not in do(get_results, shop, run_id=folder.run_id).text
+    folder.results.write_text(folder.results.read_text() + "\n")
+    forged = do(get_results, shop, run_id=folder.run_id)
+    assert "Do not rely on these results" in forged.text and forged.data.results["changed_after_end"] is True
     assert detailed.data.results["examples"][0]["prompt"] == "Sort[31m these"
 
 

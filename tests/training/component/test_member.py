@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,20 @@ import pytest
 
 from tests.support.training_api_server import until
 from toprope.errors import ComponentFailed
-from toprope.records.messages import Order, Pause, Peers, Proceed, Stop, encode_line
+from toprope.records.messages import (
+    ENV_COMPONENT,
+    ENV_FOLDER,
+    ENV_KEYS,
+    ENV_REPORT_FD,
+    ENV_SECRET,
+    Keys,
+    Order,
+    Pause,
+    Peers,
+    Proceed,
+    Stop,
+    encode_line,
+)
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
@@ -105,3 +121,25 @@ def test_address_waits_for_the_peer(crew: Crew) -> None:
     crew.order(Stop())
     with pytest.raises(ComponentFailed, match="the run is ending"):
         crew.member.address("api")
+
+
+JOINING = """
+import ctypes, json, os
+from pathlib import Path
+from toprope.training.component.member import CrewMember
+member = CrewMember.join()
+started_with = Path("/proc/self/environ").read_text() if os.geteuid() == 0 else ""
+hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
+print(json.dumps([member.secret, os.environ["HF_TOKEN"], "canary" in started_with, hidden]), flush=True)
+member.ending.wait(20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_join_takes_keys_from_orders_and_hides_memory(crew: Crew) -> None:
+    variables = {**os.environ, ENV_FOLDER: str(crew.member.folder.path), ENV_COMPONENT: "policy", ENV_KEYS: "1"}
+    orders = encode_line(Keys({ENV_SECRET: "canary-1", "HF_TOKEN": "canary-2"})) + encode_line(Stop())
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", JOINING], env={**variables, ENV_REPORT_FD: "2"}, input=orders, capture_output=True
+    )
+    assert json.loads(done.stdout) == ["canary-1", "canary-2", False, True]

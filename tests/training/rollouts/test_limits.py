@@ -11,13 +11,13 @@ import pytest
 
 from toprope.records.messages import Renewed
 from toprope.sdk.errors import WorkerDied, WorkerError
-from toprope.sdk.worker.resource_limits import network_can_be_denied
+from toprope.sdk.wall import Wall, network_refusal
 from toprope.settings.launcher import LauncherSection
 from toprope.training.driver.producer import ErrorCounts, failure_reason
 from toprope.training.rollouts import restarting_worker as workers
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.memory_watch import resident_mb, watch_memory
 from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.worker_watch import used_by, watch_worker
 
 GREEDY = """import socket, subprocess, sys
 from toprope.sdk import Environment, Task
@@ -37,9 +37,7 @@ class Greedy(Environment):
 
 async def opened(folder: Path, **limits: Any) -> EnvironmentWorker:
     (folder / "greedy.py").write_text(GREEDY)
-    link = await EnvironmentWorker.start()
-    if limits:
-        await link.call("limit", **limits)
+    link = await EnvironmentWorker.behind(Wall(reads=(str(folder),), **limits))
     await link.call("open", source={"file": str(folder / "greedy.py"), "attribute": "Greedy"})
     return link
 
@@ -49,7 +47,7 @@ async def said(link: EnvironmentWorker, answer: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(bool(network_can_be_denied()), reason="this machine has no seccomp")
+@pytest.mark.skipif(bool(network_refusal("deny")), reason="this machine has no seccomp")
 def test_denied_network_covers_children_but_not_socket_pairs(tmp_path: Path) -> None:
     async def run() -> None:
         async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -59,7 +57,7 @@ def test_denied_network_covers_children_but_not_socket_pairs(tmp_path: Path) -> 
         port = server.sockets[0].getsockname()[1]
         async with server, await opened(tmp_path) as free:
             assert (await said(free, f"dial {port}"))["error"] is None
-        async with await asyncio.start_server(nothing, "127.0.0.1", 0), await opened(tmp_path, network=False) as held:
+        async with await asyncio.start_server(nothing, "127.0.0.1", 0), await opened(tmp_path, network="deny") as held:
             assert "unreachable" in (await said(held, f"dial {port}"))["error"]
             assert "CalledProcessError" in (await said(held, f"start {port}"))["error"]
             assert (await said(held, "pair"))["error"] is None
@@ -80,8 +78,8 @@ def test_large_allocation_is_error_of_rollout(tmp_path: Path) -> None:
 def test_memory_growth_ends_worker_with_reason(tmp_path: Path) -> None:
     async def run() -> None:
         link = await opened(tmp_path)
-        limit = round(resident_mb(link.pid)) + 60
-        watch = asyncio.create_task(watch_memory(link, limit, 0.02))
+        limit = round(used_by(link.pid).memory_mb) + 60
+        watch = asyncio.create_task(watch_worker(link, limit, 0.02))
         with pytest.raises(WorkerDied, match=r"more than environment.memory_mb \(\d+\)") as ended:
             async with asyncio.timeout(60):
                 while True:

@@ -18,6 +18,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
+from toprope.records.walls import Walls, allowed_network
 from toprope.settings.changes import Change
 from toprope.settings.presets import load_preset
 from toprope.supervisor.environment_variables import worker_variables
@@ -62,7 +63,8 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
                 options = WorkerOptions(
                     load_timeout_s=_LOAD_S,
                     variables=worker_variables(workshop.settings().variables),
-                    network=not locks.refusal("environment.network", "allow"),
+                    network=allowed_network(locks),
+                    walls=Walls.of_home(workshop.home),
                 )
                 described = await workshop.catalog.describe(entry, options, examples=0)
         except TimeoutError:

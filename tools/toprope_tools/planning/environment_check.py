@@ -12,6 +12,7 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import EnvironmentFailed
+from toprope.records.walls import Walls, allowed_network
 from toprope.settings.environment import members_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, number, plural
@@ -85,8 +86,8 @@ async def _checked(
                 load_timeout_s=min(30.0, seconds),
                 call_timeout_s=min(10.0, seconds / 2),
                 variables=worker_variables(workshop.settings().variables),
-                network=settings.get("network") != "deny"
-                and not workshop.home.locks().refusal("environment.network", "allow"),
+                network=allowed_network(workshop.home.locks(), settings.get("network", "allow")),
+                walls=Walls.of_home(workshop.home),
             )
             return await check(entry, options, max_turns=settings.get("max_turns"), full=full, seconds=seconds)
     except TimeoutError:

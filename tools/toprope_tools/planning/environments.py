@@ -14,6 +14,7 @@ from anyio import to_thread
 from msgspec.structs import asdict
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.records.walls import Walls, allowed_network
 from toprope.records.worker_messages import Card
 from toprope.settings.fields import knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
@@ -198,7 +199,8 @@ async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, 
                 knobs,
                 load_timeout_s=_LOAD_S,
                 variables=worker_variables(workshop.settings().variables),
-                network=not workshop.home.locks().refusal("environment.network", "allow"),
+                network=allowed_network(workshop.home.locks()),
+                walls=Walls.of_home(workshop.home),
             )
             return await workshop.catalog.describe(entry, options, examples=examples)
     except TimeoutError:

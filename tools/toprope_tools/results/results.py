@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from toprope.analysis.reports.report import gather, labels_to_tell
 from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
 from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
@@ -73,6 +74,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
     said = [AnsweredConversation.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
+    changed = _changed_after_end(status, folder) if complete else ""
+    lines += [changed] if changed else []
     if report.tested is not None:
         lines += _models(report.tested)
     elif specification.sweep is not None:
@@ -104,6 +107,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     lines += believable
     left_out = {"version", "integrity", "history", "examples"} | (set() if detailed else {"counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
+    if changed:
+        structure["changed_after_end"] = True
     if usage is not None:
         structure["usage"] = usage
     if checks is not None:
@@ -136,6 +141,15 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         answers.Result(
             run_id=run_id, kind=status.kind, state=status.state, complete=complete, results=structure, detail=detail
         ),
+    )
+
+
+def _changed_after_end(status: Status, folder: RunFolder) -> str:
+    if not status.results_sha256 or sha256_of(folder.results) == status.results_sha256:
+        return ""
+    return (
+        f"Do not rely on these results: {folder.results} was changed after the keeper wrote it (its SHA-256 is not "
+        f"{status.results_sha256[:12]}... any more). reproduce_run measures again."
     )
 
 

@@ -63,6 +63,12 @@ def join_digests(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return found
 
 
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(files: Iterable[Path], more: str = "") -> str:
     """SHA-256 over names and contents, 16 hexadecimal digits; `missing` if a file cannot be read."""
     found = hashlib.sha256(more.encode())

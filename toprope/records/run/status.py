@@ -157,6 +157,8 @@ class Status(_Record):
     failure: Failure | None = None
     findings: list[Finding] = []
     """Present findings, the most severe first."""
+    results_sha256: str = ""
+    """SHA-256 of results.json as the keeper wrote it; empty if it wrote none, or an older version did."""
     resume_at: float | None = None
     """Time at which a lost run may resume by itself."""
     resumed_lost: int = 0

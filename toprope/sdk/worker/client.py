@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.wall.enclosure import Enclosure
+from toprope.sdk.wall.plan import Wall
 
 __all__ = ["KEY_IN_URL", "WorkerClient", "worker_environment"]
 
 WORKER = Path(__file__).with_name("program.py")
-_LONGEST_LINE = 1 << 30
+_LONGEST_LINE = 1 << 28
+"""Bytes of an answer. A longer one ends the worker."""
 _CHUNK = 1 << 16
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
@@ -92,8 +95,16 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
 class WorkerClient:
     """A running worker. Create it with `WorkerClient.start`; calls may be concurrent. Works with `async with`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, exited: asyncio.Event, stderr: Sink | None) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        exited: asyncio.Event,
+        stderr: Sink | None,
+        enclosure: Enclosure | None,
+    ) -> None:
         self._process = process
+        self.enclosure = enclosure
+        """Its wall; None without one."""
         self._exited = exited
         self._sink = stderr
         self._ids = itertools.count(1)
@@ -116,6 +127,7 @@ class WorkerClient:
         cls,
         interpreter: str | None = None,
         *,
+        wall: Wall | None = None,
         wrapper: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
@@ -126,9 +138,10 @@ class WorkerClient:
 
         Args:
             interpreter: Path of its Python, 3.11 or newer; this one by default.
+            wall: What it may do; None: as much as this process, which is for trusted code alone.
             wrapper: Command line to put before it, such as a guard or a sandbox.
             env: All its environment variables; `worker_environment()` by default.
-            cwd: Its working directory.
+            cwd: Its working directory; behind a wall its scratch folder by default.
             stderr: Receives its standard error and everything the environment prints. Without it, only the last
                 lines are kept.
             timeout: Seconds until the first answer.
@@ -139,8 +152,15 @@ class WorkerClient:
         """
         variables = dict(worker_environment() if env is None else env)
         variables.setdefault("PYTHONHASHSEED", "0")
-        command = [*wrapper, interpreter or sys.executable, "-P", str(WORKER)]
+        command = [interpreter or sys.executable, "-P", str(WORKER)]
         loop = asyncio.get_running_loop()
+        enclosure: Enclosure | None = None
+        passed: tuple[int, ...] = ()
+        if wall is not None:
+            folder = None if cwd is None else os.fspath(cwd)
+            enclosure = await asyncio.to_thread(Enclosure.prepare, wall, command, variables, folder)
+            command, variables, cwd, passed = enclosure.command, enclosure.variables, enclosure.cwd, enclosure.passed
+        command = [*wrapper, *command]
         try:
             transport, protocol = await loop.subprocess_exec(
                 lambda: _Protocol(loop),
@@ -150,11 +170,17 @@ class WorkerClient:
                 stderr=asyncio.subprocess.PIPE,
                 env=variables,
                 cwd=cwd,
+                pass_fds=passed,
                 start_new_session=True,
             )
         except OSError as error:
+            if enclosure is not None:
+                enclosure.remove()
             raise WorkerDied(f"The worker cannot be started by {command[0]}: {error}") from error
-        link = cls(asyncio.subprocess.Process(transport, protocol, loop), protocol.exited, stderr)
+        finally:
+            for descriptor in passed:
+                os.close(descriptor)
+        link = cls(asyncio.subprocess.Process(transport, protocol, loop), protocol.exited, stderr, enclosure)
         try:
             await link.call("ping", timeout=timeout)
         except BaseException:
@@ -269,15 +295,22 @@ class WorkerClient:
             call.future.set_exception(_at_work(WorkerTimeout(self._timed_out)))
         self._kill()
 
+    async def reach(self, url: str) -> None:
+        """Let a worker with a network of its own use the port of a URL on this machine; else harmless."""
+        if self.enclosure is not None and self.enclosure.relay is not None:
+            await self.enclosure.relay.reach(url)
+
     def _kill(self) -> None:
         """Kill the process group. Its id is the worker's pid, which the system does not reuse so soon."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self.enclosure is not None:
+            self.enclosure.kill()
 
     async def _read_answers(self) -> None:
         stdout = self._process.stdout
         assert stdout is not None  # it was asked for as a pipe
-        while line := await stdout.readline():
+        while line := await self._line(stdout):
             try:
                 answer = json.loads(line)
                 number = answer["id"]
@@ -294,6 +327,13 @@ class WorkerClient:
                 call.future.set_result(answer["result"])
             else:
                 call.future.set_exception(WorkerError(**answer["error"]))
+
+    async def _line(self, stdout: asyncio.StreamReader) -> bytes:
+        try:
+            return await stdout.readline()
+        except ValueError:
+            self.kill(f"The worker gave an answer of more than {_LONGEST_LINE >> 20} MB and was killed.")
+            return b""
 
     async def _read_stderr(self) -> None:
         stderr = self._process.stderr
@@ -348,6 +388,8 @@ class WorkerClient:
                 at_work = call is first and not self._timed_out
                 call.future.set_exception(_at_work(self._copy_of_end()) if at_work else self._copy_of_end())
         self._waiting.clear()
+        if self.enclosure is not None:
+            await asyncio.to_thread(self.enclosure.remove)
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
             transport.close()

@@ -59,7 +59,10 @@ def _bring_in_sdk() -> None:
 
     here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     root = os.path.dirname(os.path.dirname(here))
-    ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
+    try:
+        ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
+    except PermissionError:  # behind a wall, in an interpreter that has no business there
+        ours_alone = False
     if ours_alone:  # a checkout on the path, not a site-packages folder shared with others
         ours = {root, os.path.join(root, "server"), os.path.join(root, "tools")}
         sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") not in ours]
@@ -79,6 +82,33 @@ def _bring_in_sdk() -> None:
     sys.modules["toprope"], sys.modules["toprope.sdk"] = house, package
     house.sdk = package  # type: ignore[attr-defined]
     spec.loader.exec_module(package)
+
+
+class _WithoutLocalSockets:
+    """Adapts multiprocessing to a wall, which refuses local sockets: managers listen on loopback, no server forks."""
+
+    _MODULES = ("multiprocessing.connection", "multiprocess.connection", "multiprocessing.context")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self._MODULES:
+            return None
+        import importlib.machinery
+
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def adapted(module: Any) -> None:
+            execute(module)
+            if hasattr(module, "default_family"):
+                module.default_family = "AF_INET"
+            chosen = getattr(module, "_default_context", None)
+            if chosen is not None and chosen.get_start_method(allow_none=True) == "forkserver":
+                chosen._default_context = module._concrete_contexts["fork"]
+
+        spec.loader.exec_module = adapted  # type: ignore[method-assign]
+        return spec
 
 
 def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
@@ -164,6 +194,8 @@ def main() -> None:
     requests_from, answers_to = _take_streams()
     _bring_in_sdk()
     sys.dont_write_bytecode = True  # an author's folder is theirs: describing an environment leaves nothing in it
+    if os.environ.get("TOPROPE_WALLED"):
+        sys.meta_path.insert(0, _WithoutLocalSockets())
     requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests_from, requests), daemon=True, name="requests").start()
     try:

@@ -35,7 +35,7 @@ __all__ = ["CONCURRENT", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
 OPERATIONS = (
     *("open", "card", "tasks", "survey", "begin", "advance", "settle", "solve", "discard", "score"),
     *("ping", "mark", "make", "invoke"),
-    *("run", "vary", "limit"),
+    *("run", "vary"),
 )
 CONCURRENT = frozenset({"run"})
 """Operations that run concurrently with the others and are answered as they finish."""
@@ -124,15 +124,6 @@ class Service:
 
     def _ping(self) -> str:
         return "pong"
-
-    def _limit(self, memory_mb: int = 0, network: bool = True) -> None:
-        """Give up memory above `memory_mb` MB (0: no limit) and the network, for good."""
-        from toprope.sdk.worker.resource_limits import deny_network, limit_memory
-
-        if memory_mb:
-            limit_memory(memory_mb)
-        if not network:
-            deny_network()
 
     def _mark(self, text: str) -> None:
         """Write a line to standard error, after everything printed before."""

@@ -13,16 +13,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from toprope.records.messages import ENV_LIFE, ENV_LISTENER_FD, Evaluate, Order, Peers, Stop, Without
+from toprope.records.messages import ENV_KEYS, ENV_LIFE, ENV_LISTENER_FD, Evaluate, Keys, Order, Peers, Stop, Without
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.supervisor import guard
-from toprope.supervisor.environment_variables import component_variables, decode_owner_variables, secret_values
+from toprope.supervisor.environment_variables import (
+    component_variables,
+    decode_owner_variables,
+    secret_values,
+    take_keys,
+)
 from toprope.supervisor.keeper.component import Component, Exit, reap_orphans
 from toprope.supervisor.keeper.spawner import LocalSpawner, Spawner, SpawnRequest
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.programs import STARTS_RUNS, Programs, command_of
-from toprope.supervisor.runs.orphan_reaper import reap_marked
+from toprope.supervisor.programs import PLOT, PROGRAMS, STARTS_RUNS, Programs, command_of
+from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
 
 _SECOND_GRACE_S = 0.5
 """The least that inference and api get to end, even if the members before them used up the grace."""
@@ -101,8 +106,14 @@ class Crew:
         variables[ENV_LIFE] = str(self._launches[name])
         if listener is not None:
             variables[ENV_LISTENER_FD] = str(listener.fileno())
+        command, keys = [*command_of(name, self._programs), *arguments], {}
+        if name in PROGRAMS and name != PLOT and not (self._programs and name in self._programs):
+            # Its environment becomes unreadable, so the orphan reaper knows it by its arguments.
+            command += run_marks(self._folder.path, self._attempt)
+            keys = take_keys(variables)
+            variables[ENV_KEYS] = "1"
         request = SpawnRequest(
-            argv=[*command_of(name, self._programs), *arguments],
+            argv=command,
             variables=variables,
             log=self._folder.log(name),
             grace_s=self._spec.config.launcher.stop_grace_s,
@@ -114,6 +125,8 @@ class Crew:
         component = Component(name, request, self._spawner)
         self._components[name] = component
         self._launches[name] += 1
+        if keys:
+            component.send(Keys(keys))
         if self._addresses:
             component.send(Peers(dict(self._addresses)))
         for order in self._unsettled.get(name, {}).values():

@@ -20,6 +20,7 @@ from typing import Any
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.messages import Failed, Finished, Report
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import Specification
@@ -220,6 +221,7 @@ class RunLifecycle:
         results = gather(self._folder, self._spec, status).model_dump(mode="json")
         try:
             write_json(self._folder.results, results)
+            self._writer.update(results_sha256=sha256_of(self._folder.results))
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -1,16 +1,18 @@
 """The keeper's program: one detached process that owns a run's crew and outlives the front end that started it.
 
-    python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--foreground]
+    python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--keys-fd FD] [--foreground]
 
 It detaches before it imports anything heavy, so that its starter waits only milliseconds. Two forks and a session of
 its own leave nothing of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and handed
 over; without it the keeper takes the lock, and a second keeper of a run exits with code 75. On --ready-fd the keeper
-writes `locked` and its process id once nobody else can take the run. --foreground leaves out the forks, for launchers
-that detach it themselves.
+writes `locked` and its process id once nobody else can take the run. From --keys-fd it reads its secret variables as
+JSON: processes of the same user can read the environment that a process starts with. --foreground leaves out the forks,
+for launchers that detach it themselves.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -33,10 +35,13 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
     """
-    path, lock_fd, ready_fd, foreground = _parse(sys.argv[1:] if arguments is None else arguments)
+    path, lock_fd, ready_fd, keys_fd, foreground = _parse(sys.argv[1:] if arguments is None else arguments)
     # A signal that arrives before the event loop runs stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     os.umask(0o077)
+    if keys_fd is not None:
+        with open(keys_fd, encoding="utf-8") as file:
+            os.environ.update(json.loads(file.read() or "{}"))
     if not foreground:
         _detach()
         _redirect(path / "logs" / "keeper.log")
@@ -52,16 +57,17 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     return _keep(path, lock, programs)
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, bool]:
+def _parse(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, int | None, bool]:
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -P -m toprope.supervisor.keeper", description="Keep one run.")
     parser.add_argument("folder", type=Path, help="the run folder")
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the run's lock")
     parser.add_argument("--ready-fd", type=int, help="descriptor to write to when the lock is held")
+    parser.add_argument("--keys-fd", type=int, help="descriptor to read secret variables from")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     found = parser.parse_args(arguments)
-    return found.folder.resolve(), found.lock_fd, found.ready_fd, found.foreground
+    return found.folder.resolve(), found.lock_fd, found.ready_fd, found.keys_fd, found.foreground
 
 
 def _detach() -> None:
@@ -99,9 +105,11 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
 
     from toprope.records.run.folder import RunFolder
     from toprope.records.run.status import Status
+    from toprope.sdk.wall.kernel import hide_memory
     from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
     from toprope.supervisor.runs.cleanup import settle_run, write_end
 
+    hide_memory()
     folder = RunFolder(path)
     status = Status.read(folder)
     if status.state != "queued":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables
+from toprope.records.walls import ENV_WALLS, Walls
+from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables, split_keeper_variables
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
 from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.lock import RunLock, is_held
@@ -31,6 +34,7 @@ class LocalLauncher:
         command: The keeper's argv, before its own arguments.
         timeout_s: Seconds that a keeper may take until it holds the lock; it needs a few hundredths.
         contained: Returns the owner's `containment` setting; asked at every start.
+        walls: Returns the owner's decisions about the walls around workers; asked at every start.
     """
 
     def __init__(
@@ -38,8 +42,9 @@ class LocalLauncher:
         command: Sequence[str] = KEEPER,
         timeout_s: float = 20.0,
         contained: Callable[[], ContainmentSetting] = lambda: "auto",
+        walls: Callable[[], Walls] = Walls,
     ) -> None:
-        self.command, self._timeout_s, self._contained = list(command), timeout_s, contained
+        self.command, self._timeout_s, self._contained, self._walls = list(command), timeout_s, contained, walls
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
@@ -54,26 +59,36 @@ class LocalLauncher:
 
     def _start(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock) -> None:
         level = choose_containment(self._contained(), folder.path.parent / _CONTAINMENT_CACHE).level
+        environment, secret = split_keeper_variables(keeper_variables(variables))
         ready, ready_writer = os.pipe()
+        keys, keys_writer = os.pipe()
         log = os.open(folder.log("keeper"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # Errors before the keeper has detached, such as a missing package, reach its log too.
             process = subprocess.Popen(
-                [*self.command, str(folder.path), "--lock-fd", str(lock.fileno()), "--ready-fd", str(ready_writer)],
+                [
+                    *(*self.command, str(folder.path), "--lock-fd", str(lock.fileno())),
+                    *("--ready-fd", str(ready_writer), "--keys-fd", str(keys)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**keeper_variables(variables), ENV_CONTAINMENT: level},
+                env={**environment, ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()},
                 cwd=folder.path,
-                pass_fds=(lock.fileno(), ready_writer),
+                pass_fds=(lock.fileno(), ready_writer, keys),
                 start_new_session=True,
             )
         except OSError as error:
             os.close(ready)
+            os.close(keys_writer)
             raise ComponentFailed(f"The keeper could not be started: {error}.") from error
         finally:
             os.close(ready_writer)
+            os.close(keys)
             os.close(log)
+        # A keeper that ended already says why in its log.
+        with suppress(BrokenPipeError), open(keys_writer, "w", encoding="utf-8") as file:
+            json.dump(secret, file)
         try:
             answer = self._read_answer(ready)
         finally:

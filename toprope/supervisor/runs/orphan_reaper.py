@@ -11,8 +11,18 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
+
+if TYPE_CHECKING:
+    import psutil
+
+
+def run_marks(folder: Path, attempt: int) -> list[str]:
+    """Arguments that mark a member whose environment other processes of this user cannot read."""
+    return [f"{ENV_FOLDER}={folder}", f"{ENV_ATTEMPT}={attempt}"]
+
 
 _ROUNDS = 5
 _WAIT_S = 2.0
@@ -41,7 +51,7 @@ def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
             try:
                 process = psutil.Process(pid)
                 # Read the marks again: from here on `process` is checked to be the same process.
-                variables = process.environ()
+                variables = _marks_of(process)
                 folder = variables.get(ENV_FOLDER, "")
                 if folder not in last_attempts or not _within(variables.get(ENV_ATTEMPT, ""), last_attempts[folder]):
                     continue
@@ -56,6 +66,15 @@ def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
             break
         psutil.wait_procs(marked, timeout=_WAIT_S)
     return found
+
+
+def _marks_of(process: psutil.Process) -> dict[str, str]:
+    import psutil
+
+    try:
+        return process.environ()
+    except psutil.AccessDenied:  # a member hides its memory
+        return dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
 
 
 def _ancestors() -> set[int]:
@@ -89,10 +108,11 @@ def _candidates(last_attempts: Mapping[str, int | None], spared: set[int]) -> It
     for name in os.listdir(proc):
         if not name.isdigit() or int(name) in spared:
             continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                data = file.read() + b"\0"
-        except OSError:
-            continue
+        data = b""
+        for file in ("environ", "cmdline"):
+            try:
+                data += Path(proc, name, file).read_bytes() + b"\0"
+            except OSError:
+                continue
         if any(needle in data for needle in needles):
             yield int(name)

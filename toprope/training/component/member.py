@@ -20,10 +20,12 @@ from toprope.records.messages import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
     ENV_FOLDER,
+    ENV_KEYS,
     ENV_LIFE,
     ENV_REPORT_FD,
     ENV_SECRET,
     Beat,
+    Keys,
     Order,
     Pause,
     Peers,
@@ -35,6 +37,7 @@ from toprope.records.messages import (
 )
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.sdk.wall.kernel import hide_memory
 
 _POLL_S = 0.25
 _HEARTBEAT_S = 1.0
@@ -87,11 +90,16 @@ class CrewMember:
 
     @classmethod
     def join(cls) -> CrewMember:
-        """The member described by the environment variables of this process.
+        """The member described by the environment variables of this process and its first order.
+
+        From then on no other process of this user can read its memory and variables.
 
         Raises:
             ComponentFailed: This process was not started by a keeper.
         """
+        hide_memory()
+        if os.environ.pop(ENV_KEYS, ""):
+            _take_keys(0)
         try:
             folder = RunFolder(Path(os.environ[ENV_FOLDER]))
             name, secret = os.environ[ENV_COMPONENT], os.environ.pop(ENV_SECRET)
@@ -220,3 +228,13 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:
         return b""
+
+
+def _take_keys(orders_fd: int) -> None:
+    """Read the first order, byte by byte because the later ones are not ours, and set its variables."""
+    line = b""
+    while not line.endswith(b"\n") and (data := os.read(orders_fd, 1)):
+        line += data
+    order = decode_order(line)
+    if isinstance(order, Keys):
+        os.environ.update(order.variables)

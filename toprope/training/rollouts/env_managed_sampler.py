@@ -103,6 +103,8 @@ class EnvManagedSampler(GroupSampler):
 
     async def _run(self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]]) -> WorkerGroup:
         timeout = self.rollout_timeout_s + _GRACE_S
+        for url in {session["base_url"] for session in sessions}:
+            await worker.reach(url)
         return await worker.run(
             task.split, task.index, sessions, timeout=timeout, weights=self.weights, variant=task.variant
         )

@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Outcome
-from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report
+from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report, Warned
 from toprope.records.run.digests import join_digests, measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.worker_messages import Card, TaskView
@@ -28,8 +28,9 @@ from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy
-from toprope.training.rollouts.memory_watch import ADDRESS_SPACE_FACTOR, watch_memory
 from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.walls import environment_wall, missing_wall, passed_on
+from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 
 
 def environment_plans(specification: Specification) -> list[tuple[MemberPlan, EnvironmentSource]]:
@@ -85,7 +86,8 @@ class EnvironmentHost:
         self._card: Card | None = None
         self._worker: RestartingWorker | None = None
         self._watch: asyncio.Task[None] | None = None
-        """Limits the memory of the current worker; ends with it."""
+        """Limits what the current worker uses; ends with it."""
+        self._is_marked = False
 
     @property
     def label(self) -> str:
@@ -169,7 +171,10 @@ class EnvironmentHost:
             variables.setdefault("PYTHONHASHSEED", "0")  # else sets of texts have another order in every process
         worker = None
         try:
-            worker = await EnvironmentWorker.start(
+            memory_mb = round(ADDRESS_SPACE_FACTOR * section.memory_mb)
+            wall = environment_wall(passed_on(), self.source, network=section.network, memory_mb=memory_mb)
+            worker = await EnvironmentWorker.behind(
+                wall,
                 self.source.interpreter,
                 env=worker_environment(variables),
                 stderr=_ComponentLog(),
@@ -181,16 +186,14 @@ class EnvironmentHost:
                 await worker.close()
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
         self.loaded = {"loaded": loaded, "versions": self.card.versions}
-        if section.memory_mb:
-            self._watch = asyncio.create_task(watch_memory(worker, section.memory_mb))
+        self._watch = asyncio.create_task(watch_worker(worker, section.memory_mb))
+        if (warning := missing_wall(worker)) and not self._is_marked:
+            self._is_marked = True
+            self._send(Warned(warning))
         return worker
 
     async def _open_environment(self, worker: EnvironmentWorker) -> None:
         section, timeout = self.plan.section, self.plan.section.load_timeout_s
-        offline = section.network == "deny"
-        if section.memory_mb or offline:
-            memory_mb = round(ADDRESS_SPACE_FACTOR * section.memory_mb)
-            await worker.limit(timeout=timeout, memory_mb=memory_mb, network=not offline)
         curriculum = self.plan.curriculum
         knobs = dict(section.knobs)
         if curriculum is not None:
@@ -204,11 +207,11 @@ class EnvironmentHost:
             seed=self._config.algorithm.seed,
             rewards=[one.model_dump() for one in self.source.rewards],
         )
-        if offline and card.own_loop:
+        if section.network == "deny" and card.own_loop:
             raise InvalidValue(
                 "environment.network is deny, and this environment runs its rollouts itself: it needs the network to "
                 "reach the policy.",
-                hint="edit_config sets environment.network to allow.",
+                hint="edit_config sets environment.network to own (the policy alone) or allow.",
             )
         for name in section.reward_weights_end:
             if name not in card.parts:

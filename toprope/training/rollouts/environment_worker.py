@@ -8,13 +8,14 @@ sweeps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from toprope.records.journal.groups import Outcome
 from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup, SplitSize, TaskPage, UserObject
 from toprope.sdk.errors import WorkerError
+from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
 
 _T = TypeVar("_T")
@@ -28,9 +29,10 @@ class EnvironmentWorker(WorkerClient):
     `vary`, empty for the one opened by `open`.
     """
 
-    async def limit(self, *, timeout: float, memory_mb: int = 0, network: bool = True) -> None:
-        """Take memory above `memory_mb` MB (0: no limit) and the network away from the worker for good."""
-        await self.call("limit", timeout=timeout, memory_mb=memory_mb, network=network)
+    @classmethod
+    async def behind(cls, wall: Wall, interpreter: str | None = None, **options: Any) -> Self:
+        """Start a worker behind a wall. Takes and raises what `WorkerClient.start` does."""
+        return await cls.start(interpreter, wall=wall, **options)
 
     async def open(
         self,

@@ -25,6 +25,7 @@ from toprope.sdk.authoring.definitions import CALL, definition_problem
 from toprope.sdk.errors import LoadError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.walls import code_wall, passed_on
 from toprope.trajectories.items import TrajectoryItem, item_from
 
 _LOAD_S = 120.0
@@ -99,9 +100,10 @@ class OwnCode:
 
 
 @asynccontextmanager
-async def worker(stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
-    """Start a worker for a user's objects; on exit it ends with all its children."""
-    link = await EnvironmentWorker.start(env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
+async def worker(file: Path, stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
+    """Start a worker for the objects of a user's file; on exit it ends with all its children."""
+    wall = code_wall(passed_on(), [str(file)])
+    link = await EnvironmentWorker.behind(wall, env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
     try:
         yield link
     finally:

@@ -18,6 +18,7 @@ from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.walls import environment_wall, passed_on
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
@@ -157,7 +158,7 @@ class Work:
     async def _own(self, stack: AsyncExitStack, code: Code, role: str) -> WorkerObject:
         own = OwnCode(Path(code.file), code.attribute, WANTED[role], code.arguments)
         self._digests[own.file.name] = own.digest
-        link = await stack.enter_async_context(worker())
+        link = await stack.enter_async_context(worker(own.file))
         return await WorkerObject.make(link, own)
 
     # Exporting
@@ -337,10 +338,9 @@ class Work:
     async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
         source = self._order.environments[name]
         try:
-            link = await EnvironmentWorker.start(source.interpreter, env=worker_environment(), timeout=_OPEN_S)
+            wall = environment_wall(passed_on(), source, network="allow" if self._order.network else "deny")
+            link = await EnvironmentWorker.behind(wall, source.interpreter, env=worker_environment(), timeout=_OPEN_S)
             stack.push_async_callback(link.close)
-            if not self._order.network:
-                await link.limit(timeout=_OPEN_S, network=False)
             card = await link.open(
                 source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
                 timeout=_OPEN_S,

@@ -16,11 +16,14 @@ from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue, visible
 from toprope.records.journal.groups import Outcome
+from toprope.records.walls import Walls
 from toprope.records.worker_messages import Card, SplitSize
 from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.walls import environment_wall, missing_wall
 from toprope.workbench.catalog.describe_cache import Described, question
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 from toprope.workbench.entries import Entry
@@ -45,13 +48,17 @@ class WorkerOptions:
     """Seconds for each later call."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Additional environment variables."""
-    network: bool = True
+    network: Network = "allow"
+    walls: Walls = field(default_factory=Walls)
+    """The owner's decisions about walls."""
 
     async def start(
         self, entry: Entry, variables: Mapping[str, str], folder: str | None, stderr: Any = None
     ) -> EnvironmentWorker:
         """Start a worker in a folder, without opening the environment."""
-        worker = await EnvironmentWorker.start(
+        wall = environment_wall(self.walls, entry.environment, network=self.network)
+        worker = await EnvironmentWorker.behind(
+            wall,
             entry.environment.interpreter,
             env=worker_environment({**self.variables, **variables}),
             cwd=folder,
@@ -62,8 +69,6 @@ class WorkerOptions:
 
     async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
         """Open the environment in a started worker."""
-        if not self.network:
-            await worker.limit(timeout=self.load_timeout_s, network=False)
         return await worker.open(
             entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
             timeout=self.load_timeout_s,
@@ -144,6 +149,7 @@ class Describer:
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
             link = await options.start(entry, {MARK: mark}, folder)
+            unwalled = [said] if (said := missing_wall(link)) else []
             started = time.monotonic()
             card = await options.open(link, entry)
             loaded = time.monotonic()
@@ -174,7 +180,7 @@ class Describer:
             card=card,
             examples=shown,
             splits=sizes,
-            remarks=(refused,) if refused else tuple(_remarks(card, shown)) if examples else (),
+            remarks=(*unwalled, *((refused,) if refused else _remarks(card, shown) if examples else ())),
             start_seconds=started - began,
             load_seconds=loaded - started,
             score_seconds=score_s,

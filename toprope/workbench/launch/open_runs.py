@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 from toprope.records.run.specification import Specification
+from toprope.records.walls import Walls
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
@@ -24,7 +25,7 @@ def open_runs(home: Home) -> RunManager:
     """Return the run manager of a home, under the owner's settings."""
     return RunManager(
         home.runs,
-        LocalLauncher(contained=lambda: home.settings().containment),
+        LocalLauncher(contained=lambda: home.settings().containment, walls=lambda: Walls.of_home(home)),
         lambda: machine_of(home.settings()),
         lambda specification: variables_to_resume(home, specification),
     )

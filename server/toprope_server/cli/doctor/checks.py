@@ -387,15 +387,47 @@ def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> 
 
 def limits(home: Home) -> Iterator[Finding]:
     """Try if environment.memory_mb and environment.network can be enforced here."""
-    from toprope.sdk.worker.resource_limits import network_can_be_denied
+    from toprope.sdk.wall import network_refusal
 
-    why = network_can_be_denied()
+    why = network_refusal("deny")
     memory = "in the kernel for a single process, and watched" if sys.platform.startswith("linux") else "watched only"
     yield Finding(
         "limits of environments",
         "note" if why else "ok",
         f"environment.memory_mb is enforced ({memory}); environment.network: deny "
         + (f"is not: {why}. Runs that ask for it are refused." if why else "is, by a seccomp filter"),
+    )
+
+
+def walls(home: Home) -> Iterator[Finding]:
+    """Describe the wall around environments on this machine, what it lacks, and whom the owner lets out."""
+    from toprope.sdk.wall import level_here, network_refusal
+    from toprope.sdk.wall.groups import ProcessGroup
+
+    (level, lacks), settings = level_here(), home.settings()
+    trusted = sorted(name for name, rights in settings.environment.items() if rights.trust)
+    out = f" Trusted, without a wall: {', '.join(trusted)}." if trusted else ""
+    if level == "none":
+        refused = settings.wall.missing == "refuse"
+        yield Finding(
+            "sandbox",
+            "note" if refused else "warning",
+            f"no wall around environments, because {lacks}: "
+            + ("no environment starts (wall.missing: refuse)" if refused else "they can read and change what you can")
+            + out,
+            "Use only environments that you trust, or a machine with Linux 5.13 or newer.",
+        )
+        return
+    group = ProcessGroup.make(16)
+    if group is not None:
+        group.remove()
+    counted = "counted by a control group" if group is not None else "watched twice a second"
+    why = network_refusal("own")
+    gaps = "; ".join(gap for gap in (lacks, f"environment.network: own is not there ({why})" if why else "") if gap)
+    yield Finding(
+        "sandbox",
+        "note" if gaps or trusted else "ok",
+        f"{level} around every environment; its processes are {counted}{f'; {gaps}' if gaps else ''}.{out}",
     )
 
 
@@ -407,6 +439,7 @@ CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     owners_files,
     environments,
     limits,
+    walls,
     keys,
     index,
 )

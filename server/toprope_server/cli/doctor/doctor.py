@@ -34,9 +34,9 @@ _MARKS = {
 
 def containment(home: Home) -> Iterator[Finding]:
     """Describe how well this machine contains a run's processes, and what could escape."""
-    from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment, probe_bubblewrap
+    from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment
 
-    wanted, why = home.settings().containment, probe_bubblewrap()
+    wanted = home.settings().containment
     try:
         found = choose_containment(wanted)
     except TopropeError as error:
@@ -66,12 +66,6 @@ def containment(home: Home) -> Iterator[Finding]:
             "setsid) outlives the run",
             "Check for leftovers after runs of environments that you do not trust; Linux would catch them.",
         )
-    text = f"bwrap: {why}" if why else "bwrap works here; it holds processes together and hides no files"
-    yield Finding(
-        "sandbox",
-        "note",
-        f"{text}; environments run with your rights and can read what you can: use only those that you trust",
-    )
 
 
 def runs(home: Home) -> Iterator[Finding]:

@@ -91,16 +91,22 @@ async def _worker(
     workshop: Workshop, entry: Entry, knobs: dict[str, Any], output: _Output
 ) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
     """A worker that has opened the environment, and its card."""
+    from toprope.records.walls import Walls
     from toprope.sdk.worker.client import worker_environment
     from toprope.supervisor.environment_variables import worker_variables
     from toprope.training.rollouts.environment_worker import EnvironmentWorker
+    from toprope.training.rollouts.walls import environment_wall
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
     mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write into the current folder
     variables = worker_environment({**worker_variables(workshop.settings().variables), MARK: mark})
     try:
-        async with await EnvironmentWorker.start(
-            entry.environment.interpreter, env=variables, cwd=folder, stderr=output
+        async with await EnvironmentWorker.behind(
+            environment_wall(Walls.of_home(workshop.home), entry.environment),
+            entry.environment.interpreter,
+            env=variables,
+            cwd=folder,
+            stderr=output,
         ) as link:
             source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
             yield link, await link.open(source, timeout=180.0, knobs=knobs)

@@ -1,0 +1,267 @@
+"""The wall around a worker: attacks on it, its exceptions, its fallbacks, and what must still work behind it.
+
+`benchmarks/hostile/environments.py` has all attacks, each with a control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.hostile.environments import compare
+from toprope.records.run.specification import EnvironmentSource
+from toprope.records.walls import ENV_WALLS, Walls
+from toprope.sdk.errors import WorkerDied
+from toprope.sdk.wall import Wall, kernel, level_here, network_refusal, paths, plan
+from toprope.sdk.wall.enclosure import most_tasks
+from toprope.sdk.wall.groups import ProcessGroup
+from toprope.sdk.worker.client import WorkerClient, worker_environment
+from toprope.settings.owner import Home
+from toprope.training.rollouts.walls import environment_wall
+
+landlock = pytest.mark.skipif(level_here()[0] != "landlock", reason="this machine has no Landlock")
+ATTACKS = """
+read_settings read_another_runs_secret read_at_the_interpreters_start read_variables_of_a_keeper
+read_through_a_foreign_root forge_results change_its_own_source copy_memory_of_a_keeper steal_a_descriptor
+trace_a_keeper ask_a_local_daemon open_an_io_ring limit_a_keeper stop_a_keeper make_namespaces_by_clone
+call_out call_out_of_its_own_network leave_a_daemon open_thousands_of_files
+""".split()
+NEEDS_GROUPS = {"leave_a_daemon"}
+NEEDS_NAMESPACES = {"call_out_of_its_own_network"}
+
+
+@landlock
+def test_attacks_succeed_only_without_the_wall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    names = [name for name in ATTACKS if name not in NEEDS_GROUPS or has_groups()]
+    names = [name for name in names if name not in NEEDS_NAMESPACES or not network_refusal("own")]
+    walled, control, canary = asyncio.run(compare(tmp_path / "places", names))
+    assert {name: walled[name].said for name in names if walled[name].succeeded} == {}
+    assert [name for name in names if not control[name].succeeded] == []
+    assert not [name for name in names if canary in walled[name].said]
+
+
+def has_groups() -> bool:
+    group = ProcessGroup.make(8)
+    if group is not None:
+        group.remove()
+    return group is not None
+
+
+USES = """
+import multiprocessing, os, subprocess, sys, tempfile, concurrent.futures
+def work():
+    found = {"home": os.path.expanduser("~"), "tmp": tempfile.gettempdir(), "cwd": os.getcwd()}
+    with open(os.path.join(found["home"], "kept"), "a") as file: file.write("x")
+    found["kept"] = os.path.getsize(os.path.join(found["home"], "kept"))
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(2) as pool: found["pool"] = pool.map(abs, [-1, -2])
+    with fork.Manager() as manager: found["manager"] = list(manager.list([1, 2]))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads: found["threads"] = list(threads.map(abs, [-3]))
+    found["tool"] = subprocess.run(["sh", "-c", "echo $HOME | cat"], capture_output=True, text=True).stdout.strip()
+    import ssl, zoneinfo, socket
+    found["authorities"] = ssl.create_default_context().cert_store_stats()["x509_ca"] > 0
+    found["zone"] = str(zoneinfo.ZoneInfo("Europe/Berlin"))
+    found["name"] = bool(socket.getaddrinfo("localhost", 80))
+    from toprope.sdk.sandbox import run_python
+    found["sandbox"] = run_python("6 * 7", seconds=20).output
+    found["data"] = open(DATA).read()
+    return found
+"""
+
+
+def asked(wall: Wall, file: Path, attribute: str = "work", **options: Any) -> Any:
+    async def ask() -> Any:
+        async with await WorkerClient.start(wall=wall, timeout=60, **options) as worker:
+            made = await worker.call("make", file=str(file), attribute=attribute)
+            [found] = await worker.call("invoke", handle=made["handle"], method="call", calls=[[]], timeout=60)
+            return found, worker.enclosure
+
+    return asyncio.run(ask())
+
+
+@landlock
+def test_ordinary_code_works_behind_the_wall(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("declared")
+    (tmp_path / "code").mkdir()
+    file = tmp_path / "code" / "uses.py"
+    file.write_text(USES.replace("DATA", repr(str(tmp_path / "data.txt"))))
+    home = tmp_path / "homes" / "uses"
+    wall = Wall(reads=(str(file.parent), str(tmp_path / "data.txt")), home=str(home))
+    for times in (1, 2):  # its HOME is kept
+        found, built = asked(wall, file)
+        assert found.pop("kept") == times
+        assert found.pop("home") == found.pop("tool") == str(home)
+        assert found.pop("tmp") == found.pop("cwd") == built.scratch and not os.path.exists(built.scratch)
+        assert found == {
+            **{"pool": [1, 2], "manager": [1, 2], "threads": [3], "authorities": True, "zone": "Europe/Berlin"},
+            **{"name": True, "sandbox": "42\n", "data": "declared"},
+        }
+
+
+READS = "def work():\n    try: return open({path!r}).read()\n    except OSError as error: return type(error).__name__\n"
+
+
+@landlock
+def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_path: Path) -> None:
+    secret = tmp_path / "home" / "runs" / "secret"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("secret")
+    file = tmp_path / "reads.py"
+    file.write_text(READS.format(path=str(secret)))
+    closed = Wall(reads=tuple(paths.source_paths(str(file))), closed=(str(tmp_path / "home"),))
+    assert asked(closed, file)[0] == "PermissionError"
+    assert asked(Wall(reads=(*closed.reads, str(secret)), closed=closed.closed), file)[0] == "secret"
+    assert asked(Wall(reads=closed.reads, closed=closed.closed, trusted=True), file)[0] == "secret"
+
+
+def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toprope.training.rollouts.environment_worker import EnvironmentWorker
+    from toprope.training.rollouts.walls import missing_wall
+
+    for module in ("plan", "enclosure"):
+        monkeypatch.setattr(f"toprope.sdk.wall.{module}.level_here", lambda: ("none", "this kernel has no Landlock"))
+
+    async def started(wall: Wall) -> str:
+        async with await EnvironmentWorker.behind(wall, timeout=60) as worker:
+            return missing_wall(worker)
+
+    assert "can read and change what you can" in asyncio.run(started(Wall()))
+    assert asyncio.run(started(Wall(trusted=True))) == ""
+    with pytest.raises(WorkerDied, match=r"wall.missing: refuse\. Nothing of its code was run"):
+        asyncio.run(started(Wall(required=True)))
+
+
+@pytest.mark.engines
+def test_bubblewrap_stands_in_for_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "landlock_abi", lambda: 0)
+    level_here.cache_clear()
+    try:
+        if level_here()[0] != "bubblewrap":
+            pytest.skip("bubblewrap does not work here")
+        secret = tmp_path / "secret"
+        secret.write_text("secret")
+        (tmp_path / "code").mkdir()
+        file = tmp_path / "code" / "reads.py"
+        file.write_text(READS.format(path=str(secret)))
+        found, built = asked(Wall(reads=(str(file.parent),), required=True), file)
+        assert found == "FileNotFoundError" and built.level == "bubblewrap"
+        assert asked(Wall(reads=(str(file.parent), str(secret))), file)[0] == "secret"
+    finally:
+        level_here.cache_clear()
+
+
+@landlock
+def test_signals_to_the_caller_are_refused_on_older_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Landlock before version 6 lets signals out; the filter then spares the processes above."""
+    monkeypatch.setattr(kernel, "landlock_abi", lambda: 3)
+    file = tmp_path / "signals.py"
+    file.write_text(
+        "import os, subprocess\ndef work():\n"
+        "    child = subprocess.Popen(['sleep', '60']); child.kill(); child.wait()\n"
+        "    try: os.kill(os.getppid(), 0)\n    except PermissionError: return 'refused'\n"
+    )
+    assert asked(Wall(reads=(str(tmp_path),)), file)[0] == "refused"
+
+
+@pytest.mark.skipif(bool(network_refusal("own")), reason="no network namespaces here")
+def test_own_network_reaches_what_its_caller_relays(tmp_path: Path) -> None:
+    file = tmp_path / "dials.py"
+    file.write_text(
+        "import socket\nclass Dials:\n    def dial(self, port):\n"
+        "        try:\n            with socket.create_connection(('127.0.0.1', port), 5) as line:\n"
+        "                line.sendall(b'ping'); line.shutdown(1); return line.recv(9).decode()\n"
+        "        except OSError as error: return type(error).__name__\n"
+    )
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read() + b"!")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            wall = Wall(reads=(str(tmp_path),), network="own")
+            async with await WorkerClient.start(wall=wall, timeout=60) as worker:
+                made = await worker.call("make", file=str(file), attribute="Dials")
+
+                async def dial() -> Any:
+                    return await worker.call("invoke", handle=made["handle"], method="dial", calls=[[port]])
+
+                assert await dial() == ["ConnectionRefusedError"]
+                await worker.reach(f"http://127.0.0.1:{port}/v1")
+                assert await dial() == ["ping!"] and await dial() == ["ping!"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not has_groups(), reason="no control groups can be made here")
+def test_group_counts_processes_and_ends_daemons(tmp_path: Path) -> None:
+    group = ProcessGroup.make(5)
+    assert group is not None
+    program = (
+        "import os, sys, time\nopen(sys.argv[1] + '/cgroup.procs', 'w').write('0')\nmade = 0\n"
+        "try:\n    for made in range(50):\n        if os.fork() == 0: os.setsid(); time.sleep(60)\n"
+        "except OSError: pass\nprint(made, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-I", "-c", program, group.path], stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None and done.stdout.readline() == "4\n" and group.count() <= 5
+        group.remove()
+    assert done.wait(10) is not None and not os.path.exists(group.path) and most_tasks() >= 1024
+
+
+def test_owners_exceptions_reach_the_wall_by_name(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home", tmp_path / "config")
+    (tmp_path / "config").mkdir()
+    home.settings_file.write_text(
+        "wall: {missing: refuse}\nenvironment:\n  old: {trust: yes}\n  corpus: {reads: [data], writes: [/srv/cache]}\n"
+    )
+    walls = Walls.from_variables({ENV_WALLS: Walls.of_home(home).encode()})
+    old, corpus, other = (environment_wall(walls, EnvironmentSource(name=name)) for name in ("old", "corpus", "a/b"))
+    assert old.trusted and not corpus.trusted and not other.trusted and other.required
+    assert corpus.reads == (str(tmp_path / "config" / "data"),) and corpus.writes == ("/srv/cache",)
+    assert other.home == str(tmp_path / "home" / "homes" / "a-b") and str(tmp_path / "home") in other.closed
+    assert environment_wall(Walls(), EnvironmentSource(name="old")).home is None
+
+
+def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "env.py").write_text("")
+    (tmp_path / ".ssh").mkdir()
+    assert set(paths.source_paths(str(tmp_path / "env.py"))) == {str(tmp_path / "env.py")}
+    package = tmp_path / "project" / "package"
+    package.mkdir(parents=True)
+    for file in (package / "__init__.py", package / "env.py", package / "rows.jsonl"):
+        file.write_text("")
+    assert str(tmp_path / "project") in paths.source_paths(str(package / "env.py"))
+    target = {"rows": str(package / "rows.jsonl"), "file": "nothing", "deep": [{"command": ["sh", "-c", "true"]}]}
+    found = paths.data_paths(json.dumps(target))
+    assert str(package / "rows.jsonl") in found and str(tmp_path) not in found
+    assert str(package / "env.py") in paths.data_paths(f"{package}/env.py:Name")
+    assert paths.data_paths("https://example.org/x") == paths.data_paths(None) == []
+    left = paths.without([str(tmp_path)], [str(package)])
+    assert set(left) == {str(tmp_path / "env.py"), str(tmp_path / ".ssh")}
+
+
+def test_variables_that_name_folders_to_write_to_pass_only_if_they_are_writable(tmp_path: Path) -> None:
+    open_plan = plan.Plan(writes=[str(tmp_path / "cache")])
+    given = {"HF_HOME": str(tmp_path / "cache" / "hf"), "XDG_CACHE_HOME": "/elsewhere", "HOME": "/root", "LANG": "C"}
+    found = plan.variables_behind(given, open_plan, "/scratch", "/home/x")
+    assert found.get("HF_HOME") == given["HF_HOME"] and "XDG_CACHE_HOME" not in found
+    assert (found["HOME"], found["TMPDIR"], found["LANG"]) == ("/home/x", "/scratch", "C")
+    assert plan.variables_behind(given, plan.Plan(trusted=True), "/scratch", "/home/x") == given
+
+
+def test_endless_answer_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.sdk.worker.client._LONGEST_LINE", 1 << 16)
+    file = tmp_path / "floods.py"
+    file.write_text("def work(): return 'x' * (1 << 20)\n")
+    with pytest.raises(WorkerDied, match="more than"):
+        asked(Wall(reads=(str(tmp_path),)), file, env=worker_environment())

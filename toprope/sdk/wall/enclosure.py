@@ -1,0 +1,122 @@
+"""One worker's wall as its caller holds it: command line, scratch folder, control group, relay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from toprope.sdk.errors import WorkerDied
+from toprope.sdk.wall.groups import ProcessGroup
+from toprope.sdk.wall.plan import Plan, Wall, command_for, level_here, plan_for, variables_behind
+from toprope.sdk.wall.relay import Relay
+
+__all__ = ["DESCRIPTORS", "Enclosure", "most_tasks"]
+
+DESCRIPTORS = 4096
+"""Open files of one process."""
+_LARGEST_FILE_MB = 1 << 16
+
+
+def most_tasks() -> int:
+    """Processes and threads of a worker with everything that it started."""
+    return max(1024, 32 * (os.cpu_count() or 1))
+
+
+@dataclass
+class Enclosure:
+    """Create it with `Enclosure.prepare`; `remove` ends it, and must follow the end of the worker."""
+
+    command: list[str]
+    variables: dict[str, str]
+    """The worker's whole environment."""
+    cwd: str
+    """Its working directory."""
+    scratch: str
+    """Its folder for temporary files, which ends with it."""
+    home: str
+    level: str
+    """`landlock`, `bubblewrap`, `none`, or `trusted`."""
+    lacks: str
+    """What this machine's wall lacks; empty if nothing."""
+    group: ProcessGroup | None = None
+    relay: Relay | None = None
+
+    @classmethod
+    def prepare(cls, wall: Wall, command: Sequence[str], variables: Mapping[str, str], cwd: str | None) -> Enclosure:
+        """Make everything that a worker's wall needs.
+
+        Args:
+            wall: What the worker may do.
+            command: Its interpreter and arguments.
+            variables: Its environment without a wall.
+            cwd: Its folder; the scratch folder if None.
+
+        Raises:
+            WorkerDied: The wall cannot be built as it is required, or the disk has no room.
+        """
+        python = _absolute(command[0], variables)
+        try:
+            scratch = os.path.realpath(tempfile.mkdtemp(prefix="toprope-worker-"))
+            home = wall.home or os.path.join(scratch, "home")
+            os.makedirs(home, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise WorkerDied(f"The worker gets no folder to write to: {error}") from error
+        made = None
+        try:
+            plan = plan_for(wall, python, variables, writes=[scratch, home, *([cwd] if cwd else [])])
+            plan.descriptors, plan.disk_mb = DESCRIPTORS, _LARGEST_FILE_MB
+            level, lacks = level_here()
+            made = cls(
+                command=[],
+                variables=variables_behind(variables, plan, scratch, home),
+                cwd=cwd or (os.getcwd() if wall.trusted else scratch),
+                scratch=scratch,
+                home=home,
+                level="trusted" if wall.trusted else level,
+                lacks="" if wall.trusted else lacks,
+            )
+            made._fill(plan, wall, [python, *command[1:]])
+        except BaseException:
+            if made is not None:
+                made.remove()
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        return made
+
+    def _fill(self, plan: Plan, wall: Wall, command: Sequence[str]) -> None:
+        self.group = ProcessGroup.make(most_tasks(), wall.memory_mb)
+        if self.group is not None:
+            plan.groups.append(self.group.path)
+        if wall.network == "own":
+            self.relay = Relay()
+            plan.listener_maker = self.relay.theirs
+        self.command = command_for(plan, command, self.cwd)
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """Descriptors that the command inherits and the caller then closes."""
+        return () if self.relay is None else (self.relay.theirs,)
+
+    def kill(self) -> None:
+        """End every process of the worker that the kernel counts as its own."""
+        if self.group is not None:
+            self.group.kill()
+
+    def remove(self) -> None:
+        """End what is left, and remove the scratch folder."""
+        if self.relay is not None:
+            self.relay.close()
+        if self.group is not None:
+            self.group.remove()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _absolute(python: str, variables: Mapping[str, str]) -> str:
+    found = shutil.which(python, path=variables.get("PATH"))
+    if found is None:
+        raise WorkerDied(f"The worker cannot be started by {python}: there is no such program.")
+    return os.path.abspath(found) if python != sys.executable else python

@@ -1,0 +1,263 @@
+"""The last step before a worker's interpreter starts: puts the wall around this process, then becomes the interpreter.
+
+    python -I -S enter.py PLAN argv...
+
+PLAN is a JSON object with the fields of `toprope.sdk.wall.plan.Plan`. No line of user code has run before, also none of
+a site-packages folder. A wall that cannot be built as planned ends the process with 126 before anything of the user's
+starts; the worker's caller gets the reason as its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import kernel  # type: ignore[import-not-found]  # noqa: E402  # beside this file, which runs without packages
+
+UNBUILT = 126
+"""Exit code if the wall cannot be built."""
+
+_PRIVATE, _RECURSIVE, _BIND = 1 << 18, 1 << 14, 1 << 12
+_NO_SUID, _NO_DEVICES = 2, 4
+_AT_CURRENT, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
+_SHARED_MEMORY = "/dev/shm"
+_SET_FLAGS, _UP, _LOOPBACK = 0x8914, 1, b"lo"
+_INTERNET = (socket.AF_INET, getattr(socket, "AF_INET6", 10))
+_NETLINK, _LOCAL = 16, 1
+_PUSH_INPUT, _CONSOLE = 0x5412, 0x541C  # TIOCSTI and TIOCLINUX type into a terminal as its user
+
+_REFUSED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
+    *("perf_event_open", "bpf", "userfaultfd", "fanotify_init", "open_by_handle_at"),
+    *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "mount_setattr", "setns"),
+    *("fsopen", "fsconfig", "fsmount", "fspick", "quotactl", "quotactl_fd", "swapon", "swapoff", "acct"),
+    *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "syslog", "vhangup"),
+    *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname", "iopl", "ioperm"),
+    *("add_key", "request_key", "keyctl", "shmget", "semget", "msgget", "mq_open", "mq_unlink"),
+    *("move_pages", "migrate_pages"),
+)
+"""Calls that reach other processes, shared objects of the user, or the machine. Nothing that computes needs them."""
+_ABSENT = ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3")
+"""Answered as by a kernel without them, since libraries fall back: io_uring evades filters, clone3 hides flags."""
+_OF_OTHERS = (
+    *(("prlimit64", 0), ("sched_setscheduler", 0), ("sched_setparam", 0), ("sched_setattr", 0)),
+    *(("setpriority", 1), ("ioprio_set", 1)),
+)
+"""Calls with the argument that names a process; 0 is the caller."""
+_SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+
+
+def filter_lines(network: str, spared: list[int]) -> list[kernel.Line]:
+    """The filter of system calls.
+
+    Args:
+        network: `allow`, `own` or `deny`.
+        spared: Processes that must get no signal, on kernels whose Landlock does not keep signals in.
+    """
+    refuse, absent = kernel.give(kernel.ERRNO | errno.EPERM), kernel.give(kernel.ERRNO | errno.ENOSYS)
+    no_network, allow = kernel.give(kernel.ERRNO | errno.ENETUNREACH), kernel.give(kernel.ALLOW)
+    lines = kernel.own_architecture(kernel.ERRNO | errno.EPERM)
+    families: list[kernel.Line] = [kernel.argument(0), (kernel.EQUAL, 0, 1, _LOCAL), refuse]
+    if network != "deny":
+        for family in _INTERNET:
+            families += [(kernel.EQUAL, 0, 1, family), allow]
+        # Netlink only to list addresses and routes.
+        families += [(kernel.EQUAL, 0, 3, _NETLINK), kernel.argument(2), (kernel.EQUAL, 0, 1, 0), allow]
+    lines += kernel.when("socket", [*families, no_network])
+    for name in _REFUSED:
+        lines += kernel.when(name, [refuse])
+    for name in _ABSENT:
+        lines += kernel.when(name, [absent])
+    for name in ("clone", "unshare"):
+        lines += kernel.when(name, [kernel.argument(0), (kernel.SOME, 0, 1, _namespaces(name)), refuse, allow])
+    for name, place in _OF_OTHERS:
+        lines += kernel.when(name, [kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
+    typing = [kernel.argument(1), *_one_of((_PUSH_INPUT, _CONSOLE), refuse), allow]
+    lines += kernel.when("ioctl", typing)
+    if spared:
+        targets = [0xFFFFFFFF, *(pid & 0xFFFFFFFF for one in spared for pid in (one, -one))]
+        for name in _SIGNALS:
+            lines += kernel.when(name, [kernel.argument(0), *_one_of(targets, refuse), allow])
+        lines += kernel.when("pidfd_send_signal", [refuse])
+    return [*lines, allow]
+
+
+def _namespaces(name: str) -> Any:
+    # In clone the lowest bits are a signal, so a namespace of time cannot be asked for there.
+    return kernel.NEW_NAMESPACES & ~0xFF if name == "clone" else kernel.NEW_NAMESPACES
+
+
+def _one_of(values: Any, answer: kernel.Line) -> list[kernel.Line]:
+    return [line for value in values for line in ((kernel.EQUAL, 0, 1, value), answer)]
+
+
+def limit(plan: dict[str, Any]) -> None:
+    """Set what the kernel bounds per process, and join the group of processes that is bounded together."""
+    import resource
+
+    for place in plan["groups"]:
+        with open(os.path.join(place, "cgroup.procs"), "w") as file:
+            file.write("0")
+    bounds = [
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_NOFILE", plan["descriptors"]),
+        ("RLIMIT_FSIZE", plan["disk_mb"] << 20),
+        ("RLIMIT_DATA", plan["memory_mb"] << 20),
+    ]
+    for name, value in bounds:
+        kind = getattr(resource, name, None)
+        if kind is None or (not value and name != "RLIMIT_CORE"):
+            continue
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS lacks some
+            resource.setrlimit(kind, (value, value))
+
+
+def unshare(kinds: int) -> None:
+    """Move this process to new namespaces of these kinds; to a new user namespace as well if that is needed.
+
+    Raises:
+        OSError: It is forbidden here.
+    """
+    try:
+        kernel.call("unshare", kinds)
+    except OSError:
+        user, group = os.getuid(), os.getgid()
+        kernel.call("unshare", kinds | kernel.NEW_USER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+
+def close_mounts(writes: list[str]) -> None:
+    """Make every file system read-only here except `writes`, and give this process a shared memory of its own.
+
+    Landlock does not govern the attributes of files (chmod, chown, times), a read-only mount does.
+
+    Raises:
+        OSError: It is forbidden here.
+    """
+    unshare(kernel.NEW_MOUNTS)
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    for place in writes:
+        if os.path.isdir(place) and place != _SHARED_MEMORY:
+            _mount(place, place, None, _BIND | _RECURSIVE)
+    _read_only("/", True)
+    if os.path.isdir(_SHARED_MEMORY):
+        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777")
+    for place in writes:
+        if os.path.isdir(place) and place != _SHARED_MEMORY:
+            _read_only(place, False)
+    os.chdir(os.getcwd())  # through the new mounts
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: bytes | None = None) -> None:
+    texts = [None if text is None else ctypes.c_char_p(os.fsencode(text)) for text in (source, target, kind)]
+    kernel.call("mount", *texts, ctypes.c_ulong(flags), data if data is None else ctypes.c_char_p(data))
+
+
+def _read_only(place: str, is_so: bool) -> None:
+    attributes = struct.pack("QQQQ", _READ_ONLY if is_so else 0, 0 if is_so else _READ_ONLY, 0, 0)
+    path, size = ctypes.c_char_p(os.fsencode(place)), ctypes.c_size_t(len(attributes))
+    kernel.call("mount_setattr", _AT_CURRENT, path, _AT_RECURSIVE, ctypes.c_char_p(attributes), size)
+
+
+def own_network(listener_maker: int) -> None:
+    """Move to a network with nothing but a loopback interface.
+
+    Args:
+        listener_maker: Descriptor of a socket over which the caller asks for listeners in this network.
+    """
+    unshare(kernel.NEW_NETWORK)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", _LOOPBACK, _UP))
+    if listener_maker < 0:
+        return
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.fork() == 0:  # a grandchild: the worker has no child that it did not start
+                _make_listeners(listener_maker)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(listener_maker)
+
+
+def _make_listeners(asked: int) -> None:
+    """Answer each port, two bytes, with a socket that listens on it in this network, until the caller has gone."""
+    kernel.hide_memory()
+    for stream in (0, 1, 2):
+        os.close(stream)
+    with socket.socket(fileno=asked) as caller:
+        while len(data := caller.recv(2)) == 2:
+            try:
+                with socket.create_server(("127.0.0.1", struct.unpack("!H", data)[0]), backlog=256) as server:
+                    socket.send_fds(caller, [b"+"], [server.fileno()])
+            except OSError as error:
+                caller.send(b"-" + str(error).encode()[:200])
+
+
+def rules(plan: dict[str, Any]) -> list[tuple[str, int]]:
+    """The files that stay within reach, with the rights to them."""
+    device = kernel.READ_FILE | kernel.WRITE_FILE | kernel.IOCTL_DEV | kernel.READ_DIR
+    shared = kernel.READ | kernel.CHANGE
+    return [
+        *((path, kernel.READ) for path in plan["reads"]),
+        *((path, shared) for path in plan["writes"]),
+        *((path, device) for path in plan["devices"]),
+    ]
+
+
+def build(plan: dict[str, Any]) -> None:
+    """Put the wall around this process.
+
+    Raises:
+        OSError: A part of it cannot be built.
+    """
+    limit(plan)
+    if plan["network"] == "own":
+        own_network(plan["listener_maker"])
+    if plan["landlock"] and plan["mounts"]:
+        # Landlock alone is the wall; where namespaces are forbidden, attributes of files stay as they are.
+        with contextlib.suppress(OSError):
+            close_mounts(plan["writes"])
+    if plan["trusted"] and plan["network"] != "deny":
+        return
+    if kernel.why_unsupported():
+        return
+    kernel.forbid_new_privileges()
+    if plan["landlock"]:
+        kernel.drop_capabilities()
+        kernel.restrict_files(rules(plan), plan["landlock"])
+    spared = plan["spared"] if plan["landlock"] < 6 else []
+    kernel.install_filter(filter_lines(plan["network"], spared))
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    try:
+        build(plan)
+    except (OSError, ValueError) as error:
+        os.write(2, f"The wall around this worker cannot be built: {error}. Nothing of its code was run.\n".encode())
+        os._exit(UNBUILT)
+    command = sys.argv[2:]
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The files that a worker may use: those of the system, of its interpreter, of its own code and data.
+
+Everything is computed from names and metadata; no user code runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["DEVICES", "SYSTEM", "data_paths", "interpreter_paths", "source_paths", "without"]
+
+_ETC = (
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "alternatives", "os-release", "debian_version"),
+    *("resolv.conf", "hosts", "host.conf", "hostname", "nsswitch.conf", "gai.conf", "services", "protocols"),
+    *("ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "ca-certificates", "ca-certificates.conf", "pki/tls/certs"),
+    *("pki/ca-trust", "crypto-policies", "localtime", "timezone", "locale.alias", "locale.conf", "default/locale"),
+    *("passwd", "group", "mime.types", "magic", "fonts", "matplotlibrc", "ImageMagick-6", "python3", "terminfo"),
+    *("inputrc", "profile", "bash.bashrc", "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "OpenCL"),
+)
+_SYS = ("devices/system", "devices/virtual/dmi", "fs/cgroup", "class", "bus/pci", "module", "kernel/mm", "dev")
+
+SYSTEM: tuple[str, ...] = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store", "/opt/rocm"),
+    *("/opt/intel", "/System", "/Library", "/proc", "/run/systemd/resolve", "/var/cache/fontconfig"),
+    *(f"/etc/{name}" for name in _ETC),
+    *(f"/sys/{name}" for name in _SYS),
+)
+"""Readable for every worker. Landlock itself closes the memory and the variables of other processes below /proc."""
+
+DEVICES: tuple[str, ...] = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_ACCELERATORS = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri", "/dev/dxg")
+_DEEPEST = 6
+"""Folders between a root and a closed place below it that are listed one by one."""
+
+
+def devices() -> list[str]:
+    """The devices that a worker may use, accelerators among them."""
+    return [*DEVICES, *(path for pattern in _ACCELERATORS for path in glob.glob(pattern))]
+
+
+def interpreter_paths(python: str) -> list[str]:
+    """Everything that an interpreter reads: its environment, the installation below it, packages in other places.
+
+    Args:
+        python: Its absolute path.
+    """
+    return list(_installation(python))
+
+
+@functools.lru_cache(maxsize=32)
+def _installation(python: str) -> tuple[str, ...]:
+    places = [python, os.path.realpath(python)]
+    for place in (os.path.dirname(python), os.path.dirname(os.path.dirname(python))):
+        configuration = os.path.join(place, "pyvenv.cfg")
+        if os.path.isfile(configuration):
+            places += [place, *_elsewhere(place)]
+            places += _prefix(os.path.join(_home_of(configuration), "python"))
+    places += _prefix(os.path.realpath(python))
+    if os.path.abspath(python) == os.path.abspath(sys.executable):
+        places += [place for place in (sys.prefix, sys.base_prefix, sys.exec_prefix) if not _is_broad(place)]
+    return tuple(dict.fromkeys(place for place in places if place))
+
+
+def _prefix(python: str) -> list[str]:
+    prefix = os.path.dirname(os.path.dirname(python))
+    return [prefix] if prefix and not _is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+
+
+def _home_of(configuration: str) -> str:
+    try:
+        with open(configuration, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition("=")
+                if name.strip().lower() == "home":
+                    return value.strip()
+    except OSError:
+        pass
+    return ""
+
+
+def _elsewhere(prefix: str) -> Iterator[str]:
+    """Yield folders outside an environment that its packages are imported from: editable installs and .pth files."""
+    for site in glob.glob(os.path.join(prefix, "lib*", "python3*", "site-packages")):
+        for file in glob.glob(os.path.join(site, "*.pth")):
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    place = os.path.join(site, line.strip())
+                    if line.strip() and not line.startswith(("import ", "import\t", "#")) and os.path.isdir(place):
+                        yield place
+        for file in glob.glob(os.path.join(site, "*.dist-info", "direct_url.json")):
+            try:
+                with open(file, encoding="utf-8") as text:
+                    said = json.load(text)
+                url = str(said["url"])
+                editable = bool(said["dir_info"].get("editable"))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue
+            if editable and url.startswith("file:///"):
+                from urllib.parse import unquote
+
+                yield unquote(url.removeprefix("file://"))
+
+
+def source_paths(file: str) -> list[str]:
+    """A file with the folder that it imports from; of a folder as broad as a HOME only its Python files."""
+    folder = os.path.dirname(os.path.abspath(file))
+    if _is_broad(folder):
+        return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
+    while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(os.path.dirname(folder)):
+        folder = os.path.dirname(folder)
+    return [file, folder]
+
+
+def data_paths(target: str | None) -> list[str]:
+    """The files that an adapter's target names: absolute paths, alone, with `:attribute` or `@name`, or in JSON.
+
+    Commands in it are found like a shell finds them.
+    """
+    if not target:
+        return []
+    try:
+        said = json.loads(target) if target.lstrip().startswith("{") else target
+    except ValueError:
+        said = target
+    return list(dict.fromkeys(path for text in _texts(said) for path in _named(text)))
+
+
+def _texts(said: Any) -> Iterator[str]:
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, dict):
+        for key, value in said.items():
+            if key == "command" and value:
+                word = value[0] if isinstance(value, list) else value
+                yield shutil.which(str(word)) or ""
+            yield from _texts(value)
+    elif isinstance(said, list):
+        for one in said:
+            yield from _texts(one)
+
+
+def _named(text: str) -> list[str]:
+    if not text.startswith("/"):
+        return []
+    for mark in ("", ":", "@"):
+        path = text.rpartition(mark)[0] if mark else text
+        if path and os.path.exists(path):
+            if os.path.isfile(path) and path.endswith(".py"):
+                return source_paths(path)
+            if os.path.isfile(path) and os.access(path, os.X_OK):
+                return [path, *_prefix(os.path.realpath(path))]
+            return [path]
+    return []
+
+
+def _is_broad(folder: str) -> bool:
+    """True if a folder holds more than one program: a HOME, one above it, or a place of temporary files."""
+    folder = os.path.realpath(folder or "/")
+    home = os.path.realpath(os.path.expanduser("~"))
+    return folder in ("/tmp", "/var/tmp", "/dev/shm", "/home", "/Users") or is_within(home, folder)
+
+
+def is_within(path: str, folder: str) -> bool:
+    """True if `path` is `folder` or below it; both are real paths."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:
+    """The places with everything in them except what is closed.
+
+    Args:
+        places: Files and folders that may be used.
+        closed: Files and folders that may not, except where a place lies within one: it was asked for by name.
+
+    A folder that holds a closed one is replaced by its other entries, as they are now.
+    """
+    shut = [os.path.realpath(path) for path in closed]
+    found: list[str] = []
+
+    def add(path: str, depth: int) -> None:
+        real = os.path.realpath(path)
+        if not any(is_within(one, real) for one in shut):
+            found.append(path)
+        elif real not in shut and depth < _DEEPEST:
+            try:
+                names = os.listdir(path)
+            except OSError:
+                return
+            for name in names:
+                add(os.path.join(path, name), depth + 1)
+
+    for place in places:
+        add(place, 0)
+    return found
