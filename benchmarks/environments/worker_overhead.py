@@ -24,10 +24,12 @@ from typing import Any
 from benchmarks.scratch import scratch
 from toprope.sdk.authoring.loading import load
 from toprope.sdk.rollouts import Rollout, configure, grouped, score_together
+from toprope.sdk.wall import Wall
+from toprope.sdk.wall.paths import data_paths, source_paths
 from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import TaskSplits
 
-__all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import"]
+__all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import", "wall_cost"]
 
 GROUP = 16
 _WARM = 5
@@ -85,7 +87,8 @@ async def measure(
     environment = configure(load(source).environment)
     splits = TaskSplits(environment)
     here, there = [], []
-    async with await WorkerClient.start(interpreter, timeout=60) as link:
+    wall = Wall(reads=_reads(source))
+    async with await WorkerClient.start(interpreter, wall=wall, timeout=60) as link:
         await link.call("open", source=dict(source), timeout=120)
         for index in range(groups + _WARM):
             task = splits.get("train", index)[0]
@@ -132,25 +135,59 @@ async def start_over_import(source: Mapping[str, Any], package: str, *, times: i
         timed = f"import time; began = time.perf_counter(); import {package}; print(time.perf_counter() - began)"
         ran = subprocess.run([sys.executable, "-P", "-c", timed], check=True, capture_output=True, text=True)
         began = time.perf_counter()
-        async with await WorkerClient.start(timeout=60) as link:
+        async with await WorkerClient.start(wall=Wall(reads=_reads(source)), timeout=60) as link:
             await link.call("card", source=dict(source), timeout=120)
             whole.append(time.perf_counter() - began)
         alone.append(float(ran.stdout.splitlines()[-1]))
     return min(whole) - min(alone)
 
 
-async def _measured() -> tuple[list[Overhead], float]:
+def _reads(source: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*(source_paths(source["file"]) if source.get("file") else ()), *data_paths(source.get("target")))
+
+
+async def wall_cost(*, times: int = 15, calls: int = 300) -> dict[str, float]:
+    """Return what the wall adds: milliseconds to a worker's start, and to a call.
+
+    Workers with and without a wall start in turn, so that the machine's load is in both. Medians.
+
+    Args:
+        times: Workers of each kind.
+        calls: Calls to each.
+    """
+    starts: dict[bool, list[float]] = {True: [], False: []}
+    each: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * times + 2):
+        walled = number % 2 == 0
+        began = time.perf_counter()
+        async with await WorkerClient.start(wall=Wall() if walled else None, timeout=60) as link:
+            if number < 2:
+                continue  # the first of each kind fills caches
+            starts[walled].append((time.perf_counter() - began) * 1000)
+            began = time.perf_counter()
+            for _ in range(calls):
+                await link.call("ping")
+            each[walled].append((time.perf_counter() - began) * 1000 / calls)
+    return {
+        "start_ms": round(statistics.median(starts[False]), 2),
+        "wall_start_ms": round(statistics.median(starts[True]) - statistics.median(starts[False]), 2),
+        "wall_call_ms": round(statistics.median(each[True]) - statistics.median(each[False]), 4),
+    }
+
+
+async def _measured() -> tuple[list[Overhead], float, dict[str, float]]:
     with scratch("worker-overhead") as folder:
         there = sources(folder)
+        wall = await wall_cost()
         found = [await measure(name, source) for name, source in there.items()]
-        return found, await start_over_import(there["reasoning_gym"], "reasoning_gym")
+        return found, await start_over_import(there["reasoning_gym"], "reasoning_gym"), wall
 
 
 def overhead() -> dict[str, Any]:
     """Measure and print; the figures: `worker_overhead_ms` of the worst environment (limit 1), and
-    `worker_start_over_import_s` (limit 0.3).
+    `worker_start_over_import_s` (limit 0.3), and what the wall adds: `wall_start_ms` (limit 50), `wall_call_ms` (0.1).
     """
-    found, start = asyncio.run(_measured())
+    found, start, wall = asyncio.run(_measured())
     print(f"{'ms a rollout':<16}{'in process':>12}{'worker':>10}{'added':>10}{'p90 added':>12}   groups of {GROUP}")
     for one in found:
         print(
@@ -158,7 +195,11 @@ def overhead() -> dict[str, Any]:
             f"{one.worst_ms:>12.3f}"
         )
     print(f"a worker's start with reasoning_gym, over importing the package: {start:.3f} s")
+    print(
+        f"the wall adds {wall['wall_start_ms']} ms to a start ({wall['start_ms']} ms), {wall['wall_call_ms']} ms a call"
+    )
     return {
+        **wall,
         "worker_overhead_ms": max(one.worker_overhead_ms for one in found),
         "worker_overhead_by_environment": [asdict(one) for one in found],
         "worker_start_over_import_s": round(start, 4),

@@ -83,14 +83,12 @@ def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: st
     assert rule in flags(report), report.findings
 
 
-def test_check_reports_and_deletes_files_of_environment(tmp_path: Path) -> None:
-    report = checked(
-        tmp_path,
-        "    def setup(self):\n        open('litter', 'w').close()\n"
-        f"        open({str(tmp_path / 'where')!r}, 'w').write(os.getcwd())\n",
-    )
+def test_check_reports_and_deletes_files_of_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    report = checked(tmp_path, "    def setup(self):\n        open('litter', 'w').close()\n")
     assert {finding.rule for finding in report.findings} == {"leaves_files"}
-    assert not os.path.exists((tmp_path / "where").read_text())
+    assert not os.listdir(tmp_path / "temporary")
 
 
 def test_check_stays_within_its_time_and_names_skipped_parts(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Enclosure:
     cwd: str
     """Its working directory."""
     scratch: str
-    """Its folder for temporary files, which ends with it."""
+    """Its folder for temporary files, which ends with it; empty if the disk is full."""
     home: str
     level: str
     """`landlock`, `bubblewrap`, `none`, or `trusted`."""
@@ -59,21 +59,16 @@ class Enclosure:
             WorkerDied: The wall cannot be built as it is required, or the disk has no room.
         """
         python = _absolute(command[0], variables)
-        try:
-            scratch = os.path.realpath(tempfile.mkdtemp(prefix="toprope-worker-"))
-            home = wall.home or os.path.join(scratch, "home")
-            os.makedirs(home, mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise WorkerDied(f"The worker gets no folder to write to: {error}") from error
+        scratch, home = _folders(wall)
         made = None
         try:
-            plan = plan_for(wall, python, variables, writes=[scratch, home, *([cwd] if cwd else [])])
+            plan = plan_for(wall, python, variables, writes=[place for place in (scratch, home, cwd) if place])
             plan.descriptors, plan.disk_mb = DESCRIPTORS, _LARGEST_FILE_MB
             level, lacks = level_here()
             made = cls(
                 command=[],
                 variables=variables_behind(variables, plan, scratch, home),
-                cwd=cwd or (os.getcwd() if wall.trusted else scratch),
+                cwd=cwd or (os.getcwd() if wall.trusted else scratch or "/"),
                 scratch=scratch,
                 home=home,
                 level="trusted" if wall.trusted else level,
@@ -83,7 +78,8 @@ class Enclosure:
         except BaseException:
             if made is not None:
                 made.remove()
-            shutil.rmtree(scratch, ignore_errors=True)
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
             raise
         return made
 
@@ -112,7 +108,22 @@ class Enclosure:
             self.relay.close()
         if self.group is not None:
             self.group.remove()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _folders(wall: Wall) -> tuple[str, str]:
+    """Make a worker's scratch folder and HOME; empty on a full disk, where a worker that writes nothing still works."""
+    try:
+        scratch = os.path.realpath(tempfile.mkdtemp(prefix="toprope-worker-"))
+    except OSError:
+        return "", wall.home or ""
+    home = wall.home or os.path.join(scratch, "home")
+    try:
+        os.makedirs(home, mode=0o700, exist_ok=True)
+    except OSError:
+        home = scratch
+    return scratch, home
 
 
 def _absolute(python: str, variables: Mapping[str, str]) -> str:

@@ -2,23 +2,24 @@
 
     python -I -S enter.py PLAN argv...
 
-PLAN is a JSON object with the fields of `toprope.sdk.wall.plan.Plan`. No line of user code has run before, also none of
+PLAN has the fields of `toprope.sdk.wall.plan.Plan`, as `marshal` writes them, in hexadecimal: it comes from the same
+interpreter, and every import here costs each worker's start. No line of user code has run before, also none of
 a site-packages folder. A wall that cannot be built as planned ends the process with 126 before anything of the user's
 starts; the worker's caller gets the reason as its last words.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
-import json
+import marshal
 import os
-import socket
 import struct
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import kernel  # type: ignore[import-not-found]  # noqa: E402  # beside this file, which runs without packages
@@ -31,8 +32,7 @@ _NO_SUID, _NO_DEVICES = 2, 4
 _AT_CURRENT, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
 _SHARED_MEMORY = "/dev/shm"
 _SET_FLAGS, _UP, _LOOPBACK = 0x8914, 1, b"lo"
-_INTERNET = (socket.AF_INET, getattr(socket, "AF_INET6", 10))
-_NETLINK, _LOCAL = 16, 1
+_LOCAL, _INTERNET, _NETLINK = 1, (2, 10), 16
 _PUSH_INPUT, _CONSOLE = 0x5412, 0x541C  # TIOCSTI and TIOCLINUX type into a terminal as its user
 
 _REFUSED = (
@@ -119,8 +119,10 @@ def limit(plan: dict[str, Any]) -> None:
             continue
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        with contextlib.suppress(OSError, ValueError):  # macOS lacks some
+        try:
             resource.setrlimit(kind, (value, value))
+        except (OSError, ValueError):
+            continue  # macOS lacks some
 
 
 def unshare(kinds: int) -> None:
@@ -178,6 +180,9 @@ def own_network(listener_maker: int) -> None:
     Args:
         listener_maker: Descriptor of a socket over which the caller asks for listeners in this network.
     """
+    import fcntl
+    import socket
+
     unshare(kernel.NEW_NETWORK)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", _LOOPBACK, _UP))
@@ -196,6 +201,8 @@ def own_network(listener_maker: int) -> None:
 
 def _make_listeners(asked: int) -> None:
     """Answer each port, two bytes, with a socket that listens on it in this network, until the caller has gone."""
+    import socket
+
     kernel.hide_memory()
     for stream in (0, 1, 2):
         os.close(stream)
@@ -230,8 +237,10 @@ def build(plan: dict[str, Any]) -> None:
         own_network(plan["listener_maker"])
     if plan["landlock"] and plan["mounts"]:
         # Landlock alone is the wall; where namespaces are forbidden, attributes of files stay as they are.
-        with contextlib.suppress(OSError):
+        try:
             close_mounts(plan["writes"])
+        except OSError:
+            pass
     if plan["trusted"] and plan["network"] != "deny":
         return
     if kernel.why_unsupported():
@@ -245,7 +254,7 @@ def build(plan: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    plan = json.loads(sys.argv[1])
+    plan = marshal.loads(bytes.fromhex(sys.argv[1]))
     try:
         build(plan)
     except (OSError, ValueError) as error:

@@ -5,12 +5,17 @@ Toprope. Numbers and layouts: kernel.org, userspace-api/landlock and userspace-a
 calls of x86_64 and aarch64.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import stat
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+
+TYPE_CHECKING = False  # typing would cost each worker's start
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 ALLOW, ERRNO, KILL, NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 LOAD, EQUAL, AT_LEAST, SOME, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06

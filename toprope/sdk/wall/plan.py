@@ -9,7 +9,7 @@ interpreter starts, so that also packages which run code at its start are behind
 from __future__ import annotations
 
 import functools
-import json
+import marshal
 import os
 import shutil
 import subprocess
@@ -176,7 +176,7 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
 
 
 def _entering(plan: Plan) -> list[str]:
-    return [sys.executable, "-I", "-S", str(_ENTER), json.dumps(asdict(plan))]
+    return [sys.executable, "-I", "-S", str(_ENTER), marshal.dumps(asdict(plan)).hex()]
 
 
 def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, home: str) -> dict[str, str]:
@@ -200,5 +200,6 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
     if os.path.isdir(os.path.join(users, "lib")) and users in plan.reads:
         kept.setdefault("PYTHONUSERBASE", users)
     kept["TOPROPE_WALLED"] = "1"
-    kept |= {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
+    own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
+    kept |= {name: place or "/nonexistent" for name, place in own.items()}
     return kept

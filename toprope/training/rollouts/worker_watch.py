@@ -102,7 +102,11 @@ async def watch_worker(worker: WorkerClient, memory_mb: int = 0, poll_s: float =
     limit_mb = memory_mb or _MEMORY_SHARE * psutil.virtual_memory().total / _MB
     named = f"environment.memory_mb ({memory_mb})" if memory_mb else f"this machine can spare ({limit_mb:.0f})"
     built, looks = worker.enclosure, 0
-    disk = None if built is None else await asyncio.to_thread(DiskWatch, [built.scratch, built.home])
+    disk = (
+        None
+        if built is None
+        else await asyncio.to_thread(DiskWatch, [place for place in (built.scratch, built.home) if place])
+    )
     while worker.alive:
         used = used_by(worker.pid)
         if used.memory_mb > limit_mb:
