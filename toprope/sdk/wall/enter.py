@@ -141,6 +141,17 @@ def unshare(kinds: int) -> None:
                 file.write(text)
 
 
+def limit_tasks(tasks: int) -> None:
+    """Limit processes and threads where the kernel counts those of this wall alone: in a user namespace of its own. The
+    limit does not hold for root, who gets a control group instead."""
+    import resource
+
+    with open("/proc/self/uid_map") as file:
+        has_own_users = file.read().split() != ["0", "0", "4294967295"]
+    if tasks and has_own_users and os.getuid():
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
+
+
 def close_mounts(writes: list[str]) -> None:
     """Make every file system read-only here except `writes`, and give this process a shared memory of its own.
 
@@ -239,7 +250,8 @@ def build(plan: dict[str, Any]) -> None:
         # Landlock alone is the wall; where namespaces are forbidden, attributes of files stay as they are.
         try:
             close_mounts(plan["writes"])
-        except OSError:
+            limit_tasks(plan["tasks"])
+        except (OSError, ValueError):
             pass
     if plan["trusted"] and plan["network"] != "deny":
         return

@@ -79,6 +79,8 @@ class Plan:
     disk_mb: int = 0
     """Largest file in MB; 0: no limit."""
     descriptors: int = 0
+    tasks: int = 0
+    """Most processes and threads; 0: no limit."""
     groups: list[str] = field(default_factory=list)
     """Control groups to join."""
     spared: list[int] = field(default_factory=list)
