@@ -1,24 +1,29 @@
-"""Measure diagnosis on labelled runs: `make bench-findings`.
+"""Measure if a run's answers name its faults: `make bench-findings`.
 
-Some fifty short real CPU runs with the embedded policy, healthy and faulty ones, each with a label that it got before
-it was ever run (`cases.py`). Half of each label's runs were kept out while the rules were tuned; the figures are
-theirs. A faulty run counts as named if, before half of its steps, the finding that an agent would act on (the gravest
-open finding, or the gravest reported one if none is open) is a rule that names its label. Every run has a real keeper
-and crew; findings are read from its events, as an agent sees them. Estimated time: twenty minutes on two quiet cores;
-needs nothing else.
+    python -P -m benchmarks findings [--seed N] [--drafts 30] [--healthy N] [--mended N] [--seconds 60] [--at-once 2]
+        [--keep FOLDER]
 
-    python -P -m benchmarks.findings.findings [--half heldout|tuning] [--only NAME ...] [--keep FOLDER] [--at-once 2]
+Drafts are drawn by a seed: the preset with one to three harmful and four harmless changes, on three environments, under
+the shipped locks; `harm.json` says what each change costs alone and how that was measured. A draft is named if all its
+harmful fields and no harmless one are among the first three causes in the answer of get_results. A healthy draft has
+four harmless changes; it is accused if its answer names any cause. A draft is mended if a script that forks the run,
+applies the answer's first advice and starts it again, at most twice, reaches the 95 % interval of the preset's runs
+(its lower end) with the preset's budget and in at most a quarter more seconds of training.
+
+control: naming the first three fields that differ from the preset; it must stay below 0.3.
+
+Estimated time: 60 minutes on two quiet cores; `--drafts 6` takes a fifth. Needs nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import random
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,152 +31,160 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.findings.cases import CASES, RIGHT, STEPS, Case, heldout
-from benchmarks.findings.runs import Played, play
+from benchmarks.findings.changes import ENVIRONMENTS, Draft, draw, read_harm
+from benchmarks.findings.runs import Done, Runner
 from benchmarks.scratch import scratch
-from toprope.analysis.findings import diagnose, headline
-from toprope.records.run.metrics import read_rows
-from toprope.records.run.specification import Specification
-from toprope.records.run.status import Finding
 
-__all__ = ["Verdict", "judge", "main"]
+__all__ = ["main", "named"]
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """The diagnosis of a run: the rule `named` by its half (None: no finding), at which step, and all criticals and
-    warnings of the whole run.
-    """
-
-    named: str | None
-    step: int | None
-    right: bool
-    criticals: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
+_FIRST = 3
+"""Causes of an answer that count."""
+_MOST_MENDS = 2
+_CONTROL_BELOW = 0.3
+_MORE_SECONDS = 1.25
 
 
-def judge(case: Case, told: Sequence[Finding], half: float = STEPS / 2) -> Verdict:
-    """Compare the findings of a run with its label.
+@dataclass
+class Result:
+    """A draft with its run, and the runs that mend it."""
+
+    draft: Draft
+    run: Done
+    mends: list[Done]
+    mended: bool | None = None
+
+    @property
+    def fields(self) -> list[list[str]]:
+        """Fields of each cause that the answer names."""
+        return [list(cause["fields"]) for cause in self.run.causes]
+
+
+def named(draft: Draft, causes: Iterable[Iterable[str]]) -> bool:
+    """Return True if the first three causes name all harmful and no harmless fields of a draft.
 
     Args:
-        case: The run.
-        told: Its findings, oldest first.
-        half: The step at which half of the run is over.
+        causes: The fields of each cause, likeliest first.
     """
-    early = [finding for finding in told if (finding.step or 0) <= half]
-    found = headline(early) or headline([finding for finding in early if finding.level != "over"])
-    criticals, warnings = (
-        tuple(dict.fromkeys(finding.rule for finding in told if finding.level == level))
-        for level in ("critical", "warning")
-    )
-    if case.label == "healthy":
-        right = not criticals
-    else:
-        right = found is not None and found.rule in RIGHT[case.label]
-    return Verdict(found.rule if found else None, found.step if found else None, right, criticals, warnings)
+    found = {field for cause in list(causes)[:_FIRST] for field in cause}
+    return set(draft.harmful) <= found and not found & set(draft.harmless)
 
 
 def main() -> int:
     """Print the table and the figures."""
     options = _options()
-    apart = heldout()
-    cases = [
-        case
-        for case in CASES
-        if (not options.only or case.name in options.only)
-        and (options.half is None or (case.name in apart) == (options.half == "heldout"))
-    ]
-    console = Console(stderr=True, highlight=False)
-    began = time.monotonic()
-    with scratch("findings", options.keep and Path(options.keep)) as home:
-        results: list[tuple[Case, Played, Verdict]] = []
+    began, console = time.monotonic(), Console(stderr=True, highlight=False)
+    drafts = draw(options.seed, options.drafts, options.healthy, read_harm())
+    with scratch("findings", options.keep) as home:
+        runner = Runner(home, options.seconds)
+        presets = _presets(runner, drafts, options.at_once, console)
 
-        def one(case: Case) -> None:
-            played = play(case, home)
-            verdict = judge(case, played.told)
-            results.append((case, played, verdict))
-            mark = "ok " if verdict.right else "BAD"
-            said = f"{verdict.named} at step {verdict.step}, {played.status.state}, {played.seconds:.0f} s"
-            console.print(f"{mark} {len(results)}/{len(cases)} {case.label}: {case.name}, {said}", soft_wrap=True)
+        def one(draft: Draft) -> Result:
+            result = Result(draft, runner.train(draft.environment, draft.changes, draft.name), [])
+            said = "; ".join(",".join(fields) for fields in result.fields) or "nothing"
+            console.print(
+                f"{draft.name}: harmful {draft.harmful}, named {said}, {result.run.seconds:.0f} s", soft_wrap=True
+            )
+            return result
 
-        # The first run makes the embedded policy; a second at the same time would only wait for it.
-        one(cases[0])
-        with ThreadPoolExecutor(options.at_once) as pool:
-            list(pool.map(one, cases[1:]))
-        cost = _milliseconds_a_row([played for _, played, _ in results])
-    results.sort(key=lambda result: CASES.index(result[0]))
-    Console(width=150).print(_table(results, apart))
-    figures = _figures(results, apart) | {
-        "diagnosis_ms_a_step": round(cost, 4),
+        results = runner.each(one, drafts, options.at_once)
+        sick = [result for result in results if result.draft.harmful]
+        runner.each(lambda result: _mend(runner, result, presets, console), sick[: options.mended], options.at_once)
+    Console(width=160).print(_table(results))
+    figures = _figures(results) | {
+        "seed": options.seed,
+        "drafts": len(sick),
+        "training_seconds_a_run": options.seconds,
+        "preset_low": {name: round(min(run.low or 0.0 for run in runs), 4) for name, runs in presets.items()},
+        "load": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps(figures))
-    return 0
+    control = figures["control_share"]
+    return 0 if control is None or control < _CONTROL_BELOW else 1
 
 
-def _figures(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str]) -> dict[str, Any]:
-    def of(kept_out: bool) -> dict[str, Any]:
-        own = [(case, verdict) for case, _, verdict in results if (case.name in apart) == kept_out]
-        sick = [verdict for case, verdict in own if case.label != "healthy"]
-        right = [verdict for verdict in sick if verdict.right]
-        return {
-            "runs": len(own),
-            "sick_runs": len(sick),
-            "healthy_called_critical": sum(bool(v.criticals) for case, v in own if case.label == "healthy"),
-            "healthy_warned": sum(bool(v.warnings) for case, v in own if case.label == "healthy"),
-            "sick_named_right_share": round(len(right) / len(sick), 4) if sick else None,
-            "median_step_named": statistics.median(verdict.step or 0 for verdict in right) if right else None,
-        }
+def _presets(runner: Runner, drafts: list[Draft], at_once: int, console: Console) -> dict[str, list[Done]]:
+    """Train the preset with two seeds on every environment that has drafts."""
+    names = [name for name in ENVIRONMENTS if any(draft.environment == name for draft in drafts)]
+    tasks = [(name, seed) for seed in (0, 1) for name in names]
 
-    kept_out, tuned = of(True), of(False)
+    def one(task: tuple[str, int]) -> Done:
+        name, seed = task
+        done = runner.train(name, {"algorithm.seed": seed} if seed else {}, "preset")
+        console.print(f"preset on {name}, seed {seed}: accuracy {done.accuracy}, {done.seconds:.0f} s", soft_wrap=True)
+        return done
+
+    first = one(tasks[0])  # it makes the embedded policy; a second run would only wait for it
+    done = [first, *runner.each(one, tasks[1:], at_once)]
+    return {name: [run for (other, _), run in zip(tasks, done, strict=True) if other == name] for name in names}
+
+
+def _mend(runner: Runner, result: Result, presets: dict[str, list[Done]], console: Console) -> None:
+    """Apply the first advice of the answer, at most twice, until a run is as good as the preset's."""
+    base = presets[result.draft.environment]
+    low = min(run.low or 0.0 for run in base)
+    most_s = _MORE_SECONDS * max(run.train_s or 0.0 for run in base)
+    last, result.mended = result.run, False
+    while len(result.mends) < _MOST_MENDS and last.advice and not result.mended:
+        last = runner.mend(last.run_id, last.advice, f"mend-{result.draft.name}")
+        result.mends.append(last)
+        result.mended = last.accuracy is not None and last.accuracy >= low and (last.train_s or 0.0) <= most_s
+    reached = [run.accuracy for run in result.mends]
+    console.print(f"{result.draft.name} mended: {result.mended}, accuracy {reached}, low {low:.3f}", soft_wrap=True)
+
+
+def _figures(results: list[Result]) -> dict[str, Any]:
+    sick = [result for result in results if result.draft.harmful]
+    healthy = [result for result in results if not result.draft.harmful]
+    mended = [result.mended for result in sick if result.mended is not None]
+
+    def part(hits: Iterable[bool], of: int) -> float | None:
+        return round(sum(hits) / of, 4) if of else None
+
     return {
-        "runs": len(results),
-        "heldout_runs": kept_out.pop("runs"),
-        **{f"heldout_{name}" if name == "sick_runs" else name: value for name, value in kept_out.items()},
-        **{f"tuning_{name}": value for name, value in tuned.items()},
-        "steps_a_run": STEPS,
+        "named_share": part((named(result.draft, result.fields) for result in sick), len(sick)),
+        "control_share": part(
+            (named(result.draft, [[field] for field in result.run.differs]) for result in sick), len(sick)
+        ),
+        "healthy": len(healthy),
+        "healthy_accused": sum(bool(result.run.causes) for result in healthy),
+        "mended_share": part((bool(one) for one in mended), len(mended)),
+        "mended_of": len(mended),
+        "not_completed": sum(result.run.state != "completed" for result in results),
     }
 
 
-def _milliseconds_a_row(played: Sequence[Played]) -> float:
-    """Return the time that the rules take over the stored rows of all runs."""
-    rows = spent = 0.0
-    for one in played:
-        stored, config = read_rows(one.folder.metrics), Specification.read(one.folder).config
-        began = time.perf_counter()
-        diagnose(stored, config)
-        spent, rows = spent + time.perf_counter() - began, rows + len(stored)
-    return 1000 * spent / max(rows, 1.0)
-
-
-def _table(results: list[tuple[Case, Played, Verdict]], apart: frozenset[str]) -> Table:
-    table = Table(title="Runs and their findings before half of their steps")
-    for name in ("label", "run", "half", "named", "step", "criticals", "ended", "s", ""):
-        table.add_column(name, justify="right" if name in ("step", "s") else "left")
-    for case, played, verdict in results:
+def _table(results: list[Result]) -> Table:
+    table = Table(title="Drafts and the causes that their answers name")
+    for name in ("draft", "environment", "harmful", "harmless", "causes", "accuracy", "mended"):
+        table.add_column(name)
+    for result in results:
+        draft, run = result.draft, result.run
         table.add_row(
-            case.label,
-            case.name,
-            "kept out" if case.name in apart else "tuning",
-            verdict.named or "-",
-            "-" if verdict.step is None else str(verdict.step),
-            ", ".join(verdict.criticals) or "-",
-            played.status.state,
-            f"{played.seconds:.0f}",
-            "right" if verdict.right else "WRONG",
+            draft.name,
+            draft.environment,
+            ", ".join(f"{field} {value}" for field, value in draft.harmful.items()) or "-",
+            ", ".join(draft.harmless),
+            "; ".join(", ".join(fields) for fields in result.fields) or "-",
+            "-" if run.accuracy is None else f"{run.accuracy:.3f}",
+            "-" if result.mended is None else f"{result.mended} ({len(result.mends)})",
         )
     return table
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m benchmarks.findings.findings", description="Measure diagnosis on labelled runs."
-    )
-    parser.add_argument("--half", choices=["heldout", "tuning"], help="only the runs of this half")
-    parser.add_argument("--only", nargs="*", default=[], help="names of runs")
-    parser.add_argument("--keep", type=Path, help="folder for the runs, which is kept")
+    parser = argparse.ArgumentParser(prog="python -P -m benchmarks findings", description="Measure diagnosis.")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="draws the drafts; random by default")
+    parser.add_argument("--drafts", type=int, default=30, help="drafts with harmful changes")
+    parser.add_argument("--healthy", type=int, help="drafts with harmless changes only; half of --drafts by default")
+    parser.add_argument("--mended", type=int, help="drafts to mend; a third of --drafts by default")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds of training in a run")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
-    return parser.parse_args()
+    parser.add_argument("--keep", type=Path, help="folder for the runs, which is kept")
+    options = parser.parse_args()
+    options.healthy = options.drafts // 2 if options.healthy is None else options.healthy
+    options.mended = max(options.drafts // 3, 1) if options.mended is None else options.mended
+    return options
 
 
 if __name__ == "__main__":

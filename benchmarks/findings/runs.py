@@ -1,147 +1,165 @@
-"""Run one case of `make bench-findings`: a real run under its real keeper, from start to end."""
+"""Real runs for `make bench-findings`, started and read with the tools that an agent has."""
 
 from __future__ import annotations
 
-import os
-import signal
+import threading
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import toprope
-from benchmarks.findings.cases import STEPS, Case
-from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.records.run.status import Event, Finding, Status, read_events
-from toprope.settings.changes import apply_changes
+import anyio
+import yaml
+from toprope_tools.answers.answer import Answer
+from toprope_tools.experiments.config_history import fork_config
+from toprope_tools.planning.config import edit_config
+from toprope_tools.planning.environments import select_environment
+from toprope_tools.results.results import get_results
+from toprope_tools.runs.training import start_training
+from toprope_tools.workshop import Workshop
+
+from benchmarks.findings.changes import ENVIRONMENTS
+from toprope.settings.owner import Home
 from toprope.settings.presets import load_preset
-from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.launchers.local import LocalLauncher
-from toprope.supervisor.runs.manager import RunManager
+from toprope.settings.yamlfiles import read_yaml
+from toprope.shipped import CONFIGS
 
-__all__ = ["Played", "play"]
+__all__ = ["Done", "Runner"]
 
-ROOT = Path(toprope.__file__).resolve().parent.parent
-LIMIT_S = 240.0
-"""A run that has not ended this long after it was ready is stopped: it stands still."""
-_START_LIMIT_S = 900.0
-"""The first run makes the embedded policy: a minute on a quiet machine."""
-_SPELL = EnvironmentSource(name="reasoning_gym/spell_backward", adapter="reasoning_gym", target="spell_backward")
-_SORT = EnvironmentSource(name="sort_letters", file=str(ROOT / "environments" / "template.py"), attribute="SortLetters")
+_T, _R = TypeVar("_T"), TypeVar("_R")
+PRESET = "short"
+HELDOUT_TASKS = 300
+STEPS = 300
 
 
 @dataclass(frozen=True)
-class Played:
-    """The result of a case."""
+class Done:
+    """A run that ended.
 
-    case: Case
-    folder: RunFolder
-    status: Status
-    events: list[Event]
+    `answer` is the structure of get_results; accuracies are those of the sampled held-out answers after training, with
+    the 95 % interval.
+    """
+
+    run_id: str
+    state: str
+    answer: dict[str, Any]
+    text: str
+    accuracy: float | None
+    low: float | None
+    high: float | None
+    before: float | None
+    train_s: float | None
+    """Seconds of training."""
     seconds: float
+    """Seconds from the start to the end."""
 
     @property
-    def told(self) -> list[Finding]:
-        """The findings that an agent saw while it ran, oldest first: findings, standstills as the rule `stall`, and the
-        name of a failure.
-        """
-        told = []
-        for event in self.events:
-            if event.kind == "finding":
-                told.append(Finding.model_validate(event.data))
-            elif event.kind == "stall" and not event.data.get("over"):
-                told.append(Finding(rule="stall", level="critical", what=event.data["what"], step=event.data["step"]))
-        failure = self.status.failure
-        if failure is not None and failure.kind:
-            step = self.status.progress.get("step", 0)
-            told.append(Finding(rule=failure.kind, level="critical", what=failure.reason, step=step))
-        return told
+    def causes(self) -> list[dict[str, Any]]:
+        return list(self.answer.get("causes", {}).get("ranked", []))
+
+    @property
+    def advice(self) -> dict[str, Any]:
+        """The changes that the first advice of the answer names."""
+        return dict(self.answer.get("causes", {}).get("changes", {}))
+
+    @property
+    def differs(self) -> list[str]:
+        """Fields that differ from the preset, in the answer's order."""
+        return list(self.answer.get("causes", {}).get("differs", {}))
 
 
-def play(case: Case, home: Path) -> Played:
-    """Run a case to its end.
+class Runner:
+    """Starts runs in a home of its own, with the shipped locks and limits.
+
+    The preset is cpu-embedded with less training time and fewer held-out tasks.
 
     Args:
-        case: The run.
-        home: Folder for runs and the embedded policy, which is made there once.
+        home: An empty folder.
+        seconds: Training time of the preset.
     """
-    runs = RunManager(home / "runs", LocalLauncher(), lambda: Machine(threads=64))
-    began = time.monotonic()
-    folder = runs.start(_specification(case, home))
-    try:
-        _follow(case, folder)
-    finally:
-        status = Status.read(folder)
-        if not status.ended:
-            for member in status.crew.values():
-                _signal(member.pid, signal.SIGCONT)
-            runs.stop(folder.run_id, 0.5)
-        while runs.status(folder.run_id).ended_at is None:
-            time.sleep(0.05)
-    events = list(read_events(folder.events))
-    return Played(case, folder, Status.read(folder), events, time.monotonic() - began)
 
+    def __init__(self, home: Path, seconds: float) -> None:
+        self.seconds = seconds
+        configuration = home / "config"
+        (configuration / "presets").mkdir(parents=True, exist_ok=True)
+        own = read_yaml(CONFIGS / "presets" / "cpu-embedded.yaml")
+        own["config"]["budget"] = {"steps": STEPS, "max_train_seconds": seconds}
+        own["config"]["evaluation"] = {"heldout_tasks": HELDOUT_TASKS, "greedy": False, "examples": 0}
+        _write_yaml(configuration / "presets" / f"{PRESET}.yaml", own)
+        _write_yaml(configuration / "settings.yaml", {"environments": [str(Path(__file__).with_name("environments"))]})
+        load_preset(PRESET, [configuration / "presets"])
+        self._home = Home(home, configuration)
+        self._ending = threading.Event()
 
-def _follow(case: Case, folder: RunFolder) -> None:
-    """Wait for the end, or until a run that stands still is diagnosed."""
-    frozen, limit = False, time.monotonic() + _START_LIMIT_S
-    starting = True
-    while time.monotonic() < limit:
-        status = Status.read(folder)
-        if starting and status.state not in ("queued", "validating"):
-            starting, limit = False, time.monotonic() + LIMIT_S
-        if status.ended:
-            return
-        step = status.progress.get("step", 0)
-        if case.freeze is not None and not frozen and step >= case.freeze[1]:
-            frozen = True
-            _signal(status.crew[case.freeze[0]].pid, signal.SIGSTOP)
-        if step < STEPS / 2 and any(_settles(case, event) for event in read_events(folder.events)):
-            return
-        time.sleep(0.05)
-
-
-def _settles(case: Case, event: Event) -> bool:
-    """Return true if a run that will never step again has been diagnosed: there is nothing more to wait for."""
-    if case.label == "stalled":
-        return event.kind == "stall"
-    return event.kind == "finding" and "last_step" in event.data.get("observed", {})
-
-
-def _signal(pid: int | None, number: int) -> None:
-    if pid is not None:
+    def each(self, work: Callable[[_T], _R], tasks: Sequence[_T], at_once: int) -> list[_R]:
+        """Call `work` for each task, several at a time; when interrupted, stop what runs and begin nothing more."""
+        pool = ThreadPoolExecutor(at_once)
         try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+            return list(pool.map(work, tasks))
+        except BaseException:
+            self._ending.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def train(self, environment: str, changes: dict[str, Any], name: str) -> Done:
+        """Train a draft of the preset with changes to its end.
+
+        Raises:
+            ValueError: Not one of the benchmark's environments.
+        """
+        if environment not in ENVIRONMENTS:
+            raise ValueError(f"{environment!r} is none of {', '.join(ENVIRONMENTS)}.")
+        workshop = Workshop.open(self._home)
+        draft = _call(select_environment, workshop, name=environment, preset=PRESET).data.draft_id
+        return self._train(workshop, draft, changes, name)
+
+    def mend(self, run_id: str, changes: dict[str, Any], name: str) -> Done:
+        """Fork a run, apply changes, and train it to its end."""
+        workshop = Workshop.open(self._home)
+        draft = _call(fork_config, workshop, run_id=run_id).data.draft_id
+        return self._train(workshop, draft, changes, name)
+
+    def _train(self, workshop: Workshop, draft: str, changes: dict[str, Any], name: str) -> Done:
+        began = time.monotonic()
+        if changes:
+            _call(edit_config, workshop, draft_id=draft, changes=changes)
+        run_id = _call(start_training, workshop, draft_id=draft, name=name).data.run_id
+        limit = began + 600 + 4 * self.seconds
+        while not (status := workshop.runs.status(run_id)).ended:
+            if self._ending.is_set():
+                workshop.runs.stop(run_id)
+                raise SystemExit(f"{run_id} was stopped.")
+            if time.monotonic() > limit:
+                workshop.runs.stop(run_id)
+            time.sleep(0.5)
+        answer = _call(get_results, workshop, run_id=run_id)
+        results = answer.data.results
+        after, before = (
+            (results.get("evaluations", {}).get(label) or {}).get("sampled") or {} for label in ("after", "before")
+        )
+        return Done(
+            run_id,
+            status.state,
+            results,
+            answer.text,
+            after.get("accuracy"),
+            after.get("low"),
+            after.get("high"),
+            before.get("accuracy"),
+            (results.get("seconds") or {}).get("training"),
+            time.monotonic() - began,
+        )
 
 
-def _specification(case: Case, home: Path) -> Specification:
-    source = {"spell_backward": _SPELL, "sort_letters": _SORT}.get(case.environment)
-    if source is None:
-        path = Path(__file__).with_name("environments.py")
-        source = EnvironmentSource(name=case.name, file=str(path), attribute=case.environment)
-    preset = load_preset("cpu-embedded", [ROOT / "configs" / "presets"])
-    short: dict[str, Any] = {
-        "launcher.device": "cpu",
-        "launcher.stall_after_s": 15.0,
-        "budget.steps": STEPS,
-        "budget.max_train_seconds": None,
-        "evaluation.heldout_tasks": 16,
-        "evaluation.greedy": False,
-        "evaluation.examples": 0,
-        "environment.unchecked_reason": "what a run's findings say of a sick environment is what is measured",
-    }
-    config, _ = apply_changes(preset.config(source.name), short | case.changes)
-    knobs = preset.knobs(source.name) | case.knobs
-    config.environment.knobs = knobs
-    return Specification(
-        run_id=f"{case.name}-{os.getpid()}",
-        kind="train",
-        created_at=time.time(),
-        toprope_version=toprope.__version__,
-        environment=source,
-        config=config,
-        policy_cache=str(home / "policies"),
-    )
+def _call(tool: Callable[..., Awaitable[Answer]], workshop: Workshop, **arguments: Any) -> Any:
+    async def call() -> Answer:
+        return await tool(workshop, **arguments)
+
+    return anyio.run(call)
+
+
+def _write_yaml(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(content))
