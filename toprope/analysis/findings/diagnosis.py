@@ -9,12 +9,15 @@ after a whole window without symptoms; that window doubles each time the finding
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toprope.analysis.findings.causes import Explanation, explanation, preset_values, related
+from toprope.analysis.findings.configured import CONFIGURED
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.learning import LEARNING
+from toprope.analysis.findings.preset_distance import FAR_FROM_PRESET
 from toprope.analysis.findings.rewards import REWARDS
 from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.sampling import SAMPLING
@@ -26,18 +29,28 @@ _CAUSES_FIRST = (
     "scorer_errors",
     "constant_reward",
     "scorer_ignores_answers",
+    "rewards_shuffled",
     "learning_rate_high",
     "served_version",
     "dropped_stale",
+    "group_too_small",
+    "batch_too_small",
+    "kl_weight",
+    "warmup_long",
+    "sampling_extreme",
+    "weight_decay",
     "reward_without_success",
     "truncated",
+    "learning_rate_low",
+    "budget_short",
+    "far_from_preset",
     "all_wrong",
     "all_right",
     "staleness",
 )
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (*REWARDS, *LEARNING, *SAMPLING),
+        (*REWARDS, *LEARNING, *SAMPLING, *CONFIGURED, FAR_FROM_PRESET),
         key=lambda rule: _CAUSES_FIRST.index(rule.id) if rule.id in _CAUSES_FIRST else len(_CAUSES_FIRST),
     )
 )
@@ -45,6 +58,8 @@ RULES: tuple[Rule, ...] = tuple(
 
 _SEVERITY = {"over": 0, "note": 1, "warning": 2, "critical": 3}
 _LONGEST_CALM = 8
+_WHOLE_RUN = {rule.id for rule in (*CONFIGURED, FAR_FROM_PRESET)} | {"learning_rate_low", "truncated", "all_wrong"}
+"""Rules that judge an ended run once more as a whole, because a short run never lets them wait."""
 
 
 def severity(level: FindingLevel) -> int:
@@ -71,10 +86,15 @@ class Diagnosis:
 
     Args:
         rules: Rules to use instead of `RULES`.
+        differs: Fields that differ from the preset: its value and the run's.
     """
 
-    def __init__(self, config: Config, rules: Iterable[Rule] = RULES) -> None:
-        self.history = TrainingHistory(config)
+    def __init__(
+        self, config: Config, rules: Iterable[Rule] = RULES, differs: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        self.differs = differs or {}
+        self._preset = preset_values(self.differs)
+        self.history = TrainingHistory(config, self._preset)
         self._rules = tuple(rules)
         window = self.history.window
         self._states = {
@@ -83,8 +103,28 @@ class Diagnosis:
 
     @property
     def open(self) -> list[Finding]:
-        """The present findings, most severe first, then causes before consequences."""
-        return ranked(state.told for state in self._states.values() if state.told is not None)
+        """The present findings, most severe first, then causes before consequences, each behind its cause."""
+        return self.relate(state.told for state in self._states.values() if state.told is not None)
+
+    def relate(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Rank findings, put each behind the one that it follows from, and say so in it."""
+        return related(ranked(findings), self._preset)
+
+    def explain(self, others: Iterable[Finding] = (), *, ended: bool = False) -> Explanation:
+        """Return the causes of what is wrong with the run.
+
+        Args:
+            others: Open findings of rules that do not read rows.
+            ended: No more rows will come.
+        """
+        found = {finding.rule: finding for finding in [*others, *self.open]}
+        if ended and self.history.rows:
+            self.history.over = True
+            for rule in self._rules:
+                symptom = rule.look(self.history) if rule.id in _WHOLE_RUN and rule.id not in found else None
+                if symptom is not None:
+                    found[rule.id] = _finding(rule, symptom, self.history.step)
+        return explanation(self.relate(found.values()), self.differs)
 
     def see(self, row: Mapping[str, Any]) -> list[Finding]:
         """Add the next row of metrics.jsonl and return the findings to report.
@@ -98,7 +138,8 @@ class Diagnosis:
             finding = self._judge(rule, self._states[rule.id], rule.look(self.history))
             if finding is not None:
                 told.append(finding)
-        return told
+        placed = {finding.rule: finding for finding in self.open} if told else {}
+        return [finding if finding.level == "over" else placed[finding.rule] for finding in told]
 
     def _judge(self, rule: Rule, state: _State, symptom: Symptom | None) -> Finding | None:
         if symptom is None:
@@ -126,25 +167,29 @@ class Diagnosis:
         return state.told
 
 
-def diagnose(rows: Iterable[Mapping[str, Any]], config: Config) -> list[Finding]:
+def diagnose(
+    rows: Iterable[Mapping[str, Any]], config: Config, differs: Mapping[str, Sequence[Any]] | None = None
+) -> list[Finding]:
     """Return all findings that a run would have reported, oldest first.
 
     Args:
         rows: Rows of metrics.jsonl, in order.
+        differs: Fields that differ from the preset: its value and the run's.
     """
-    diagnosis = Diagnosis(config)
+    diagnosis = Diagnosis(config, differs=differs)
     return [finding for row in rows for finding in diagnosis.see(row)]
 
 
 def headline(findings: Iterable[Finding]) -> Finding | None:
-    """Return the most severe present finding, a cause before its consequences; None if there is none."""
+    """Return the most severe present finding that follows from no other; None if there is none."""
     held: dict[str, Finding] = {}
     for finding in findings:
         if finding.level == "over":
             held.pop(finding.rule, None)
         else:
             held[finding.rule] = finding
-    return next((finding for finding in ranked(held.values()) if severity(finding.level) > 1), None)
+    grave = [finding for finding in ranked(held.values()) if severity(finding.level) > 1]
+    return next((finding for finding in grave if finding.follows not in held), None)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
@@ -164,6 +209,7 @@ def _finding(rule: Rule, symptom: Symptom, step: int) -> Finding:
         source=rule.source,
         confidence=symptom.confidence,
         next=symptom.next,
+        changes=dict(symptom.changes),
         step=step,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from toprope.settings.schema import Config
 
 TRACKED = (
+    "loss",
     "reward",
     "reward_std",
     "success",
@@ -127,10 +128,12 @@ class TrainingHistory:
 
     Args:
         config: The run's configuration; thresholds and advice depend on it.
+        preset: The preset's values of the fields in which the configuration differs from it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, preset: Mapping[str, Any] | None = None) -> None:
         self.config = config
+        self.preset = preset or {}
         self.steps = config.budget.steps
         self.window = max(_SHORTEST, min(_LONGEST, self.steps // 20))
         self.early = max(2 * self.window, min(60, self.steps // 10))
@@ -145,6 +148,8 @@ class TrainingHistory:
         self.dropped: deque[tuple[float, float]] = deque(maxlen=self.window + 1)
         """Per row: (groups delivered or dropped as stale so far, groups dropped as stale so far)."""
         self._delivered = 0.0
+        self.over = False
+        """The run has ended, so that rules about the whole run apply to short ones, too."""
         self.peak_move: float | None = None
         """The highest `moved_per_version` so far."""
 
@@ -180,6 +185,26 @@ class TrainingHistory:
         moved = self.moved_per_version
         if moved is not None and self["policy/moved"].count >= _SHORTEST:
             self.peak_move = moved if self.peak_move is None else max(self.peak_move, moved)
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps that the run can make: those of its budget, or those that its training time allows at its pace."""
+        limit, spent = self.config.budget.max_train_seconds, self.row.get("train_seconds")
+        if limit is None or not spent or self.step < 2:
+            return self.steps
+        return min(self.steps, max(self.step, int(limit * self.step / spent)))
+
+    def judged(self, rows: int) -> bool:
+        """Return True if there are that many rows, or the run is over and has at least five."""
+        return self.rows >= rows or (self.over and self.rows >= _SHORTEST)
+
+    def towards(self, field: str, computed: Any) -> Any:
+        """Return the preset's value if the field differs from it in the direction of `computed`, else `computed`."""
+        section, _, name = field.partition(".")
+        now, usual = getattr(getattr(self.config, section), name), self.preset.get(field)
+        if isinstance(usual, bool) or not isinstance(usual, int | float) or now is None:
+            return computed if usual is None else usual
+        return usual if (usual > now) == (computed > now) else computed
 
     @property
     def gain(self) -> float:

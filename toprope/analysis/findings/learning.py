@@ -7,11 +7,14 @@ times. These rules therefore compare a value with its history, and most apply on
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from toprope.analysis.findings.configured import LEAST_MOVE
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rewards import nothing_scored, nothing_to_learn
-from toprope.analysis.findings.rules import MEASURED, Rule, Symptom, edit, share
+from toprope.analysis.findings.rules import MEASURED, Rule, Symptom, edit, mended, said, share
 
+_RATE = "optimizer.learning_rate"
 _WRONG = "frac_reward_zero_std/all_wrong"
 _CLIP = "clip_ratio/region_mean"
 _HEALTHY_MOVE = 0.03
@@ -29,18 +32,22 @@ def nan(history: TrainingHistory) -> Symptom | None:
         return None
     reward = history.recent("reward")
     rate, dtype = history.config.optimizer.learning_rate, history.config.policy.dtype
+    changes: dict[str, Any] = {}
     if abs(reward) > 1e6:
         change = f"the reward reaches {reward:.2g}: bound it in the environment's score(), then start_training again"
     elif dtype == "float16":
+        changes = {"policy.dtype": "float32"}
         change = edit("policy.dtype to float32 (float16 overflows)")
     else:
-        change = edit(f"optimizer.learning_rate to {rate / 3:.2g} and optimizer.max_grad_norm to 0.5")
+        changes = {_RATE: _lower(history, rate / 3), "optimizer.max_grad_norm": 0.5}
+        change = edit(said(changes))
     return Symptom(
         "critical",
         f"{' and '.join(lost)} at step {history.step} {'are' if len(lost) > 1 else 'is'} not a number.",
         {"learning_rate": rate, "dtype": dtype, "reward": reward, "step": history.step},
         change,
         "high",
+        changes,
     )
 
 
@@ -55,6 +62,7 @@ def collapse(history: TrainingHistory) -> Symptom | None:
     if not risen and not _signal_lost(history):
         return None
     rate = history.config.optimizer.learning_rate
+    changes = {_RATE: _lower(history, rate / 5)}
     return Symptom(
         "critical",
         f"The reward fell from {reward.best:.3g} to {now:.3g} and {'entropy rose' if risen else 'all signal is gone'}: "
@@ -67,8 +75,9 @@ def collapse(history: TrainingHistory) -> Symptom | None:
             "all_wrong_share": history.recent(_WRONG),
             "learning_rate": rate,
         },
-        edit(f"optimizer.learning_rate to {rate / 5:.2g}") + "; the checkpoint before the fall is still good",
+        edit(said(changes)) + "; the checkpoint before the fall is still good",
         "high",
+        changes,
     )
 
 
@@ -84,7 +93,7 @@ def learning_rate_high(history: TrainingHistory) -> Symptom | None:
     ):
         return None
     rate, now = history.config.optimizer.learning_rate, history.recent("reward")
-    return Symptom(
+    return mended(
         "critical" if peak >= 0.4 or _unlearned(history) else "warning",
         f"A step changed the log-probability of sampled tokens by {peak:.2g} nats on average, and the reward "
         f"({now:.3g}) is not above its initial value: the learning rate is too high.",
@@ -95,7 +104,7 @@ def learning_rate_high(history: TrainingHistory) -> Symptom | None:
             "reward_at_the_start": history["reward"].start or 0.0,
             "entropy": history.recent("entropy"),
         },
-        edit(f"optimizer.learning_rate to {rate * _HEALTHY_MOVE / peak:.1g}"),
+        {_RATE: _lower(history, float(f"{rate * _HEALTHY_MOVE / peak:.1g}"))},
         "high" if peak >= 0.4 else "medium",
     )
 
@@ -103,22 +112,23 @@ def learning_rate_high(history: TrainingHistory) -> Symptom | None:
 def learning_rate_low(history: TrainingHistory) -> Symptom | None:
     """Neither policy nor reward has moved although there is signal."""
     reward = history["reward"]
-    if history.rows < 2 * history.early or reward.start is None or history.gain > history.noise:
+    if not history.judged(2 * history.early) or reward.start is None or history.gain > history.noise:
         return None
     if nothing_to_learn(history) or _done(history):
         return None
     if history.peak_move is None:
         return _unmoved(history)
-    reach = history.peak_move * history.steps
-    if reach > _LEAST_REACH:
+    planned = history.planned_steps
+    reach = history.peak_move * planned
+    if reach > _LEAST_REACH or history.peak_move >= LEAST_MOVE:  # else the budget is short, not the rate low
         return None
     rate = history.config.optimizer.learning_rate
     # Adam's steps are proportional to the rate: choose one at which the planned steps change a few nats.
     wanted = rate * min(max(10 * _LEAST_REACH / max(reach, 1e-9), 3.0), 3000.0)
-    return Symptom(
+    return mended(
         "warning",
         f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor policy has moved: at {rate:g} a "
-        f"step changes sampled tokens by {history.peak_move:.1g} nats, so {history.steps} steps cannot change much.",
+        f"step changes sampled tokens by {history.peak_move:.1g} nats, so {_said_steps(history)} cannot change much.",
         {
             "moved_per_step": history.peak_move,
             "reward": history.recent("reward"),
@@ -127,8 +137,9 @@ def learning_rate_low(history: TrainingHistory) -> Symptom | None:
             "entropy_at_the_start": history["entropy"].start or 0.0,
             "grad_norm": history.recent("grad_norm"),
             "learning_rate": rate,
+            "planned_steps": planned,
         },
-        edit(f"optimizer.learning_rate to {min(0.01, wanted):.1g}"),
+        {_RATE: history.towards(_RATE, float(f"{min(0.01, wanted):.1g}"))},
         "high" if reach < 0.02 else "medium",
     )
 
@@ -141,7 +152,7 @@ def _unmoved(history: TrainingHistory) -> Symptom | None:
     now = history.recent("entropy")
     if abs(now / entropy.start - 1) > 0.03 or history.recent("frac_reward_zero_std") > 0.8:
         return None  # It moves, or there is too little signal for any rate to have moved it yet.
-    return Symptom(
+    return mended(
         "warning",
         f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor entropy ({now:.3g}) has moved: "
         "the learning rate seems too low.",
@@ -152,7 +163,7 @@ def _unmoved(history: TrainingHistory) -> Symptom | None:
             "grad_norm": history.recent("grad_norm"),
             "learning_rate": rate,
         },
-        edit(f"optimizer.learning_rate to {min(0.01, 10 * rate):.1g}"),
+        {_RATE: history.towards(_RATE, float(f"{min(0.01, 10 * rate):.1g}"))},
         "low",
     )
 
@@ -166,16 +177,17 @@ def clip_fraction(history: TrainingHistory) -> Symptom | None:
     if now < 0.2 or history.rows < history.early:
         return None
     old = history.recent("staleness/mean") > 4
-    advice = (
-        "rollout.queue_groups lower (groups are old)"
+    rollout = history.config.rollout
+    changes = (
+        {"rollout.queue_groups": max(rollout.groups_per_step, rollout.queue_groups // 4)}
         if old
-        else f"optimizer.learning_rate to {history.config.optimizer.learning_rate / 3:.2g}"
+        else {_RATE: _lower(history, history.config.optimizer.learning_rate / 3)}
     )
-    return Symptom(
+    return mended(
         "warning",
         f"{share(now)} of the tokens are clipped.",
         {"clip_fraction": now, "staleness_mean": history.recent("staleness/mean")},
-        edit(advice),
+        changes,
         "high" if now >= 0.4 else "medium",
     )
 
@@ -192,12 +204,19 @@ def kl(history: TrainingHistory) -> Symptom | None:
     field, weight = (
         ("ppo.kl_coef", history.config.ppo.kl_coef) if ppo else ("algorithm.beta", history.config.algorithm.beta)
     )
+    # A weight of 0.1 or more holds the policy already; then its steps are too large.
+    changes: dict[str, Any] = (
+        {field: float(f"{max(0.01, 2 * weight):.2g}")}
+        if weight < 0.1
+        else {_RATE: _lower(history, history.config.optimizer.learning_rate / 3)}
+    )
     return Symptom(
         "critical" if now >= 2.0 and not rising and history.rows >= 4 * history.early else "warning",
         f"The policy is {now:.2g} nats a token from its start{'' if rising else ', and the reward has not risen'}.",
         {"kl": now, "beta": weight, "reward": history.recent("reward")},
-        edit(f"{field} to {max(0.01, 2 * weight):.2g} or a lower optimizer.learning_rate"),
+        edit(said(changes) + (" or a lower optimizer.learning_rate" if field in changes else "")),
         "low" if rising else "medium",
+        changes,
     )
 
 
@@ -214,13 +233,19 @@ def entropy_gone(history: TrainingHistory) -> Symptom | None:
         return None
     if history.recent("success") >= _NEARLY:
         return None  # A policy that is nearly always right has low entropy under any algorithm.
+    changes: dict[str, Any] = (
+        {"rollout.temperature": history.towards("rollout.temperature", 1.0)}
+        if history.config.rollout.temperature < 1.0
+        else {_RATE: _lower(history, history.config.optimizer.learning_rate / 3)}
+    )
     return Symptom(
         "warning",
         f"Entropy fell to {share(now / entropy.start)} of its start and the reward stands at "
         f"{history.recent('reward'):.3g}: the policy no longer explores.",
         {"entropy": now, "at_the_start": entropy.start, "reward": history.recent("reward")},
-        edit("rollout.temperature higher or optimizer.learning_rate lower"),
+        edit(said(changes)),
         "medium",
+        changes,
     )
 
 
@@ -232,6 +257,7 @@ def gradient_spikes(history: TrainingHistory) -> Symptom | None:
     if (history["frac_reward_zero_std"].start or 0.0) >= 0.5:
         return None  # With so little signal the start gives no baseline.
     limit = max(norm.start + 3.0 * norm.start_spread, 3.0 * norm.start)
+    rate = _lower(history, history.config.optimizer.learning_rate / 3)
     high = sum(value > limit for value in norm.values)
     if high < max(2, len(norm.values) // 4):
         return None
@@ -240,12 +266,20 @@ def gradient_spikes(history: TrainingHistory) -> Symptom | None:
         f"In {high} of the last {len(norm.values)} steps the gradient's norm was above {limit:.3g}, three times what "
         "it was at the start, and the reward does not rise.",
         {"grad_norm": history.recent("grad_norm"), "at_the_start": norm.start},
-        edit(
-            f"optimizer.learning_rate to {history.config.optimizer.learning_rate / 3:.2g} or a lower "
-            "optimizer.max_grad_norm"
-        ),
+        edit(f"{said({_RATE: rate})} or a lower optimizer.max_grad_norm"),
         "low",
+        {_RATE: rate},
     )
+
+
+def _lower(history: TrainingHistory, rate: float) -> float:
+    """Return the learning rate to advise in place of a too high one, in two digits."""
+    return float(history.towards(_RATE, float(f"{rate:.2g}")))
+
+
+def _said_steps(history: TrainingHistory) -> str:
+    planned, seconds = history.planned_steps, history.config.budget.max_train_seconds
+    return f"{planned} steps" if planned >= history.steps else f"the {planned} steps that {seconds:g} s allow"
 
 
 def _unlearned(history: TrainingHistory) -> bool:

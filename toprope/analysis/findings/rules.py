@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from toprope.analysis.findings.history import TrainingHistory
+from toprope.text_format import value
 
 Grade = Literal["note", "warning", "critical"]
 
@@ -27,6 +28,8 @@ class Symptom:
     observed: Mapping[str, float | int | str] = field(default_factory=dict)
     next: str = ""
     confidence: Literal["low", "medium", "high"] = "medium"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields to change and their new values; empty if no edit mends it."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,19 @@ def share(value: float | None) -> str:
 def edit(changes: str) -> str:
     """Word the next action of most rules: stop, change fields, start again."""
     return f"stop_training, then edit_config {changes}, and start_training again"
+
+
+def said(changes: Mapping[str, Any]) -> str:
+    """Format changes of fields as `rollout.group_size to 8 and algorithm.beta to 0`."""
+    return " and ".join(f"{name} to {value(new)}" for name, new in changes.items())
+
+
+def mended(
+    level: Grade,
+    what: str,
+    observed: Mapping[str, float | int | str],
+    changes: Mapping[str, Any],
+    confidence: Literal["low", "medium", "high"] = "medium",
+) -> Symptom:
+    """Return a symptom that an edit of the configuration mends."""
+    return Symptom(level, what, observed, edit(said(changes)), confidence, changes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from toprope.analysis.findings.history import TrainingHistory
-from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, edit, share
+from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, mended, share
 
 _LOGP = "sampling/sampling_logp_difference/mean"
 
@@ -20,12 +22,12 @@ def truncated(history: TrainingHistory) -> Symptom | None:
     lost = history.recent("frac_reward_zero_std/all_wrong") >= 0.9
     observed = {"clipped_ratio": now, "reward": history.recent("reward"), "success": history.recent("success")}
     what = f"{share(now)} of the answers are cut off at {limit} tokens"
-    more = f"rollout.max_new_tokens to {2 * limit}"
+    more = {"rollout.max_new_tokens": history.towards("rollout.max_new_tokens", 2 * limit)}
     if now >= 0.9 and lost:
-        return Symptom("critical", f"{what}, and none is right: the limit is too low.", observed, edit(more), "high")
-    if history.rows < history.early or now < 0.9 * (cut.start or 0.0):
+        return mended("critical", f"{what}, and none is right: the limit is too low.", observed, more, "high")
+    if not history.judged(history.early) or now < 0.9 * (cut.start or 0.0):
         return None  # An untrained policy still has to learn to end its answers.
-    return Symptom("warning", f"{what}.", observed, edit(more), "high" if now >= 0.5 else "medium")
+    return mended("warning", f"{what}.", observed, more, "high" if now >= 0.5 else "medium")
 
 
 def staleness(history: TrainingHistory) -> Symptom | None:
@@ -46,16 +48,16 @@ def staleness(history: TrainingHistory) -> Symptom | None:
         "clip_fraction": history.recent("clip_ratio/region_mean"),
     }
     level: Grade = "critical" if now > 16.0 and history.recent("clip_ratio/region_mean") > 0.2 else "warning"
-    changes = []
+    changes: dict[str, Any] = {}
     if fewer < rollout.queue_groups:
-        changes.append(f"rollout.queue_groups to {fewer}")
+        changes["rollout.queue_groups"] = fewer
     if rollout.concurrency > 2 * rollout.groups_per_step:
-        changes.append(f"rollout.concurrency to {max(2 * rollout.groups_per_step, rollout.concurrency // 4)}")
-    return Symptom(
+        changes["rollout.concurrency"] = max(2 * rollout.groups_per_step, rollout.concurrency // 4)
+    return mended(
         level,
         f"Groups are {now:.1f} versions old on average when they are trained on: the policy has changed since.",
         observed,
-        edit(" and ".join(changes) or "rollout.groups_per_step higher"),
+        changes or {"rollout.groups_per_step": 2 * rollout.groups_per_step},
         "high",
     )
 
@@ -69,15 +71,16 @@ def dropped_stale(history: TrainingHistory) -> Symptom | None:
         return None
     rollout = history.config.rollout
     fewer = max(rollout.groups_per_step, rollout.queue_groups // 2)
-    changes = f"rollout.max_staleness to {max(4, 2 * rollout.max_staleness)}"
-    if rollout.queue_groups > rollout.groups_per_step:
-        changes = f"rollout.queue_groups to {fewer}, or {changes}"
-    return Symptom(
+    field = "rollout.max_staleness"
+    changes: dict[str, Any] = {field: history.towards(field, max(4, 2 * rollout.max_staleness))}
+    if rollout.queue_groups > rollout.groups_per_step and field not in history.preset:
+        changes = {"rollout.queue_groups": fewer}
+    return mended(
         "critical" if lost >= 0.9 else "warning",
         f"{share(lost)} of the groups are dropped because they are more than {rollout.max_staleness} versions old: "
         "that sampling is wasted.",
         {"dropped_share": lost, "max_staleness": rollout.max_staleness, "queue_groups": rollout.queue_groups},
-        edit(changes),
+        changes,
         "high",
     )
 

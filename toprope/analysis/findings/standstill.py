@@ -7,11 +7,13 @@ counts of groups show it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from toprope.analysis.findings.rules import MEASURED, edit
+from toprope.analysis.findings.rules import MEASURED, edit, said
 from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
+_SMALL_GROUP, _USUAL_GROUP = 4, 8
 LEAST_GROUPS = 8
 """Steps' worth of consecutive dropped groups that count as a standstill."""
 
@@ -34,6 +36,7 @@ def standstill(
     why = max(dropped, key=lambda reason: dropped[reason])
     observed = {f"dropped_{reason}": count for reason, count in sorted(dropped.items())} | {"last_step": step}
     since = f"since step {step}" if step else "and no step has happened"
+    changes: dict[str, Any] = {}
     rule, next_ = "no_signal", "test_inference(group_size=16) shows answers with their scores"
     if why == "stale":
         rule = "dropped_stale"
@@ -44,15 +47,19 @@ def standstill(
         what = f"All {total} groups were dropped {since}, most because they were too old on arrival."
     elif why == "zero_signal":
         what = f"All {total} groups were dropped {since}: all answers to a task get the same reward"
-        if accuracy is not None and accuracy <= 0.02 and not step:
+        if accuracy is not None and accuracy >= 0.98 and not step:
+            rule, what = "all_right", f"{what}, and before training nearly all were right."
+            next_ = "make the tasks harder, or check with test_inference if the scorer is too generous"
+        elif rollout.group_size < _SMALL_GROUP:  # so few answers rarely differ; the tasks may be as they should
+            rule, what = "group_too_small", f"{what}. Groups of {rollout.group_size} answers rarely differ."
+            changes = {"rollout.group_size": _USUAL_GROUP}
+            next_ = edit(said(changes))
+        elif accuracy is not None and accuracy <= 0.02 and not step:
             rule, what = "all_wrong", f"{what}, and before training hardly any was right."
             next_ = (
                 "make the tasks easier (describe_environment lists the knobs), give partial credit, or take a "
                 "stronger policy.model"
             )
-        elif accuracy is not None and accuracy >= 0.98 and not step:
-            rule, what = "all_right", f"{what}, and before training nearly all were right."
-            next_ = "make the tasks harder, or check with test_inference if the scorer is too generous"
         else:
             what += "."
     else:
@@ -66,5 +73,6 @@ def standstill(
         source=MEASURED,
         confidence="high" if rule != "no_signal" else "medium",
         next=next_,
+        changes=changes,
         step=step,
     )

@@ -123,6 +123,10 @@ class Finding(BaseModel):
     confidence: Literal["low", "medium", "high"] = "medium"
     next: str = ""
     """The recommended call, or the change of a field."""
+    changes: dict[str, Any] = {}
+    """The fields to change and their new values; empty if no edit mends it."""
+    follows: str = ""
+    """The rule of an open finding that explains this one."""
     step: int | None = None
 
 

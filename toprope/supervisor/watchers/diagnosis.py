@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from toprope.analysis.findings import Diagnosis
-from toprope.analysis.findings.diagnosis import ranked, severity
+from toprope.analysis.findings.diagnosis import severity
 from toprope.analysis.findings.failed_groups import FailedGroups
 from toprope.analysis.findings.standstill import standstill
 from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
@@ -23,7 +23,7 @@ class DiagnosisWatcher(Watcher):
 
     def __init__(self, control: RunControl) -> None:
         self._control, self._config = control, control.specification.config
-        self._diagnosis = Diagnosis(self._config)
+        self._diagnosis = Diagnosis(self._config, differs=control.specification.beside_preset)
         self._standstill: Finding | None = None
         self._failed_groups = FailedGroups()
         self._failing: Finding | None = None
@@ -98,7 +98,7 @@ class DiagnosisWatcher(Watcher):
     def _show_open(self) -> None:
         others = [finding for finding in (self._standstill, self._failing) if finding is not None]
         opened = [self._with_kinds(finding) for finding in self._diagnosis.open]
-        self._control.update(findings=ranked([*others, *opened]))
+        self._control.update(findings=self._diagnosis.relate([*others, *opened]))
 
     def _with_kinds(self, finding: Finding) -> Finding:
         """Add the kinds of scorer errors, which the trainer's rows do not have."""

@@ -1,0 +1,123 @@
+"""Causes: ranking, what follows from what, one edit for all of them, and nothing against harmless fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.analysis.findings.test_findings import FLAT, NOTHING, config, healthy
+from toprope.analysis.findings import Diagnosis, diagnose
+from toprope.analysis.findings.causes import EXPLAINS, Explanation, merged
+from toprope.analysis.findings.configured import expected_signal
+from toprope.analysis.findings.diagnosis import RULES
+from toprope.analysis.findings.standstill import standstill
+from toprope.records.run.status import Finding
+
+
+def explained(series: dict[str, Any], differs: dict[str, list[Any]], rows: int = 100, **fields: Any) -> Explanation:
+    """Explain an ended run; `fields` are the configuration's."""
+    diagnosis = Diagnosis(config(**fields), differs=differs)
+    for row in healthy(rows, **series):
+        diagnosis.see(row)
+    return diagnosis.explain(ended=True)
+
+
+SABOTAGED: dict[str, list[Any]] = {
+    "optimizer.learning_rate": [1e-3, 1e-5],
+    "algorithm.beta": [0.0, 5.0],
+    "rollout.group_size": [8, 2],
+    "logging.save_steps": [500, 100],
+    "optimizer.adam_beta2": [0.95, 0.98],
+}
+FIELDS = {"optimizer__learning_rate": 1e-5, "algorithm__beta": 5.0, "rollout__group_size": 2}
+
+
+def test_three_faults_are_named_at_once_with_one_edit() -> None:
+    series = {**FLAT, "moved": 1e-4, "zero": 0.8, "wrong": 0.75, "kl": 1e-4, "loss": 5e-4}
+    found = explained(series, SABOTAGED, **FIELDS)
+    assert {name for cause in found.causes[:3] for name in cause.changes} == {
+        "optimizer.learning_rate",
+        "algorithm.beta",
+        "rollout.group_size",
+    }
+    assert found.changes == {"optimizer.learning_rate": 1e-3, "algorithm.beta": 0.0, "rollout.group_size": 8}
+
+
+def test_wrong_answers_follow_from_faults_and_advise_nothing() -> None:
+    series = {**NOTHING, "wrong": 0.96, "zero": 0.96, "moved": 1e-5, "kl": 1e-4, "loss": 5e-4}
+    found = explained(series, SABOTAGED, **FIELDS)
+    assert "all_wrong" not in {cause.rule for cause in found.causes}
+    below = [one for ones in found.below.values() for one in ones]
+    [wrong] = [one for one in below if one.rule == "all_wrong"]
+    assert wrong.follows == "group_too_small" and "easier" not in wrong.next and not wrong.changes
+    assert {"optimizer.learning_rate", "algorithm.beta", "rollout.group_size"} <= set(found.changes)
+
+
+def test_live_run_never_hears_of_easier_tasks_if_a_fault_explains_them() -> None:
+    series = {**NOTHING, "wrong": 0.96, "zero": 0.96, "moved": 1e-5, "kl": 1e-4, "loss": 5e-4}
+    made = config(**FIELDS)
+    told = [one for one in diagnose(healthy(**series), made, SABOTAGED) if one.level != "over"]
+    assert {"all_wrong", "group_too_small"} <= {one.rule for one in told}
+    assert [one.next for one in told if "easier" in one.next] == []
+
+
+def test_rate_far_from_preset_explains_wrong_answers_without_signal() -> None:
+    differs = {"optimizer.learning_rate": [1e-3, 1e-6]}
+    found = explained({**NOTHING, "moved": None}, differs, optimizer__learning_rate=1e-6)
+    assert [cause.rule for cause in found.causes] == ["far_from_preset"]
+    assert found.changes == {"optimizer.learning_rate": 1e-3}
+    alone = explained({**NOTHING, "moved": None}, {})
+    assert [cause.rule for cause in alone.causes] == ["all_wrong"] and "easier" in alone.causes[0].next
+
+
+def test_harmless_differences_are_never_causes() -> None:
+    differs: dict[str, list[Any]] = {
+        "optimizer.learning_rate": [1e-3, 8e-4],
+        "rollout.group_size": [8, 10],
+        "algorithm.epsilon": [0.2, 0.25],
+        "rollout.temperature": [1.0, 0.95],
+        "optimizer.weight_decay": [0.0, 0.01],
+    }
+    fields = {"optimizer__learning_rate": 8e-4, "rollout__group_size": 10, "optimizer__weight_decay": 0.01}
+    for series in ({}, FLAT):
+        found = explained(series, differs, 200, **fields)
+        assert not {name for cause in found.causes for name in cause.changes} & set(differs), found.causes
+    assert explained({}, differs, 200, **fields).causes == []
+
+
+def test_short_time_is_blamed_for_few_steps() -> None:
+    made = config(steps=2000, budget__max_train_seconds=5.0)
+    diagnosis = Diagnosis(made, differs={"budget.max_train_seconds": [75.0, 5.0]})
+    for row in healthy(40, **FLAT, moved=0.03, train_seconds=lambda row: (row + 1) * 5 / 40):
+        diagnosis.see(row)
+    assert diagnosis.history.planned_steps == 40
+    [cause] = diagnosis.explain(ended=True).causes
+    assert cause.rule == "budget_short" and cause.changes == {"budget.max_train_seconds": 75.0}
+    assert "40 of 2000 steps" in cause.what
+
+
+def test_edits_of_causes_never_contradict_each_other() -> None:
+    first = Finding(rule="a", level="warning", what="", changes={"optimizer.learning_rate": 1e-3})
+    second = Finding(rule="b", level="warning", what="", changes={"optimizer.learning_rate": 1e-5, "algorithm.beta": 0})
+    assert merged([first, second]) == {"optimizer.learning_rate": 1e-3, "algorithm.beta": 0}
+    known = {rule.id for rule in RULES} | {"no_signal", "groups_given_up"}
+    assert set(EXPLAINS) <= known and {rule for rules in EXPLAINS.values() for rule in rules} <= known
+    # An effect never explains its cause: explanations go down the list only, or back to a rule that is a cause alone.
+    assert all(rule not in rules for rule, rules in EXPLAINS.items())
+
+
+def test_signal_of_larger_groups_is_estimated_from_smaller_ones() -> None:
+    # Tasks of equal difficulty: a share p solved gives 1 - p^n - (1-p)^n.
+    exact = 1 - 0.2**8 - 0.8**8
+    assert expected_signal(2, 0.2, 0.32, 8) == pytest.approx(exact, abs=1e-3)
+    # Tasks that are always or never solved have no signal at any size.
+    assert expected_signal(2, 0.2, 0.0, 8) < 0.02
+    assert 0.3 < expected_signal(2, 0.2, 0.2, 8) < exact
+
+
+def test_standstill_of_small_groups_advises_larger_groups() -> None:
+    found = standstill({"zero_signal": 200}, config(rollout__group_size=2), accuracy=0.0)
+    assert found is not None and found.rule == "group_too_small" and found.changes == {"rollout.group_size": 8}
+    usual = standstill({"zero_signal": 200}, config(), accuracy=0.0)
+    assert usual is not None and usual.rule == "all_wrong"

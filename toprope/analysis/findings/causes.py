@@ -1,0 +1,164 @@
+"""Causes of a run's trouble: one ranked list, each with what follows from it, and one edit that mends them.
+
+A finding follows from another if that one explains it, unless the run differs from its preset in exactly the fields
+that the finding would change: then it is a cause of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.records.run.status import Finding
+
+_LEARNS_NOTHING = ("all_wrong", "no_signal", "entropy_gone", "gradient_spikes", "far_from_preset")
+_HELD = (*_LEARNS_NOTHING, "learning_rate_low", "budget_short", "truncated")
+EXPLAINS: dict[str, tuple[str, ...]] = {
+    "nan": _HELD,
+    "scorer_errors": (*_HELD, "parse_failures", "constant_reward", "scorer_ignores_answers", "reward_without_success"),
+    "groups_given_up": (*_HELD, "trainer_waits"),
+    "constant_reward": _HELD,
+    "scorer_ignores_answers": _HELD,
+    "rewards_shuffled": (*_HELD, "learning_rate_high", "collapse", "kl", "clip_fraction", "reward_without_success"),
+    "learning_rate_high": (
+        *_LEARNS_NOTHING,
+        *("collapse", "clip_fraction", "kl", "truncated", "logprob_gap", "reward_without_success", "weight_decay"),
+    ),
+    "served_version": ("staleness", "dropped_stale", "clip_fraction", *_HELD),
+    "dropped_stale": ("no_signal", "trainer_waits", "budget_short"),
+    "staleness": ("clip_fraction", "dropped_stale"),
+    "group_too_small": (*_LEARNS_NOTHING, "learning_rate_low", "learning_rate_high", "budget_short", "collapse"),
+    "batch_too_small": (*_LEARNS_NOTHING, "learning_rate_low", "learning_rate_high", "budget_short", "collapse"),
+    "kl_weight": (*_HELD, "kl", "clip_fraction"),
+    "warmup_long": _HELD,
+    "sampling_extreme": (*_HELD, "collapse", "learning_rate_high", "kl", "clip_fraction", "logprob_gap"),
+    "weight_decay": (*_HELD, "collapse"),
+    "truncated": (*_LEARNS_NOTHING, "parse_failures", "learning_rate_low", "budget_short"),
+    "learning_rate_low": (*_LEARNS_NOTHING, "budget_short", "truncated"),
+    "budget_short": (*_LEARNS_NOTHING, "truncated"),
+    "far_from_preset": ("all_wrong", "no_signal", "truncated", "entropy_gone"),
+    "parse_failures": ("learning_rate_low", "budget_short", "all_wrong", "no_signal"),
+    "all_wrong": ("no_signal", "learning_rate_low", "budget_short", "entropy_gone"),
+    "collapse": ("all_wrong", "no_signal", "entropy_gone", "gradient_spikes"),
+}
+"""Rule -> rules whose findings it explains."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The causes of a run's trouble."""
+
+    causes: list[Finding] = field(default_factory=list)
+    """Likeliest first; notes are left out."""
+    below: dict[str, list[Finding]] = field(default_factory=dict)
+    """Findings that follow from a cause, by its rule."""
+    differs: dict[str, list[Any]] = field(default_factory=dict)
+    """Fields that differ from the preset: its value and the run's."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that mend all causes at once, the likelier cause's value first."""
+        return merged(self.causes)
+
+
+def merged(causes: Iterable[Finding]) -> dict[str, Any]:
+    """Return the edits of causes together; of two values for one field, that of the likelier cause."""
+    found: dict[str, Any] = {}
+    for cause in causes:
+        for name, new in cause.changes.items():
+            found.setdefault(name, new)
+    return found
+
+
+def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Finding]:
+    """Set `follows` and put each finding behind its cause.
+
+    Args:
+        findings: Open findings, in order of rank.
+        preset: The preset's values of the fields in which the run differs from it.
+    """
+    explained: dict[str, str] = {}
+    order = {finding.rule: finding for finding in findings}
+    # Explanations go from earlier keys of EXPLAINS to later ones, so that no two findings explain each other.
+    keys = list(EXPLAINS)
+    for rule in sorted(order, key=lambda rule: keys.index(rule) if rule in EXPLAINS else len(keys)):
+        finding = order[rule]
+        if _is_own_cause(finding, preset):
+            continue
+        if rule == "truncated" and finding.level == "critical":
+            continue  # every answer is cut off and none is right: the limit is a cause whatever else is wrong
+        cause = next(
+            (
+                other
+                for other in keys
+                if other in order
+                and rule in EXPLAINS[other]
+                and other not in explained
+                and order[other].level != "note"
+            ),
+            None,
+        )
+        if cause is not None:
+            explained[rule] = cause
+    placed: list[Finding] = []
+    for finding in findings:
+        if finding.rule in explained:
+            continue
+        placed.append(finding if not finding.follows else finding.model_copy(update={"follows": ""}))
+        for other in findings:
+            if explained.get(other.rule) == finding.rule:
+                placed.append(_below(other, finding))
+    return placed
+
+
+def explanation(findings: Sequence[Finding], differs: Mapping[str, Sequence[Any]]) -> Explanation:
+    """Return the causes among related findings.
+
+    Args:
+        findings: From `related`.
+        differs: By field: the preset's value and the run's.
+    """
+    causes = [finding for finding in findings if not finding.follows and finding.level in ("warning", "critical")]
+    known: set[str] = set()
+    told = []
+    for cause in causes:
+        if cause.rule == "far_from_preset":  # one cause per field that no other cause names
+            told += [_of_field(cause, name) for name in cause.changes if name not in known]
+        else:
+            told.append(cause)
+            known |= set(cause.changes)
+    below = {cause.rule: [one for one in findings if one.follows == cause.rule] for cause in causes}
+    return Explanation(
+        told, {rule: ones for rule, ones in below.items() if ones}, {name: list(pair) for name, pair in differs.items()}
+    )
+
+
+def preset_values(differs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the preset's values from pairs of the preset's and the run's value."""
+    return {name: pair[0] for name, pair in differs.items() if len(pair) == 2}
+
+
+def _is_own_cause(finding: Finding, preset: Mapping[str, Any]) -> bool:
+    """Return True if the run left the preset in the fields that the finding would change back."""
+    return bool(finding.changes) and all(
+        name in preset and preset[name] == new for name, new in finding.changes.items()
+    )
+
+
+def _below(finding: Finding, cause: Finding) -> Finding:
+    """Return a finding that follows from another: its own advice would be about a consequence."""
+    return finding.model_copy(
+        update={"follows": cause.rule, "changes": {}, "next": f"follows from {cause.rule}: mend that first"}
+    )
+
+
+def _of_field(finding: Finding, name: str) -> Finding:
+    new = finding.changes[name]
+    return finding.model_copy(
+        update={
+            "what": f"{name} {finding.observed.get(name)} is far from the preset's {new}; nothing seen clears it.",
+            "observed": {name: finding.observed.get(name)},
+            "changes": {name: new},
+        }
+    )

@@ -1,0 +1,107 @@
+"""The rule that suspects fields far from the preset's values where a run shows nothing else.
+
+A difference from the preset is a prior, not a verdict. Only fields that can prevent learning are compared, only large
+differences count, and a field is left out if the run shows that it does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toprope.analysis.findings.configured import LEAST_MOVE
+from toprope.analysis.findings.history import TrainingHistory
+from toprope.analysis.findings.rewards import nothing_scored
+from toprope.analysis.findings.rules import Rule, Symptom, mended
+from toprope.settings.schema import Config
+from toprope.text_format import value
+
+
+def _less(factor: float) -> Callable[[Any, Any], bool]:
+    return lambda now, usual: bool(usual) and now * factor <= usual
+
+
+def _more(least: float, factor: float) -> Callable[[Any, Any], bool]:
+    return lambda now, usual: now >= least and now >= factor * usual
+
+
+_FAR: dict[str, Callable[[Any, Any], bool]] = {
+    "optimizer.learning_rate": lambda now, usual: max(now / usual, usual / now) >= 9.0,
+    "algorithm.beta": _more(0.1, 5.0),
+    "ppo.kl_coef": _more(0.1, 5.0),
+    "rollout.group_size": _less(3),
+    "rollout.groups_per_step": _less(4),
+    "rollout.max_new_tokens": _less(2),
+    "rollout.temperature": lambda now, usual: abs(now - usual) >= 0.6,
+    "rollout.top_p": _less(2),
+    "rollout.max_staleness": _less(4),
+    "policy.max_context": _less(2),
+    "optimizer.warmup_steps": _more(50, 10.0),
+    "optimizer.weight_decay": _more(0.3, 5.0),
+    "optimizer.max_grad_norm": _less(1000),
+    "algorithm.epsilon": _less(10),
+    "algorithm.epsilon_high": _less(10),
+    "algorithm.shuffle_rewards": lambda now, usual: now and not usual,
+    "environment.reward_weights": lambda now, usual: now != usual,
+    "budget.steps": _less(4),
+    "budget.max_train_seconds": lambda now, usual: now is not None and (usual is None or now * 4 <= usual),
+}
+"""Field -> True if a value is so far from the usual one that it can prevent learning."""
+
+
+def far_fields(config: Config, preset: Mapping[str, Any]) -> list[str]:
+    """Return the fields whose values are far from the preset's, in the order of suspicion."""
+    found = []
+    for field, far in _FAR.items():
+        section, _, name = field.partition(".")
+        now = getattr(getattr(config, section), name)
+        if field in preset and now is not None and (preset[field] is not None or field.startswith("budget.")):
+            if far(now, preset[field]):
+                found.append(field)
+    return found
+
+
+def far_from_preset(history: TrainingHistory) -> Symptom | None:
+    """The reward has not risen, and fields are far from the preset's values."""
+    wrong = history["frac_reward_zero_std/all_wrong"]
+    stuck = wrong.start is not None and wrong.start >= 0.9 and history.recent("frac_reward_zero_std/all_wrong") >= 0.9
+    if not stuck and not history.judged(4 * history.early):
+        return None
+    if history.gain > history.noise or history.recent("success") >= 0.8 or nothing_scored(history):
+        return None
+    cleared = _cleared(history)
+    fields = [field for field in far_fields(history.config, history.preset) if field not in cleared]
+    if not fields:
+        return None
+    now = history.config
+    seen = {field: getattr(getattr(now, field.partition(".")[0]), field.partition(".")[2]) for field in fields}
+    changes = {field: history.preset[field] for field in fields}
+    return mended(
+        "warning",
+        "The reward has not risen, and far from the preset are "
+        + ", ".join(f"{field} {value(seen[field])} ({value(changes[field])})" for field in fields[:4])
+        + ".",
+        {field: value(seen[field]) for field in fields},
+        changes,
+        "low",
+    )
+
+
+def _cleared(history: TrainingHistory) -> set[str]:
+    """Return fields that the run itself shows to be harmless."""
+    cleared, move = set(), history.peak_move
+    if move is not None and LEAST_MOVE <= move < 0.2:
+        cleared.add("optimizer.learning_rate")
+    if history["completions/clipped_ratio"].full and history.recent("completions/clipped_ratio") < 0.15:
+        cleared.add("rollout.max_new_tokens")
+    if len(history.dropped) > history.window and history.stale_share < 0.2:
+        cleared.add("rollout.max_staleness")
+    return cleared
+
+
+FAR_FROM_PRESET = Rule(
+    "far_from_preset",
+    far_from_preset,
+    "a rate 10 times, a group 3 times, a budget 4 times away, and the like; the reward has not risen",
+    "the preset, as a prior",
+)
