@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from toprope.analysis.statistics.comparison import Answers, Cost, Measured, Side, compare, unlike
+from toprope.analysis.statistics.comparison import Answers, Cost, Measured, Side, compare, on_shared_tasks, unlike
 from toprope.analysis.statistics.intervals import mean_interval, paired_difference, seeds_margin, t_quantile, wilson
 from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import InvalidValue
@@ -173,6 +173,32 @@ def test_compare_refuses_unlike_runs_and_names_difference():
     unplayed = ["number 0"] + [f"t{index}" for index in range(1, 200)]
     assert unlike(side("a", run("a", wins(10))), side("b", run("b", wins(10), tasks=unplayed))) == []
     assert "both sides" in unlike(a, a)[0]
+
+
+def test_runs_are_compared_on_the_tasks_that_both_measured():
+    first, second = side("a", run("a", wins(250, 500))), side("b", run("b", wins(250, 300)))
+    assert unlike(first, second) == []
+    a, b = on_shared_tasks(first, second)
+    assert len(a.runs[0].sampled.tasks) == len(b.runs[0].sampled.tasks) == 300
+    found = compare(first, second)
+    assert found.a.by_run == (250 / 300,) and found.verdict == "none"
+    few = side("b", run("b", wins(10, 40), tasks=[f"t{index}" for index in range(480, 520)]))
+    assert "20 of them the same; 30 are the fewest" in unlike(first, few)[0]
+
+
+def test_undecided_comparison_says_what_would_settle_it():
+    found = compare(side("a", run("a", wins(100))), side("b", run("b", wins(106, shift=40))))
+    # A third of the tasks differ one way or the other: variance / difference^2 * (1.96 + 0.84)^2.
+    assert found.verdict == "none" and 1000 < found.tasks_needed < 10_000 and found.seeds_needed is None
+    shown = compare(side("a", run("a", wins(80))), side("b", run("b", wins(120))))
+    assert shown.tasks_needed < 200
+    seeds = compare(
+        side("a", *(run(f"a{n}", wins(right), n) for n, right in enumerate((90, 110)))),
+        side("b", *(run(f"b{n}", wins(right), n) for n, right in enumerate((100, 120)))),
+    )
+    # sd 0.0707 between seeds, difference 0.05: 2 * 7.85 * 0.005 / 0.0025, and one for the t distribution.
+    assert seeds.verdict == "none" and seeds.seeds_needed == 33
+    assert compare(side("a", run("a", wins(100))), side("b", run("b", wins(100)))).tasks_needed is None
 
 
 def test_greedy_comparison_requires_greedy_answers_of_all():

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from toprope.analysis.statistics.intervals import Interval, mean_interval, paired_difference, seeds_margin, wilson
@@ -20,6 +21,12 @@ from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import InvalidValue
 
 SIGNIFICANT = 0.05
+FEWEST_SHARED = 30
+"""Shared tasks below which runs that measured different tasks are not compared."""
+_NEAR_NOTHING = 0.002
+"""Difference below which no number of tasks or seeds is advised: 0.2 points."""
+_TWO_SIDED_POWER = 1.959964 + 0.841621
+"""Quantiles of the normal distribution for a two-sided test at 5 % with a power of 0.8."""
 _RESTS_ON = 0.5
 """A difference rests on one seed if less than this share of it remains without that seed."""
 _UNPLAYED = "number "
@@ -69,6 +76,10 @@ class Measured:
     sampled: Answers
     greedy: Answers | None = None
     cost: Cost = field(default_factory=Cost)
+    ancestors: dict[str, Cost] = field(default_factory=dict)
+    """Costs of the runs that its starting policy and its data set come from, by run."""
+    lost_ancestors: tuple[str, ...] = ()
+    """Ancestors whose records are gone, so that their cost is unknown."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,10 @@ class Comparison:
     """Runs without which less than half of the difference remains, if the tasks alone would show one."""
     lone_wins: dict[str, int]
     """Run -> number of tasks that it alone solves on its side."""
+    tasks_needed: int | None = None
+    """Tasks that would show a difference of this size in four of five comparisons; None if it is near 0."""
+    seeds_needed: int | None = None
+    """Seeds on each side that would do so; None if unknown or near 0."""
 
 
 def unlike(a: Side, b: Side) -> list[str]:
@@ -131,12 +146,13 @@ def unlike(a: Side, b: Side) -> list[str]:
     if not problems:
         for run in runs[1:]:
             if not _same_tasks(first.sampled.tasks, run.sampled.tasks):
-                problems.append(
-                    f"{run.run_id} was measured on other tasks than {first.run_id}: "
-                    f"{len(run.sampled.tasks)} and {len(first.sampled.tasks)}, "
-                    f"{len(set(run.sampled.tasks) & set(first.sampled.tasks))} of them the same."
-                )
-            elif run.sampled.each != first.sampled.each:
+                same = len(set(run.sampled.tasks) & set(first.sampled.tasks))
+                if len(_shared(runs)) < FEWEST_SHARED:
+                    problems.append(
+                        f"{run.run_id} was measured on other tasks than {first.run_id}: {len(run.sampled.tasks)} and "
+                        f"{len(first.sampled.tasks)}, {same} of them the same; {FEWEST_SHARED} are the fewest."
+                    )
+            if run.sampled.each != first.sampled.each:
                 problems.append(
                     f"{run.run_id} has {run.sampled.each} answers to a task, {first.run_id} has {first.sampled.each}."
                 )
@@ -144,6 +160,46 @@ def unlike(a: Side, b: Side) -> list[str]:
     if shared:
         problems.append(f"On both sides: {', '.join(sorted(shared))}.")
     return problems
+
+
+def on_shared_tasks(a: Side, b: Side) -> tuple[Side, Side]:
+    """Restrict both sides to the tasks that every run measured; sides that measured the same tasks are unchanged."""
+    runs = [*a.runs, *b.runs]
+    if all(_same_tasks(runs[0].sampled.tasks, run.sampled.tasks) for run in runs[1:]):
+        return a, b
+    kept = _shared(runs)
+
+    def only(side: Side) -> Side:
+        return replace(
+            side,
+            runs=tuple(
+                replace(run, sampled=_only(run.sampled, kept), greedy=_greedy_only(run.greedy, kept))
+                for run in side.runs
+            ),
+        )
+
+    return only(a), only(b)
+
+
+def _shared(runs: Sequence[Measured]) -> list[str]:
+    """Return the tasks that all runs measured once, in the order of the first run."""
+    counts = [Counter(run.sampled.tasks) for run in runs]
+    return [
+        task
+        for task in runs[0].sampled.tasks
+        if not task.startswith(_UNPLAYED) and all(count[task] == 1 for count in counts)
+    ]
+
+
+def _only(answers: Answers, kept: Sequence[str]) -> Answers:
+    """Return the answers to the kept tasks, in their order."""
+    wins = dict(zip(answers.tasks, answers.wins, strict=True))
+    return Answers(tuple(kept), tuple(wins[task] for task in kept), answers.each)
+
+
+def _greedy_only(answers: Answers | None, kept: Sequence[str]) -> Answers | None:
+    """Return the greedy answers to the kept tasks; None if there are none, or not to all of them."""
+    return None if answers is None or not set(kept) <= set(answers.tasks) else _only(answers, kept)
 
 
 def _same_tasks(one: Sequence[str], other: Sequence[str]) -> bool:
@@ -170,6 +226,7 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
         raise InvalidValue("A comparison needs at least one run on each side.")
     if problems := unlike(a, b):
         raise InvalidValue(" ".join(problems))
+    a, b = on_shared_tasks(a, b)
     answers_a, answers_b = (_answers(side, greedy) for side in (a, b))
     if answers_a is None or answers_b is None:
         return None
@@ -200,6 +257,8 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
         only_b=sum(one > 0 for one in units),
         rests_on=_rests_on(a, b, means_a.by_run, means_b.by_run, difference) if p_tasks <= SIGNIFICANT else (),
         lone_wins=_lone_wins(a, answers_a) | _lone_wins(b, answers_b),
+        tasks_needed=_tasks_needed(answers_a, answers_b, units, difference),
+        seeds_needed=_seeds_needed(means_a, means_b, difference),
     )
 
 
@@ -239,6 +298,24 @@ def _pairing_margin(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[
     mean = sum(units) / scale / n
     variance = (sum((one / scale) ** 2 for one in units) + 1) / n - mean**2
     return 1.959964 * math.sqrt(variance / n)
+
+
+def _tasks_needed(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[int], difference: float) -> int | None:
+    """Return the number of paired tasks that shows the difference with a power of 0.8 (Cohen, 1988)."""
+    if abs(difference) < _NEAR_NOTHING or len(units) < 2:
+        return None
+    scale = sum(one.each for one in a) * sum(one.each for one in b)
+    variance = statistics.pvariance([one / scale for one in units])
+    return math.ceil(_TWO_SIDED_POWER**2 * variance / difference**2)
+
+
+def _seeds_needed(a: Means, b: Means, difference: float) -> int | None:
+    """Return the number of seeds on each side that shows the difference with a power of 0.8."""
+    spreads = [one.spread for one in (a, b) if one.spread is not None]
+    if abs(difference) < _NEAR_NOTHING or not spreads:
+        return None
+    variance = statistics.fmean([spread**2 for spread in spreads])
+    return max(math.ceil(2 * _TWO_SIDED_POWER**2 * variance / difference**2) + 1, 2)
 
 
 def _paired(a: Answers, b: Answers) -> Interval:

@@ -63,9 +63,60 @@ def measured(folder: RunFolder, state: str) -> Measured:
         **({"environment.rewards": ", ".join(one.fn for one in functions)[:200]} if functions else {}),
         "starting policy": _base(folder, config.policy.model),
     }
+    ancestors, lost = ancestors_of(folder, specification)
     return Measured(
-        folder.run_id, config.algorithm.seed, conditions, loose, sampled, greedy, cost_of(folder, specification)
+        folder.run_id,
+        config.algorithm.seed,
+        conditions,
+        loose,
+        sampled,
+        greedy,
+        cost_of(folder, specification),
+        ancestors,
+        lost,
     )
+
+
+def ancestors_of(folder: RunFolder, specification: Specification) -> tuple[dict[str, Cost], tuple[str, ...]]:
+    """Return the costs of all runs that a run builds on, and the ids of those whose records are gone.
+
+    Ancestors are the run that the policy starts from and the runs whose rollouts the data set contains, and theirs.
+    """
+    found: dict[str, Cost] = {}
+    lost: list[str] = []
+    waiting = _parents(specification)
+    while waiting:
+        run_id = waiting.pop(0)
+        if run_id in found or run_id in lost or run_id == folder.run_id:
+            continue
+        own = RunFolder(folder.path.parent / run_id)
+        try:
+            parent = Specification.read(own)
+        except (NotFound, Corrupt, ValueError):
+            lost.append(run_id)
+            continue
+        found[run_id] = cost_of(own, parent)
+        waiting += _parents(parent)
+    return found, tuple(lost)
+
+
+def _parents(specification: Specification) -> list[str]:
+    parents = [] if specification.base_run is None else [specification.base_run]
+    if specification.dataset is not None:
+        parents += _runs_behind(Path(specification.dataset.file).parent)
+    return parents
+
+
+def _runs_behind(version: Path, depth: int = 8) -> list[str]:
+    """Return the runs whose rollouts the version of a data set contains, also by way of other data sets."""
+    try:
+        lineage = read_json(version / "dataset.json")["lineage"]
+        runs, datasets = list(map(str, lineage.get("runs") or ())), list(map(str, lineage.get("datasets") or ()))
+    except (NotFound, Corrupt, KeyError, TypeError, AttributeError):
+        return []
+    for name, _, number in (one.partition("@") for one in datasets if depth and "/" not in one):
+        runs += _runs_behind(version.parent.parent / name / number, depth - 1)
+    return runs
 
 
 def cost_of(folder: RunFolder, specification: Specification) -> Cost:
