@@ -16,6 +16,7 @@ from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
+from toprope.workbench.fit import TaskSample
 from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.open_runs import open_runs, variables_of
@@ -37,6 +38,8 @@ class Workshop:
     index: Index
     installations: Installations = field(default_factory=Installations, repr=False)
     """Running installations for environments."""
+    samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
+    """A few tasks of described environments, by environment and knobs, for the fit check."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
     """Longest training by run, cached because it is frozen with the run."""
 

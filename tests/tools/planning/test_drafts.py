@@ -41,7 +41,10 @@ def test_description_comes_from_loaded_environment(house):
     assert {knob["name"] for knob in answer.data.knobs} == {"shortest", "longest", "alphabet"}
     assert answer.data.examples[0]["rewards"]["reference"] == 1.0
     assert "untrusted" in answer.text
-    assert 'select_environment(name="sort_letters", preset="cpu-embedded")' in answer.text
+    assert "cpu-embedded (does not fit: The embedded policy knows words to spell" in answer.text
+    assert 'select_environment(name="sort_letters", preset="cpu-sft")' in answer.text
+    spelling = do(describe_environment, shop, name="reasoning_gym/spell_backward")
+    assert 'preset="cpu-embedded")' in spelling.text
     with pytest.raises(NotFound, match="sort_letters"):
         do(describe_environment, shop, name="sort_leters")
 
@@ -54,10 +57,22 @@ def test_description_shows_rollout_cost_and_test_result(house):
     write_json(folder.evaluation("test"), {"version": 1, "label": "test", "sampled": found, "greedy": None})
     answer = do(describe_environment, shop, name="sort_letters")
     assert "embedded is right in 25.0% of its answers" in answer.text and "50.0% are all wrong" in answer.text
+    assert 'preset="cpu-embedded")' in answer.text  # the test shows that this policy can do it
     assert answer.data.tested.run_id == folder.run_id and answer.data.memory_mb > 5
     assert len(answer.data.examples) == len(answer.data.prompt_characters) == 3
     assert re.search(r"an answer is scored in (less than 1 ms|\d+ ms)", answer.text)
     assert "near_miss" in answer.data.examples[0]["rewards"]
+
+
+def test_misfits_are_told_at_selection_and_start(house):
+    shop, _ = house
+    made = do(select_environment, shop, name="number_guess", preset="cpu-embedded")
+    assert "Warning (context_too_short)" in made.text and "policy.max_context to 128" in made.text
+    preview = do(start_training, shop, draft_id=made.data.draft_id, preview=True)
+    assert "Warning (context_too_short)" in preview.text
+    fine = do(select_environment, shop, name="reasoning_gym/spell_backward", preset="cpu-embedded")
+    assert "Warning" not in fine.text
+    assert "Warning" not in do(start_training, shop, draft_id=fine.data.draft_id).text
 
 
 def test_environment_that_fails_to_load_makes_no_draft(house):

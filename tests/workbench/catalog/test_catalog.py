@@ -154,7 +154,7 @@ def test_describe_deletes_files_of_environment(folder: Path, monkeypatch: pytest
     assert place != str(folder) and not Path(place).exists() and not (folder / "left.csv").exists()
 
 
-def test_describe_without_examples_makes_no_task(folder: Path) -> None:
+def test_describe_without_examples_survives_failing_tasks(folder: Path) -> None:
     alone = described(folder, '    """Mine."""\n    def tasks(self): raise OSError\n', examples=0)
     assert alone.card.description == "Mine." and (alone.examples, alone.splits, alone.remarks) == ((), {}, ())
     none = described(folder, "    def tasks(self): return []\n")

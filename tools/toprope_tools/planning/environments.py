@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,10 +23,12 @@ from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.catalog.describe import WorkerOptions
-from toprope.workbench.launch.baseline import baseline_of
+from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
+from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.config import said_changes
+from toprope_tools.planning.fit import misfits_of, remember, sample_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -109,8 +112,15 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
             f"{percent(tested.all_right_share)} all right ({tested.run_id})."
         )
     lines += [f"Remark: {clip(remark, 300)}" for remark in described.remarks]
+    unfit = await to_thread.run_sync(_unfit, workshop, entry.name, described, list(presets), tested)
+    presets = {
+        preset: f"does not fit: {unfit[preset]}" if unfit.get(preset) else one for preset, one in presets.items()
+    }
     lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
-    lines.append(f"Next: {call('select_environment', name=entry.name, preset=workshop.settings().preset)}")
+    preset = workshop.settings().preset
+    if unfit.get(preset):
+        preset = SFT_PRESET if SFT_PRESET in presets and not unfit.get(SFT_PRESET) else preset
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset)}")
     data = answers.Description(
         name=entry.name,
         summary=clip(card.description, 300),
@@ -173,6 +183,8 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
         lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
     if locked:
         lines.append(f"Locked by the owner, as get_config explains: {', '.join(locked)}.")
+    remember(workshop, entry.name, config.environment.knobs, described)
+    lines += warning_lines(await to_thread.run_sync(misfits_of, workshop, draft))
     lines.append(
         f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
         f"{call('start_training', draft_id=draft.id)}"
@@ -237,6 +249,23 @@ def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
             continue  # it only names models for test_inference
         tuned = " Has values for this environment." if environment in preset.environments else ""
         found[name] = f"{preset.description}{tuned}".strip()
+    return found
+
+
+def _unfit(
+    workshop: Workshop, environment: str, described: Description, presets: Sequence[str], tested: Baseline | None
+) -> dict[str, str]:
+    """Return, by preset, the first reason why it does not fit the tasks; empty texts for those that fit."""
+    found, tasks = {}, sample_of(described)
+    for name in presets:
+        try:
+            preset = load_preset(name, workshop.home.preset_folders)
+            own = preset.knobs(environment)
+            # A description without these knobs shows other tasks than the preset would.
+            reasons = [] if own else misfits(preset.config(environment), tasks, tested)
+        except (InvalidValue, NotFound):
+            continue
+        found[name] = reasons[0].what if reasons else ""
     return found
 
 

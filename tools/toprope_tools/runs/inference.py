@@ -11,9 +11,11 @@ from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import BASE
 from toprope.text_format import call, plural
 from toprope.workbench.endpoints import require_keys, resolve_models
+from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.start import StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
+from toprope_tools.planning.fit import misfits_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -85,6 +87,9 @@ async def test_inference(
             f"Answers are cut off at {limit} tokens; models that think before they answer need thousands (set "
             "max_new_tokens).\n"
         )
+    if not plan.models:
+        found = await to_thread.run_sync(misfits_of, workshop, draft)
+        text += "".join(f"{line}\n" for line in warning_lines(found, 2))
     text += (
         f"Next: {call('check_status', run_ids=[specification.run_id], wait_s=45)}, then "
         f"{call('get_results', run_id=specification.run_id)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import to_thread
@@ -12,16 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder, describe_misfits
-from toprope.records.run.specification import Specification, SweepPlan
+from toprope.records.run.specification import Specification, SweepPlan, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply_changes
 from toprope.sweeps.planning import longest_run_steps, make_plan
 from toprope.text_format import call, clip, number, percent, plural, value
-from toprope.workbench.launch.preview import Preview
+from toprope.workbench.drafts import Draft
+from toprope.workbench.fit import warning_lines
+from toprope.workbench.launch.preview import Preview, seconds_per_step
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
+from toprope_tools.planning.fit import misfits_of_config
 from toprope_tools.planning.preview_text import said, structured
 
 if TYPE_CHECKING:
@@ -133,14 +136,16 @@ async def start_sweep(
                 f"confirm {refused.preview.hash!r} in options. A changed draft or sweep has another hash.",
             ) from None
         sweep = started.specifications[0]  # a key may have started a seed group of the draft before
-        return _answer_repeated(sweep) if started.repeated else _answer_started(sweep, plan)
+        if started.repeated:
+            return _answer_repeated(sweep)
+        return _answer_started(sweep, plan, _warnings(workshop, draft, plan))
 
     return await to_thread.run_sync(work)
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) -> Answer:
     found, why, [sweep] = workshop.starter.preview(request)
-    lines = ["Nothing was started.", _said(found, plan)]
+    lines = ["Nothing was started.", _said(found, plan), *_warnings(workshop, request.draft, plan)]
     if why:
         lines.append(f"{why} Show this to the person you work for; then pass confirm in options.")
     lines.append(f"Next: the same call without preview{f', with confirm {found.hash!r} in options' if why else ''}.")
@@ -148,7 +153,18 @@ def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) 
     return Answer("\n".join(lines), data)
 
 
-def _answer_started(sweep: Specification, plan: SweepPlan) -> Answer:
+def _warnings(workshop: Workshop, draft: Draft, plan: SweepPlan) -> list[str]:
+    """Return the fit check's warnings about the longest of a sweep's runs."""
+    config = draft.config.model_copy(deep=True)
+    if plan.evaluate != "train":
+        return []
+    config.budget.steps = max(longest_run_steps(plan) or 1, 1)
+    step_s = seconds_per_step(config, training_plan(config).kind, workshop.home.runs)
+    found = misfits_of_config(workshop, draft.environment.name, config, step_s=step_s)
+    return [f"Each candidate: {line}" for line in warning_lines(found)]
+
+
+def _answer_started(sweep: Specification, plan: SweepPlan, warned: Sequence[str]) -> Answer:
     trains = f" and {plan.total_steps} optimizer steps" if plan.evaluate == "train" else ""
     text = (
         f"Started the sweep {sweep.run_id}: {plan.strategy} over {', '.join(plan.space)}, "
@@ -156,7 +172,7 @@ def _answer_started(sweep: Specification, plan: SweepPlan) -> Answer:
         "then the best candidate is measured on held-out tasks, once. It goes on if this server ends.\n"
         f"{_next(sweep.run_id)}"
     )
-    return Answer(text, _data(sweep))
+    return Answer("\n".join([*warned, text]), _data(sweep))
 
 
 def _answer_repeated(sweep: Specification) -> Answer:

@@ -16,12 +16,15 @@ from toprope.records.sweep_journal import members_in
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration, plural
+from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.continuation import freeze_continuation
+from toprope.workbench.launch.preview import seconds_per_step
 from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
+from toprope_tools.planning.fit import misfits_of_config
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -68,7 +71,15 @@ async def start_training(
     if started.repeated:
         status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
         return _answer_repeated(started.specifications, status)
-    return _answer_started(started.specifications)
+    warned = await to_thread.run_sync(_warnings, workshop, request)
+    return _answer_started(started.specifications, warned)
+
+
+def _warnings(workshop: Workshop, request: StartRequest) -> list[str]:
+    """Return the fit check's warnings about a draft that starts or would start."""
+    config, environment = request.draft.config, request.draft.environment.name
+    step_s = seconds_per_step(config, request.plan.kind, workshop.home.runs)
+    return warning_lines(misfits_of_config(workshop, environment, config, step_s=step_s))
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
@@ -251,14 +262,15 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
     if why:
         arguments["confirm"] = found.hash
         why = f"\n{why} Show this to the person you work for first."
-    text = f"Nothing was started.\n{said(found)}{why}\nNext: {call('start_training', **arguments)}"
+    warned = "".join(f"\n{line}" for line in _warnings(workshop, request))
+    text = f"Nothing was started.\n{said(found)}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(
         update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}
     )
     return Answer(text, data)
 
 
-def _answer_started(specifications: Sequence[Specification]) -> Answer:
+def _answer_started(specifications: Sequence[Specification], warned: Sequence[str] = ()) -> Answer:
     first, limit = specifications[0], _limit(specifications[0])
     where = f"{first.environment.name}, {first.draft_id} revision {first.draft_revision}"
     if (group := first.seed_group) is None:
@@ -273,7 +285,7 @@ def _answer_started(specifications: Sequence[Specification]) -> Answer:
             f"{', '.join(one.run_id for one in specifications)}.\n"
             f"{_next(group.id, grouped=True)}; then compare_runs compares the group with another."
         )
-    return Answer(text, _started(specifications))
+    return Answer("\n".join([*warned, text]), _started(specifications))
 
 
 def _answer_repeated(specifications: Sequence[Specification], status: Status) -> Answer:

@@ -33,6 +33,8 @@ class Accuracy(_Part):
     pass_at_k: float | None = None
     all_wrong_share: float | None = None
     all_right_share: float | None = None
+    signal_share: float | None = None
+    """Share of groups whose rewards differ, in a test."""
     parse_failures: float | None = None
 
     def proportion(self) -> Proportion:

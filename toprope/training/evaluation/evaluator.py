@@ -309,6 +309,8 @@ def newest_version(group: SampledGroup) -> int:
 def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any]:
     """Summary over all answers of a test, and shares of tasks that were solved at least once, never, or always.
 
+    `signal_share` is the share of groups whose rewards differ.
+
     `parse_failures` is the share of answers that have no text, or that the environment could not parse (its part
     `parsed` is 0).
     """
@@ -322,7 +324,14 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
         "pass_at_k": sum(won > 0 for won in wins) / len(wins) if wins else None,
         "all_wrong_share": sum(won == 0 for won in wins) / len(wins) if wins else None,
         "all_right_share": sum(won == group_size for won in wins) / len(wins) if wins else None,
+        "signal_share": sum(map(_has_signal, groups)) / len(groups) if groups else None,
     }
+
+
+def _has_signal(group: SampledGroup) -> bool:
+    """Return True if the rewards of a group differ, so that training on it teaches something."""
+    rewards = [outcome.reward for outcome in group.outcomes]
+    return max(rewards) - min(rewards) > 1e-9
 
 
 def failed_group(index: int, size: int, error: str, environment: str = "") -> SampledGroup:

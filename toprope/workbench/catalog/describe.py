@@ -17,7 +17,7 @@ from typing import Any
 from toprope.errors import EnvironmentFailed, InvalidValue, visible
 from toprope.records.journal.groups import Outcome
 from toprope.records.walls import Walls
-from toprope.records.worker_messages import Card, SplitSize
+from toprope.records.worker_messages import Card, SplitSize, TaskView
 from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.plan import Network
@@ -33,6 +33,8 @@ __all__ = ["JUNK", "Describer", "Description", "Example", "WorkerOptions", "fail
 _SURVEY_TASKS = 500
 _SURVEY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
+_TASKS, _TASKS_SECONDS = 8, 2.0
+"""Tasks for the fit check, and the longest time for them."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Description:
     """Mean seconds to begin a rollout and score one answer."""
     memory_mb: float | None = None
     """Memory of the worker afterwards."""
+    tasks: tuple[TaskView, ...] = ()
+    """A few training tasks; empty if there are none or they take too long."""
 
 
 class Describer:
@@ -131,7 +135,7 @@ class Describer:
 
         Args:
             options: Knobs, limits and permissions of the worker.
-            examples: Most training tasks to show and score. 0 asks for the card alone and generates no tasks.
+            examples: Most training tasks to show and score. 0 asks for the card and a few prompts alone.
 
         Raises:
             InvalidValue: A knob or weight is invalid.
@@ -167,6 +171,10 @@ class Describer:
                     refused = failure.message  # No tasks with these knobs; the card is still valid.
             memory_mb = await asyncio.to_thread(_memory_mb, link.pid) if examples else None
             grace = _GRACE_SECONDS
+            try:
+                tasks = tuple((await link.tasks("train", 0, _TASKS, timeout=_TASKS_SECONDS)).tasks)
+            except WorkerFailure:  # the card is valid without tasks
+                tasks, grace = (), 0.0
         except WorkerFailure as failure:
             raise failed(entry, failure) from failure
         finally:
@@ -185,6 +193,7 @@ class Describer:
             load_seconds=loaded - started,
             score_seconds=score_s,
             memory_mb=memory_mb,
+            tasks=tasks,
         )
 
 

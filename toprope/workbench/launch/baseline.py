@@ -25,6 +25,12 @@ class Baseline:
     """Share of groups without a right answer; they teach nothing."""
     all_right_share: float
     """Share of groups with right answers only; they teach nothing either."""
+    truncated: float | None = None
+    """Share of answers that were cut off."""
+    signal: float | None = None
+    """Share of groups whose rewards differ; None in tests of earlier versions."""
+    max_new_tokens: int = 0
+    """Longest answer of the test, in tokens."""
 
 
 def baseline_of(environment: str, runs: Path) -> Baseline | None:
@@ -56,6 +62,9 @@ def baseline_of(environment: str, runs: Path) -> Baseline | None:
                 float(sampled["accuracy"]),
                 float(sampled["all_wrong_share"]),
                 float(sampled["all_right_share"]),
+                sampled.get("truncated"),
+                sampled.get("signal_share"),
+                int(spec["config"]["rollout"]["max_new_tokens"]),
             )
         except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
             continue

@@ -23,11 +23,13 @@ from toprope.records.run.folder import RUN_ID, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.settings.limits import FrozenLimits, Limits
+from toprope.settings.schema import Config
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 
 _MOST_READ = 300
 _MOST_USED = 20
 _FEWEST_STEPS = 5
+_MOST_FOR_PACE = 5
 _SHAPE = (
     ("environment", "name"),
     ("environment", "knobs"),
@@ -170,6 +172,18 @@ def _estimates(
             cpu.high * cpu_price + gpu.high * gpu_price,
         )
     return found
+
+
+def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
+    """Return the median seconds per step of earlier runs with this environment, policy and batch; None if unknown."""
+    shape = _shape(config.model_dump(mode="json"))
+    found: list[float] = []
+    for folder, spec in _newest(runs, kind):
+        if _shape(spec.get("config") or {}) == shape and (one := _of(folder, spec)) is not None:
+            found.append(one.step_s)
+        if len(found) >= _MOST_FOR_PACE:
+            break
+    return statistics.median(found) if found else None
 
 
 def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool, runs: Path) -> str:

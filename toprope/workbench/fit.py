@@ -1,0 +1,271 @@
+"""Checks before a start whether draft, environment and policy fit each other.
+
+Pure functions over what is known already: the configuration, a few tasks from the environment's description, the newest
+test of the same policy, and measured seconds per step. Nothing is tokenised by a model's tokenizer here: the embedded
+policies have a token per byte and one per known phrase, and for other models a test measures what matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.analysis.findings.configured import expected_signal
+from toprope.analysis.findings.rules import said
+from toprope.settings.schema import EMBEDDED, Config
+from toprope.training.policy.tiny_model import RECIPES, Recipe
+from toprope.workbench.launch.baseline import Baseline
+
+SFT_PRESET = "cpu-sft"
+"""The preset that fine-tunes an embedded policy on demonstrations first."""
+_SFT_RATE, _LEAST_SFT_RATE = 0.002, 2e-4
+"""Rates of supervised fine-tuning for the embedded policies: the usual one, and the least that changes them."""
+_MOST_LARGE_SFT_RATE = 5e-4
+_LEAST_RATE = 3e-5
+"""Rate below which GRPO does not change an embedded policy within thousands of steps."""
+_ROUND_TO = 64
+_FEW_BYTES_PER_TOKEN = 6
+"""No tokenizer takes fewer tokens for ordinary text than a sixth of its bytes."""
+_CUT, _TEACHES_LITTLE = 0.5, 0.05
+
+
+@dataclass(frozen=True)
+class TaskSample:
+    """A few training tasks of an environment under a draft's knobs."""
+
+    prompts: tuple[tuple[Mapping[str, Any], ...], ...]
+    """Messages of each task."""
+    references: tuple[str, ...]
+    """Reference answers of those that have one."""
+    max_turns: int = 1
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A reason why a run will hardly succeed, with the edit that mends it."""
+
+    rule: str
+    what: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    next: str = ""
+    """The next step if no edit mends it."""
+
+    @property
+    def text(self) -> str:
+        mend = f" Mend: edit_config {said(self.changes)}." if self.changes else ""
+        return f"{self.what}{mend}{f' {self.next}' if self.next else ''}"
+
+
+def misfits(
+    config: Config, tasks: TaskSample | None = None, tested: Baseline | None = None, step_s: float | None = None
+) -> list[Misfit]:
+    """Return what speaks against a start, most serious first; empty if nothing does.
+
+    Args:
+        tasks: From the environment's description; None if unknown.
+        tested: The newest test of this environment; one of another policy is ignored.
+        step_s: Measured seconds per step.
+    """
+    if tested is not None and tested.policy != config.policy.model:
+        tested = None
+    demonstrates = config.algorithm.name == "sft"
+    found = [_context(config, tasks), _answer_room(config, tasks)]
+    if demonstrates:
+        found.append(_sft_rate(config))
+    else:
+        found += [_unknown_task(config, tasks, tested), _ends(config, tasks, tested), _signal(config, tested)]
+        found += [_rate(config), _time(config, step_s)]
+    kept = [one for one in found if one is not None]
+    if any(one.rule == "unknown_task" for one in kept):  # what a test showed of such a policy follows from it
+        kept = [one for one in kept if one.rule not in ("answers_cut_off", "little_signal")]
+    return kept
+
+
+def warning_lines(found: Sequence[Misfit], most: int = 4) -> list[str]:
+    """Format misfits as lines of an answer."""
+    return [f"Warning ({one.rule}): {one.text}" for one in found[:most]]
+
+
+def fits(config: Config, tasks: TaskSample | None) -> bool:
+    """Return True if nothing in the tasks alone speaks against a configuration."""
+    return not misfits(config, tasks)
+
+
+def prompt_tokens(messages: Sequence[Mapping[str, Any]], recipe: Recipe) -> int:
+    """Return the tokens of a conversation for an embedded policy, up to the start of its answer."""
+    return sum(2 + _text_tokens(str(message.get("content") or ""), recipe) for message in messages) + 1
+
+
+def _text_tokens(text: str, recipe: Recipe) -> int:
+    phrases = 0
+    for phrase in sorted(recipe.phrase_tokens, key=len, reverse=True):
+        phrases += text.count(phrase)
+        text = text.replace(phrase, "")
+    return phrases + len(text.encode())
+
+
+def _recipe(config: Config) -> Recipe | None:
+    return RECIPES.get(config.policy.model)
+
+
+def _context(config: Config, tasks: TaskSample | None) -> Misfit | None:
+    """Prompt and answer do not fit the context."""
+    if tasks is None or not tasks.prompts:
+        return None
+    recipe, room, answer = _recipe(config), config.policy.max_context, config.rollout.max_new_tokens
+    if recipe is not None:
+        longest = max(prompt_tokens(prompt, recipe) for prompt in tasks.prompts)
+        about = ""
+    else:
+        size = max(sum(len(str(one.get("content") or "").encode()) for one in prompt) for prompt in tasks.prompts)
+        longest, about = size // _FEW_BYTES_PER_TOKEN, "at least "
+    turns = tasks.max_turns if recipe is not None else 1
+    needed = longest + turns * answer
+    if needed <= room:
+        return None
+    over = f"{turns} turns of {answer}" if turns > 1 else f"an answer of {answer}"
+    wanted = _ROUND_TO * math.ceil(needed / _ROUND_TO)
+    return Misfit(
+        "context_too_short",
+        f"Prompts take {about}{longest} tokens; with {over} that is {needed}, above policy.max_context {room}.",
+        {"policy.max_context": min(wanted, recipe.context) if recipe is not None else wanted},
+    )
+
+
+def _answer_room(config: Config, tasks: TaskSample | None) -> Misfit | None:
+    """The reference answers are longer than an answer may be."""
+    recipe, limit = _recipe(config), config.rollout.max_new_tokens
+    if tasks is None or recipe is None or not tasks.references:
+        return None
+    longest = max(_text_tokens(reference, recipe) for reference in tasks.references) + 1
+    if longest <= limit:
+        return None
+    changes: dict[str, Any] = {"rollout.max_new_tokens": longest + 1}
+    prompts = max((prompt_tokens(prompt, recipe) for prompt in tasks.prompts), default=0)
+    if prompts + longest + 1 > config.policy.max_context:
+        changes["policy.max_context"] = _ROUND_TO * math.ceil((prompts + longest + 1) / _ROUND_TO)
+    return Misfit(
+        "answer_too_long",
+        f"Reference answers take up to {longest} tokens with their end; rollout.max_new_tokens is {limit}.",
+        changes,
+    )
+
+
+def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | None) -> Misfit | None:
+    """An embedded policy knows nothing of the task, so that no answer earns a reward to learn from."""
+    recipe = _recipe(config)
+    if recipe is None or (tested is not None and tested.all_wrong_share < 0.9):
+        return None
+    if config.policy.model == "embedded":
+        if tasks is None or not tasks.prompts or _knows(tasks, recipe):
+            return None
+        what = "The embedded policy knows words to spell and nothing of this task"
+    else:
+        what = "The policy embedded-tools is untrained"
+    changes = {"algorithm.name": "sft", "sft.learning_rate": _SFT_RATE}
+    if tasks is not None and not tasks.references:
+        return Misfit("unknown_task", f"{what}, and there are no reference answers to show it: its reward stays 0.")
+    return Misfit(
+        "unknown_task",
+        f"{what}: its reward stays near 0 until supervised fine-tuning has shown it answers.",
+        changes,
+        f'Or take preset "{SFT_PRESET}". Then algorithm.name grpo with policy.model "run:<id of that run>".',
+    )
+
+
+def _knows(tasks: TaskSample, recipe: Recipe) -> bool:
+    """Return True if prompts begin like those of the warm start and answers use the letters that follow."""
+    for prompt in tasks.prompts:
+        text = str(prompt[-1].get("content") or "") if prompt else ""
+        if not any(phrase in text for phrase in recipe.phrase_tokens):
+            return False
+    return True
+
+
+def _ends(config: Config, tasks: TaskSample | None, tested: Baseline | None) -> Misfit | None:
+    """In a test most answers were cut off."""
+    limit = config.rollout.max_new_tokens
+    if tested is None or tested.truncated is None or tested.truncated < _CUT or limit > tested.max_new_tokens:
+        return None
+    return Misfit(
+        "answers_cut_off",
+        f"In {tested.run_id} {tested.truncated:.0%} of the answers were cut off at {tested.max_new_tokens} tokens.",
+        {"rollout.max_new_tokens": 2 * limit},
+        "If longer answers do not end either, supervised fine-tuning teaches their end.",
+    )
+
+
+def _signal(config: Config, tested: Baseline | None) -> Misfit | None:
+    """By a test, hardly any group of this size would carry signal."""
+    if tested is None or tested.group_size < 2:
+        return None
+    size = config.rollout.group_size
+    likely = likely_signal(tested, size)
+    if likely >= _TEACHES_LITTLE:
+        return None
+    if tested.all_right_share > 0.9:
+        return Misfit("little_signal", f"In {tested.run_id} nearly all answers were right.", {}, "Make tasks harder.")
+    return Misfit(
+        "little_signal",
+        f"By {tested.run_id} ({tested.pass_rate:.1%} right) about {likely:.0%} of groups of {size} would carry signal.",
+        {},
+        "Make the tasks easier, give partial credit, or begin with supervised fine-tuning (algorithm.name sft).",
+    )
+
+
+def likely_signal(tested: Baseline, size: int) -> float:
+    """Return the share of groups of a size that would carry signal, from a test with groups of another size."""
+    seen = 1.0 - tested.all_wrong_share - tested.all_right_share if tested.signal is None else tested.signal
+    seen = min(max(seen, 0.0), 1.0)
+    if size <= tested.group_size:
+        return seen * (size - 1) / (tested.group_size - 1)
+    return expected_signal(tested.group_size, tested.pass_rate, seen, size)
+
+
+def _rate(config: Config) -> Misfit | None:
+    """GRPO's learning rate is one for large models."""
+    rate = config.optimizer.learning_rate
+    if config.policy.model not in EMBEDDED or rate >= _LEAST_RATE:
+        return None
+    return Misfit(
+        "learning_rate_for_policy",
+        f"optimizer.learning_rate {rate:g} suits models a thousand times larger: it does not change this policy.",
+        {"optimizer.learning_rate": 0.001},
+    )
+
+
+def _sft_rate(config: Config) -> Misfit | None:
+    """The rate of supervised fine-tuning does not suit the size of the policy."""
+    rate, embedded = config.sft.learning_rate, config.policy.model in EMBEDDED
+    if embedded and rate < _LEAST_SFT_RATE:
+        return Misfit(
+            "sft_rate_for_policy",
+            f"sft.learning_rate {rate:g} suits models a thousand times larger: it hardly changes this policy.",
+            {"sft.learning_rate": _SFT_RATE},
+        )
+    if not embedded and not config.policy.model.startswith("run:") and rate > _MOST_LARGE_SFT_RATE:
+        return Misfit(
+            "sft_rate_for_policy",
+            f"sft.learning_rate {rate:g} is far above what language models bear.",
+            {"sft.learning_rate": 2e-4 if config.policy.lora else 2e-5},
+        )
+    return None
+
+
+def _time(config: Config, step_s: float | None) -> Misfit | None:
+    """The training time allows less than half of the steps."""
+    budget = config.budget
+    if step_s is None or budget.max_train_seconds is None or step_s <= 0:
+        return None
+    allowed = int(budget.max_train_seconds / step_s)
+    if allowed >= budget.steps / 2:
+        return None
+    return Misfit(
+        "time_for_steps",
+        f"At {step_s:.2g} s a step, budget.max_train_seconds {budget.max_train_seconds:g} allows about {allowed} of "
+        f"{budget.steps} steps.",
+        {"budget.max_train_seconds": float(math.ceil(budget.steps * step_s * 1.1))},
+        f"Or set budget.steps to {max(allowed, 1)}.",
+    )
