@@ -52,7 +52,7 @@ def test_results_list_present_and_past_findings_and_time(tmp_path: Path) -> None
             ended_at=2.0,
         )
         short = results(shop, folder.run_id)
-        assert "Finding all_wrong (critical, since step 24): all_wrong was seen Next: edit" in short.text
+        assert "1. all_wrong (critical, since step 24): all_wrong was seen Next: edit" in short.text
         assert "Finding trainer_waits (note, since step 30)" in short.text
         assert "Findings that are over: scorer_errors (warning, step 9)." in short.text
         assert "waiting for groups 70.0%" in short.text

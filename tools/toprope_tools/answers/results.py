@@ -42,6 +42,8 @@ class Judged(Structure):
     tasks_only_b: int
     rests_on: list[str]
     lone_wins: dict[str, int]
+    tasks_needed: int | None = None
+    seeds_needed: int | None = None
 
 
 class CompareAnswer(Structure):

@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
-from toprope.analysis.statistics.comparison import Comparison, Means, Side, compare, unlike
+from toprope.analysis.findings.stored_runs import explain_run, learned
+from toprope.analysis.statistics.comparison import Comparison, Cost, Means, Side, compare, on_shared_tasks, unlike
 from toprope.analysis.statistics.run_samples import measured
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.records.run.specification import Specification
 from toprope.text_format import call, clip, duration, number, percent, plural
 from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import Answer
+from toprope_tools.results.diagnosis import differing, short_causes
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 _MOST_RUNS = 16
+_MOST_EXPLAINED = 2
+"""Runs of each side whose causes are told."""
 _EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"))
 
 
@@ -44,15 +49,22 @@ def _compared(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
             "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems),
             hint="Compare runs of the same environment, knobs, tasks and evaluator, or start both anew.",
         )
+    measured_tasks = {len(run.sampled.tasks) for run in (*one.runs, *other.runs)}
+    one, other = on_shared_tasks(one, other)
     sampled, greedy = compare(one, other), compare(one, other, greedy=True)
     assert sampled is not None
     split = one.runs[0].conditions["kind of measurement"]
     tasks = len(one.runs[0].sampled.tasks)
     remarks = _remarks(one, other, sampled)
     lines = [f"b compared with a on {tasks} {split.replace(' of a test', '')}."]
+    if measured_tasks != {tasks}:
+        lines[0] += f" They measured {' and '.join(map(str, sorted(measured_tasks)))}; only shared tasks count."
     lines += _judged("sampled", sampled)
     lines += _judged("greedy", greedy) if greedy is not None else []
-    lines += [_cost("a", one), _cost("b", other), *remarks, _next(one, other, sampled)]
+    lines += [_cost("a", one), _cost("b", other), *remarks]
+    if sampled.verdict == "none":
+        lines += [*_settling(sampled), *_run_causes(workshop, one, other)]
+    lines.append(_next(one, other, sampled))
     data = answers.CompareAnswer(
         a=_structured_side(one),
         b=_structured_side(other),
@@ -112,6 +124,35 @@ def _means(means: Means) -> str:
     return text
 
 
+def _settling(found: Comparison) -> list[str]:
+    """Say how many tasks and seeds would settle an undecided comparison."""
+    if found.tasks_needed is None:
+        return ["The difference is nearly 0: no number of tasks or seeds would show one worth having."]
+    tasks = f"about {found.tasks_needed:,} shared tasks (evaluation.heldout_tasks)"
+    if found.seeds_needed is None:
+        return [f"To settle a difference of this size: {tasks}, and 3 seeds or more on each side."]
+    seeds = f"{found.seeds_needed:,} seeds on each side"
+    return [f"To settle a difference of this size: {tasks} and {seeds}."]
+
+
+def _run_causes(workshop: Workshop, a: Side, b: Side) -> list[str]:
+    """Return the likeliest causes in runs that have any or did not learn, and how they differ from their preset."""
+    lines = []
+    for run in (*a.runs[:_MOST_EXPLAINED], *b.runs[:_MOST_EXPLAINED]):
+        status, folder = workshop.runs.status(run.run_id), workshop.runs.folder(run.run_id)
+        specification = Specification.read(folder)
+        if not specification.run_kind.trains:
+            continue
+        found, rose = explain_run(folder, specification, status), learned(status)
+        if not found.causes and rose is not False:
+            continue
+        text = f"{run.run_id}{' did not learn' if rose is False else ''}. {short_causes(found)}".rstrip()
+        if found.differs:
+            text += f" It differs from the preset in {differing(found.differs)}."
+        lines.append(text)
+    return lines
+
+
 def _points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
@@ -131,12 +172,22 @@ def _cost(which: str, side: Side) -> str:
         parts.append(f"{total['gpu_s'] / 3600:.2g} GPU-hours")
     if total["usd"] is not None:
         parts.append(f"{total['usd']:.3g} USD")
-    return f"{which} ({side.name}) took {', '.join(parts)}" + (f" in {runs} runs." if runs > 1 else ".")
+    before = _ancestors(side)
+    beside = f", with what it builds on ({', '.join(before)})" if before else ""
+    lost = sorted({run_id for run in side.runs for run_id in run.lost_ancestors})
+    unknown = f" The cost of {', '.join(lost)}, which it builds on, is unknown." if lost else ""
+    return f"{which} ({side.name}) took {', '.join(parts)}{f' in {runs} runs' if runs > 1 else ''}{beside}.{unknown}"
+
+
+def _ancestors(side: Side) -> dict[str, Cost]:
+    """Return the costs of the runs that a side builds on, each once."""
+    own = {run.run_id for run in side.runs}
+    return {run_id: cost for run in side.runs for run_id, cost in run.ancestors.items() if run_id not in own}
 
 
 def _total(side: Side) -> dict[str, Any]:
-    """Sum the costs of the runs; None for a cost that was not measured in every run."""
-    costs = [run.cost for run in side.runs]
+    """Sum the costs of the runs and of what they build on; None for a cost that was not measured in every run."""
+    costs = [*(run.cost for run in side.runs), *_ancestors(side).values()]
     found: dict[str, Any] = {}
     for name in ("steps", "rollouts", "wall_s", "train_s", "cpu_s", "gpu_s", "usd"):
         values = [getattr(cost, name) for cost in costs]
@@ -164,13 +215,14 @@ def _next(a: Side, b: Side, sampled: Comparison) -> str:
     if min(len(a.runs), len(b.runs)) < 3 and a.runs[0].conditions["kind of measurement"].startswith("held-out"):
         return "Next: start_training(seeds=3) from both drafts measures the spread between seeds."
     if sampled.verdict == "none":
-        return "Next: another change, or more held-out tasks (evaluation.heldout_tasks) and seeds to see a smaller one."
+        return "Next: another change, or what would settle it."
     return "Next: keep what won; fork from it with the next change."
 
 
 def _structured_side(side: Side) -> answers.ComparedSide:
     by_run = {
-        run.run_id: {name: value for name, value in vars(run.cost).items() if value is not None} for run in side.runs
+        run_id: {name: value for name, value in vars(cost).items() if value is not None}
+        for run_id, cost in [*((run.run_id, run.cost) for run in side.runs), *_ancestors(side).items()]
     }
     return answers.ComparedSide(
         name=side.name,
@@ -210,6 +262,8 @@ def _structure(found: Comparison) -> answers.Judged:
         tasks_only_b=found.only_b,
         rests_on=list(found.rests_on),
         lone_wins=found.lone_wins,
+        tasks_needed=found.tasks_needed,
+        seeds_needed=found.seeds_needed,
     )
 
 

@@ -1,36 +1,93 @@
-"""The diagnosis of a run in its results: current findings, past findings, and the next step for each."""
+"""The diagnosis of a run in its results: causes in order, what follows from each, and the edit that mends them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from toprope.analysis.findings.causes import Explanation
+from toprope.analysis.findings.rules import said
 from toprope.records.run.status import Event, Finding, Status
-from toprope.text_format import clip, percent, plural
+from toprope.text_format import call, clip, percent, plural, value
 
 _MOST = 6
+_MOST_FIELDS = 8
 
 
-def findings_lines(status: Status, events: Sequence[Event]) -> list[str]:
-    """Return the current findings, the most severe first, then one line of findings that are over."""
-    lines = []
-    for finding in status.findings[:_MOST]:
-        where = f", since step {finding.step}" if finding.step else ""
-        line = f"Finding {finding.rule} ({finding.level}{where}): {clip(finding.what, 240)}"
-        lines.append(line + (f" Next: {clip(finding.next, 240)}" if finding.next else ""))
-    if len(status.findings) > _MOST:
-        lines.append(f"The structure has {plural(len(status.findings) - _MOST, 'more finding')}.")
-    held = {finding.rule for finding in status.findings}
+def findings_lines(status: Status, events: Sequence[Event], causes: Explanation) -> list[str]:
+    """Return the causes in order, each with what follows from it, then notes, then one line of findings that are over.
+
+    Args:
+        causes: Causes among the current findings.
+    """
+    lines = ["Likely causes, the likeliest first:"] if causes.causes else []
+    for place, cause in enumerate(causes.causes[:_MOST]):
+        lines.append(f"{place + 1}. {cause.rule} ({cause.level}{_since(cause)}): {clip(cause.what, 240)}{_mend(cause)}")
+        lines += [
+            f"   below it: {one.rule} ({one.level}{_since(one)}): {clip(one.what, 120)}"
+            for one in causes.below.get(cause.rule, ())
+        ]
+    if len(causes.causes) > _MOST:
+        lines.append(f"The structure has {plural(len(causes.causes) - _MOST, 'more cause')}.")
+    told = {one.rule for one in causes.causes} | {one.rule for ones in causes.below.values() for one in ones}
+    for finding in status.findings:
+        if finding.rule not in told and finding.level == "note":
+            line = f"Finding {finding.rule} (note{_since(finding)}): {clip(finding.what, 240)}"
+            lines.append(line + (f" Next: {clip(finding.next, 240)}" if finding.next else ""))
+    held = {finding.rule for finding in status.findings} | told
     over: dict[str, Finding] = {}
     for finding in _told(events):
         if finding.level != "over" and finding.rule not in held:
             over[finding.rule] = finding
     if over:
-        said = [f"{rule} ({finding.level}, step {finding.step})" for rule, finding in list(over.items())[:_MOST]]
-        lines.append(f"Findings that are over: {', '.join(said)}.")
+        listed = [f"{rule} ({finding.level}, step {finding.step})" for rule, finding in list(over.items())[:_MOST]]
+        lines.append(f"Findings that are over: {', '.join(listed)}.")
     return lines
+
+
+def mending_lines(run_id: str, preset: str, causes: Explanation, *, learned: bool | None, trained: bool) -> list[str]:
+    """Return what differs from the preset and the calls that mend all causes; empty if the run did well.
+
+    Args:
+        learned: Held-out accuracy rose; None if unknown.
+        trained: The run trains a policy.
+    """
+    if not trained or not (causes.causes or learned is False):
+        return []
+    lines = []
+    if not causes.causes:
+        lines.append("Its numbers show no cause: more steps, or easier tasks, are the next thing to try.")
+    if causes.differs:
+        lines.append(f"It differs from the preset {preset} in {differing(causes.differs)}.")
+    if causes.changes:
+        changes = json.dumps(causes.changes)
+        fork = call("fork_config", run_id=run_id)
+        lines.append(f"Mend it: {fork}, then edit_config(draft_id=..., changes={changes}) and start_training.")
+    return lines
+
+
+def differing(differs: Mapping[str, Sequence[Any]]) -> str:
+    """Format fields with their value and the preset's in brackets."""
+    listed = [f"{name} {value(pair[1])} ({value(pair[0])})" for name, pair in list(differs.items())[:_MOST_FIELDS]]
+    more = f" and {plural(len(differs) - _MOST_FIELDS, 'more field')}" if len(differs) > _MOST_FIELDS else ""
+    return ", ".join(listed) + more
+
+
+def causes_structure(causes: Explanation) -> dict[str, Any] | None:
+    """Return the causes for programs: ranked, with fields and changes; None if there are none and nothing differs."""
+    if not causes.causes and not causes.differs:
+        return None
+    ranked = [{"rule": one.rule, "fields": list(one.changes), "changes": one.changes} for one in causes.causes]
+    return {"ranked": ranked, "changes": causes.changes, "differs": causes.differs}
+
+
+def short_causes(causes: Explanation, most: int = 3) -> str:
+    """Return the first causes in one sentence; empty if there are none."""
+    listed = [f"{one.rule} ({said(one.changes)})" if one.changes else one.rule for one in causes.causes[:most]]
+    return f"Likely causes, in order: {', '.join(listed)}." if listed else ""
 
 
 def findings_told(status: Status, events: Sequence[Event], *, detailed: bool) -> list[dict[str, Any]]:
@@ -53,8 +110,18 @@ def time_line(shares: dict[str, float]) -> list[str]:
         "prepare": "preparing batches",
         "rest": "optimizer, publishing, saving",
     }
-    said = [f"{names[name]} {percent(shares[name])}" for name in names if name in shares]
-    return [f"The trainer's time: {', '.join(said)}."]
+    listed = [f"{names[name]} {percent(shares[name])}" for name in names if name in shares]
+    return [f"The trainer's time: {', '.join(listed)}."]
+
+
+def _since(finding: Finding) -> str:
+    return f", since step {finding.step}" if finding.step else ""
+
+
+def _mend(cause: Finding) -> str:
+    if cause.changes:
+        return f" Mend: {said(cause.changes)}."
+    return f" Next: {clip(cause.next, 240)}" if cause.next else ""
 
 
 def _told(events: Sequence[Event]) -> list[Finding]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 from pydantic import ValidationError
 
+from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.report import gather, labels_to_tell
 from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -24,9 +25,16 @@ from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.experiments.config_history import compared_with_original
 from toprope_tools.planning.preview_text import used
-from toprope_tools.results.diagnosis import findings_lines, findings_told, time_line
+from toprope_tools.results.diagnosis import (
+    causes_structure,
+    findings_lines,
+    findings_told,
+    mending_lines,
+    time_line,
+)
 from toprope_tools.results.plots import with_picture
 from toprope_tools.results.report_sections import curricula_lines, environment_lines, integrity_section
+from toprope_tools.results.verdict import judge_test
 from toprope_tools.runs.ask import answer_lines, shown
 from toprope_tools.runs.sweeps import member_of, sweep_lines, sweep_structure
 from toprope_tools.status.snapshot import limit_report
@@ -83,7 +91,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     elif specification.ask is not None:
         lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
     else:
-        lines += _evaluations(report)
+        lines += _evaluations(report, specification.config)
         lines += (
             [f"{plural(left, 'evaluation')} along the way left out; {folder.evaluations} has them."] if left else []
         )
@@ -91,7 +99,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if repeated is not None:
         lines.append(repeated.says)
     events = workshop.runs.events(run_id)
-    lines += findings_lines(status, events)
+    causes = explain_run(folder, specification, status)
+    lines += findings_lines(status, events, causes)
     lines += time_line(report.time)
     lines += _where(folder, report)
     if status.failure is not None:
@@ -123,6 +132,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             lines.insert(1, f"It is {said_to_be}; get_results of the sweep lists all candidates.")
     if findings := findings_told(status, events, detailed=detailed):
         structure["findings"] = findings
+    if (structured := causes_structure(causes)) is not None:
+        structure["causes"] = structured
     if said:
         structure["answers"] = shown(said)
     if report.tested is not None:
@@ -135,6 +146,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         lines += _history(report) if status.run_kind.samples else []
         lines += [f"Fields that differ from the defaults: {_said(detail['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
+    learned = report.rose if status.ended else None
+    trained = specification.run_kind.trains
+    lines += mending_lines(run_id, specification.preset or "", causes, learned=learned, trained=trained)
     lines.append(_next(status, detailed))
     return _within_budget(
         "\n".join(line for line in lines if line),
@@ -203,7 +217,7 @@ def _head(status: Status, report: Results) -> str:
     return text
 
 
-def _evaluations(report: Results) -> list[str]:
+def _evaluations(report: Results, config: Config) -> list[str]:
     lines = []
     for label, evaluation in report.evaluations.items():
         if evaluation.sampled is None:
@@ -226,7 +240,7 @@ def _evaluations(report: Results) -> list[str]:
         lines.append("Nothing was evaluated yet.")
     test = report.evaluations.get("test")
     if test is not None and test.sampled is not None:
-        lines.append(_advice(test.sampled))
+        lines += judge_test(test.sampled, config)
     return lines
 
 
@@ -297,21 +311,6 @@ def _rest(measured: Accuracy) -> str:
     if measured.errors:
         parts.append(plural(measured.errors, "error"))
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _advice(test: Accuracy) -> str:
-    """Say whether training has something to start from."""
-    tried = test.rollouts or test.tasks
-    if test.errors and test.errors >= tried:
-        return (
-            "Every answer ended in an error: the environment does not work with this configuration. "
-            "describe_environment shows the error of the scorer."
-        )
-    if test.all_right_share == 1.0:
-        return "Every answer is right: there is nothing to learn here; make the tasks harder."
-    if test.all_wrong_share == 1.0 and not test.reward_mean:
-        return "No answer earned any reward: make the tasks easier, or train only if the reward has partial credit."
-    return "The environment works and answers differ in reward."
 
 
 def _where(folder: RunFolder, report: Results) -> list[str]:

@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toprope.errors import DiskFull
+from toprope.analysis.findings.stored_runs import explain_run, learned
+from toprope.errors import Corrupt, DiskFull, NotFound
 from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Event, Status
 from toprope.text_format import ago, call, clip, duration, percent, plural, value
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
+from toprope_tools.results.diagnosis import differing, short_causes
 from toprope_tools.status import cursor as places
 from toprope_tools.status.snapshot import Look, numbers_line, work_of
 from toprope_tools.status.wait import Waited
@@ -74,8 +77,9 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         known: The caller's cursor, which may contain more runs.
         patience: The wait asked for.
     """
+    causes = {look.run_id: _causes(workshop, look) for look in waited.looks}
     for most in _EVENTS:
-        told = [_told(look, most) for look in waited.looks]
+        told = [_told(look, most, causes[look.run_id]) for look in waited.looks]
         answer = _answer(told, waited, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
@@ -132,8 +136,28 @@ def _briefly(told: Sequence[_Told]) -> str:
     return text if len(shown) == len(told) else f"{text} And {plural(len(told) - len(shown), 'more run')}."
 
 
-def _told(look: Look, most: int) -> _Told:
-    """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest."""
+def _causes(workshop: Workshop, look: Look) -> str:
+    """Return the likeliest causes if a run has ended that has any, or did not learn; else an empty text."""
+    status = look.status
+    if not status.ended or look.told_the_end or not status.run_kind.trains:
+        return ""
+    folder = workshop.runs.folder(look.run_id)
+    try:
+        found = explain_run(folder, Specification.read(folder), status)
+    except (NotFound, Corrupt, ValueError):
+        return ""
+    verdict = "No difference shown: held-out accuracy did not rise. " if learned(status) is False else ""
+    if found.differs and (found.causes or verdict):
+        return f"{verdict}{short_causes(found)} It differs from the preset in {differing(found.differs)}."
+    return f"{verdict}{short_causes(found)}".rstrip()
+
+
+def _told(look: Look, most: int, causes: str = "") -> _Told:
+    """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest.
+
+    Args:
+        causes: Of an ended run, from `_causes`.
+    """
     status, stamp, known = look.status, look.stamp, look.place is not None
     told = look.news[:most] if known else look.news[-most:]
     left = len(look.news) - len(told)
@@ -171,6 +195,7 @@ def _told(look: Look, most: int) -> _Told:
     failure = status.failure
     if failure is not None:
         line += f"\n  failed: {failure.component}: {clip(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
+    line += f"\n  {causes}" if causes else ""
     item = answers.RunStatus(
         run_id=status.run_id,
         kind=status.kind,
@@ -200,7 +225,7 @@ def _open_checks(status: Status) -> dict[str, str]:
 def _structured(event: Event) -> dict[str, Any]:
     """Return an event without empty fields and microseconds; get_results has the thresholds of findings."""
     left_out = ("threshold", "source") if event.kind == "finding" else ()
-    data = {key: one for key, one in event.data.items() if key not in left_out and one != ""}
+    data = {key: one for key, one in event.data.items() if key not in left_out and one not in ("", {})}
     return {"seq": event.seq, "at": round(event.at, 1), "kind": event.kind, "data": data}
 
 

@@ -1,0 +1,75 @@
+"""Judge a test of a policy: is there signal to train on for this group size, and what to change if not."""
+
+from __future__ import annotations
+
+from toprope.analysis.findings.configured import expected_signal
+from toprope.analysis.reports.results import Accuracy
+from toprope.settings.schema import EMBEDDED, Config
+from toprope.text_format import percent
+
+_ENOUGH, _LITTLE = 0.25, 0.05
+"""Shares of groups with signal: enough to train on, and too little to begin."""
+_CUT, _UNREADABLE = 0.5, 0.3
+_FEW_RIGHT = 0.02
+_LARGER = 2
+"""Factor to a larger group whose signal is estimated."""
+
+
+def judge_test(test: Accuracy, config: Config) -> list[str]:
+    """Return the verdict on a test and the edits that would help, in one or two lines.
+
+    Args:
+        config: The tested configuration.
+    """
+    tried = test.rollouts or test.tasks
+    if test.errors and test.errors >= tried:
+        return [
+            "Verdict: the environment does not work with this configuration; every answer ended in an error. "
+            "describe_environment shows the error of the scorer."
+        ]
+    if test.all_right_share == 1.0:
+        return ["Verdict: every answer is right, so there is nothing to learn; make the tasks harder."]
+    signal, size = signal_of(test), max(round(tried / test.tasks), 1)
+    if signal is None or size < 2:
+        return ["Verdict: one answer per task shows no signal; test with group_size=8."]
+    found = f"{percent(signal)} of the groups of {size} have answers that differ in reward"
+    if signal >= _ENOUGH:
+        verdict = f"Verdict: there is signal to train on: {found}."
+    elif signal >= _LITTLE:
+        verdict = f"Verdict: there is little signal: {found}; the others teach nothing."
+    else:
+        verdict = f"Verdict: there is no signal to train on: {found}."
+    remedies = _remedies(test, config, signal, size)
+    return [verdict, f"To change: {'; '.join(remedies)}."] if remedies else [verdict]
+
+
+def signal_of(test: Accuracy) -> float | None:
+    """Return the share of groups that teach; None if it was not measured."""
+    if test.signal_share is not None:
+        return test.signal_share
+    if test.all_wrong_share is None or test.all_right_share is None:
+        return None
+    return max(1.0 - test.all_wrong_share - test.all_right_share, 0.0)
+
+
+def _remedies(test: Accuracy, config: Config, signal: float, size: int) -> list[str]:
+    """Return what to change, the likeliest first."""
+    found, limit = [], config.rollout.max_new_tokens
+    if test.errors > 0.05 * (test.rollouts or test.tasks):
+        found.append("mend the scorer: describe_environment shows its error")
+    if (test.truncated or 0.0) >= _CUT:
+        changes = f"rollout.max_new_tokens to {2 * limit}"
+        if 3 * limit > config.policy.max_context:
+            changes += f" and policy.max_context to {2 * config.policy.max_context}"
+        found.append(f"{percent(test.truncated)} of the answers are cut off at {limit} tokens: edit_config {changes}")
+    elif (test.parse_failures or 0.0) >= _UNREADABLE:
+        found.append(f"{percent(test.parse_failures)} of the answers cannot be read: show the form in the prompt")
+    if test.accuracy > 0 and signal < _ENOUGH:
+        expected = expected_signal(size, test.accuracy, signal, _LARGER * size)
+        if expected > 1.3 * signal:
+            found.append(f"rollout.group_size {_LARGER * size} would give about {percent(expected)}")
+    if test.accuracy < _FEW_RIGHT and signal < _ENOUGH:
+        rate = ", sft.learning_rate 0.002" if config.policy.model in EMBEDDED else ""
+        found.append(f"supervised fine-tuning first (algorithm.name sft{rate}) shows it right answers")
+        found.append("or easier tasks (describe_environment lists the knobs), or partial credit")
+    return found
