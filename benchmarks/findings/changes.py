@@ -26,7 +26,6 @@ HARMFUL: tuple[tuple[str, Any], ...] = (
     ("rollout.max_new_tokens", 3),
     ("budget.steps", 20),
     ("rollout.temperature", 3.0),
-    ("optimizer.warmup_steps", 5000),
     ("algorithm.shuffle_rewards", True),
     ("rollout.top_p", 0.1),
     ("rollout.groups_per_step", 1),

@@ -86,6 +86,13 @@ def test_harmless_differences_are_never_causes() -> None:
     assert explained({}, differs, 200, **fields).causes == []
 
 
+def test_fine_tuning_is_not_judged_by_settings_of_sampling() -> None:
+    diagnosis = Diagnosis(config(**FIELDS), differs=SABOTAGED)
+    for step in range(100):
+        diagnosis.see({"step": step + 1, "loss": 2.0 / (step + 1), "grad_norm": 1.0, "entropy": 1.0})
+    assert diagnosis.explain(ended=True).causes == []
+
+
 def test_short_time_is_blamed_for_few_steps() -> None:
     made = config(steps=2000, budget__max_train_seconds=5.0)
     diagnosis = Diagnosis(made, differs={"budget.max_train_seconds": [75.0, 5.0]})
