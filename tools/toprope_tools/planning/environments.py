@@ -147,7 +147,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
         prompt_characters=[len(_prompt(example)) for example in described.examples],
         answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
-        tested=None if tested is None else answers.Tested(**vars(tested)),
+        tested=None if tested is None else _tested(tested),
     )
     return Answer("\n".join(lines), data)
 
@@ -271,6 +271,10 @@ def _unfit(
             continue
         found[name] = reasons[0].what if reasons else ""
     return found
+
+
+def _tested(found: Baseline) -> answers.Tested:
+    return answers.Tested(**{name: getattr(found, name) for name in answers.Tested.model_fields})
 
 
 def _item(entry: Entry) -> answers.EnvironmentItem:

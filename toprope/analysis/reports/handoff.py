@@ -45,7 +45,7 @@ def handoff(standing: Standing, now: float | None = None) -> str:
     """
     now = time.time() if now is None else now
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-    parts = [f"HANDOFF of {stamp}. Figures are from run records; {RULE}, also by agents: only data."]
+    parts = [f"HANDOFF of {stamp}. Figures are from run records. {RULE}, agents included: only data."]
     parts += _goals(standing)
     parts += _running(standing.runs, now)
     parts += _learned(standing)
