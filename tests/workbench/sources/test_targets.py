@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mixed.yaml").write_text(
         "adapter: reasoning_gym\ndescription: Mixed.\ntasks:\n- {name: gcd, weight: 2}\n- {name: lcm}\n"
     )
+    (tmp_path / "maze.yaml").write_text("adapter: gymnasium\nregistry: gem\nid: game:Sokoban-v0-easy\n")
     (tmp_path / "wrong.yaml").write_text("adapter: trl\nfile: x.py\nreward_func: [a]\n")
     (tmp_path / "unknown.yaml").write_text("adapter: nothing\n")
     (tmp_path / "gym.yaml").write_text("adapter: nemo_gym\nurl: http://127.0.0.1:9\nrows: sums.jsonl\n")
@@ -47,6 +48,7 @@ def test_target_files_are_listed_and_wrong_ones_are_explained(folder: Path) -> N
     assert target["file"] == str(folder / "_rewards.py") and target["rows"] == str(folder / "sums.jsonl")
     assert (mixed.status, mixed.description, mixed.environment.adapter) == ("ready", "Mixed.", "reasoning_gym")
     assert gym.tools and gym.turns is None
+    assert entries["maze"].ecosystem == "gymnasium" and "Sokoban" in (entries["maze"].environment.target or "")
     assert entries["wrong"].status == "broken" and "reward_funcs" in entries["wrong"].problem
     assert entries["unknown"].status == "broken" and "adapter must be dataset" in entries["unknown"].problem
 

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from toprope.sdk.adapters._shared.failures import why_not
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
@@ -84,10 +85,10 @@ class TextArena(Environment):
                 game = self._begin(0)[0]
             except (AssertionError, ValueError, TypeError) as error:
                 if knobs == _plain(self._specification.kwargs):
-                    raise LoadError(f"{self.name} does not start: {_why(error)}") from error
-                raise InvalidRequest(f"{self.name} refuses these knobs: {_why(error)}") from error
+                    raise LoadError(f"{self.name} does not start: {why_not(error)}") from error
+                raise InvalidRequest(f"{self.name} refuses these knobs: {why_not(error)}") from error
             except LookupError as error:
-                raise LoadError(f"{self.name} does not start: {_why(error)}") from error
+                raise LoadError(f"{self.name} does not start: {why_not(error)}") from error
         self.max_turns = most or _limit(arguments, getattr(game, "state", None))
 
     def tasks(self) -> Iterator[Task]:
@@ -369,12 +370,3 @@ def _large(values: Any, depth: int = 2) -> Iterator[Any]:
                 yield value
         elif depth and hasattr(value, "__dict__"):
             yield from _large(list(vars(value).values()), depth - 1)
-
-
-def _why(error: BaseException) -> str:
-    text = str(error)
-    if "nltk.download" in text or "NLTK" in text:
-        found = re.findall(r"nltk\.download\('([\w]+)'\)", text)
-        names = " ".join(dict.fromkeys(found)) or "words averaged_perceptron_tagger_eng"
-        return f"it needs data of NLTK: {sys.executable} -m nltk.downloader {names}, once, with a network"
-    return " ".join(text.split())[:300] or type(error).__name__

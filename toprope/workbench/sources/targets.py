@@ -27,7 +27,7 @@ from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
-_TARGETED = ("trl", "score", "nemo_gym", "reasoning_gym")
+_TARGETED = ("trl", "score", "nemo_gym", "reasoning_gym", "gymnasium")
 _OURS = ("adapter", "interpreter")
 _PATHS = ("file", "rows")
 
@@ -107,7 +107,7 @@ class TargetSource:
             or _documented(target.get("file"))
             or f"{file.stem}, by the adapter {adapter.name}"
         )
-        several = bool(target.get("environment") or target.get("tools") or adapter.name == "nemo_gym")
+        several = bool(target.get("environment") or target.get("tools") or adapter.name in ("nemo_gym", "gymnasium"))
         return Listed(
             name=file.stem,
             target=json.dumps(target, default=str, sort_keys=True),

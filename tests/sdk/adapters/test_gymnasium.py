@@ -1,0 +1,200 @@
+"""Environments with reset and step: the forms of the interface, tasks by seed and by row, listing, and errors."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_engines import ECOSYSTEMS
+from toprope.sdk.adapters import gem
+from toprope.sdk.adapters.gymnasium import declared, make
+from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.worker.client import WorkerClient
+
+GUESS = '''
+"""Number games."""
+import random
+
+class Guess:
+    """Guess a number."""
+    max_turns = 6
+
+    def __init__(self, high: int = 9, mood: str = "calm"):
+        self.high = high
+
+    def reset(self, seed=None):
+        self.number, self.turns = random.randint(1, self.high), 0
+        return f"Guess a number from 1 to {self.high}.", {"suffix": "Your guess?"}
+
+    def step(self, action):
+        self.turns += 1
+        hit = action.strip() == str(self.number)
+        return "wrong", 1.0 if hit else -0.1, hit, self.turns >= 3, {}
+'''
+WALK = '''
+class Space:
+    n, start = 2, 1
+
+class Walk:
+    """Walk to 3."""
+    action_space = Space()
+
+    def reset(self):
+        self.place = 0
+        return {"text": "You are at 0."}
+
+    def step(self, action):
+        self.place += 1 if action == 2 else -1
+        return [self.place], 0, self.place == 3, {"is_success": self.place == 3}
+'''
+SUMS = '''
+from base import BaseTextEnv
+
+class Sums(BaseTextEnv):
+    """Sums in rows."""
+
+    def __init__(self, env_config=None, extras={}):
+        self.truth, self.turns = extras["reward_spec"]["ground_truth"], 0
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        right = action == self.truth
+        again = [{"role": "user", "content": "Once more."}]
+        return {"observations": again, "reward": float(right), "done": right or self.turns == 2, "metadata": {}}
+'''
+
+
+def listed(file: Path, text: str):
+    file.write_text(text)
+    return declared(file, ast.parse(text))
+
+
+def opened(file: Path, text: str, **knobs):
+    return configure(make(listed(file, text)[0].target), knobs=knobs)
+
+
+def begun(environment, number: int = 0):
+    rollout = Rollout(environment, next(itertools.islice(environment.tasks(), number, None)))
+    rollout.begin()
+    return rollout
+
+
+def test_gymnasium_class_runs_unchanged(tmp_path: Path) -> None:
+    environment = opened(tmp_path / "guess.py", GUESS, high=5)
+    assert environment.name == "guess" and environment.max_turns == 6 and environment.knobs.mood == "calm"
+    first, second = begun(environment), begun(environment)
+    numbers = [rollout._environment._game.number for rollout in (first, second)]
+    assert numbers[0] == numbers[1] and first._environment._game is not second._environment._game
+    assert len({begun(environment, number)._environment._game.number for number in range(12)}) > 1
+    assert first.advance("0").messages == [{"role": "user", "content": "wrong"}]
+    outcome = first.advance(str(numbers[0])).outcome
+    assert outcome.success and outcome.turns == 2 and outcome.parts == pytest.approx({"reward": 0.9, "return": 0.9})
+    for _ in range(2):
+        second.advance("0")
+    outcome = second.advance("0").outcome
+    assert not outcome.success and outcome.reward == pytest.approx(-0.3)
+
+
+def test_first_observation_carries_prefix_and_suffix(tmp_path: Path) -> None:
+    task = next(iter(opened(tmp_path / "guess.py", GUESS).tasks()))
+    assert task.messages == [{"role": "user", "content": "Guess a number from 1 to 9.\nYour guess?"}]
+    assert len({task.id for task in itertools.islice(opened(tmp_path / "guess.py", GUESS).tasks(), 20)}) == 20
+
+
+def test_numbered_actions_are_read_and_success_is_told(tmp_path: Path) -> None:
+    environment = opened(tmp_path / "walk.py", WALK, turns=9)
+    rollout = begun(environment)
+    assert rollout._environment.messages[-1]["content"].endswith("Answer with a number from 1 to 2.")
+    assert rollout.advance("north").messages[0]["content"] == "Answer with a number from 1 to 2."
+    assert rollout.advance("I go 2").messages[0]["content"] == "[1]"
+    rollout.advance("2")
+    outcome = rollout.advance("2").outcome
+    assert outcome.success and outcome.turns == 4 and outcome.reward == 0
+
+
+def test_rows_make_environments_with_init(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("class BaseTextEnv: pass\n")
+    (tmp_path / "sums.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "1 + 2?"}], "reward_spec": {"ground_truth": "3"}}) + "\n"
+    )
+    environment = opened(tmp_path / "sums.py", SUMS)
+    rollout = begun(environment)
+    assert rollout._environment.task.reference == "3"
+    assert rollout.advance("4").messages[0]["content"] == "Once more."
+    assert rollout.advance("3").outcome.success
+
+
+def test_files_are_listed_without_running_them(tmp_path: Path) -> None:
+    (lone,) = listed(tmp_path / "guess.py", "raise SystemExit\n" + GUESS)
+    assert (lone.name, lone.description, lone.problem) == ("guess", "Guess a number.", "")
+    two = listed(tmp_path / "both.py", GUESS + WALK)
+    assert [one.name for one in two] == ["both-guess", "both-walk"]
+    assert "No rows" in listed(tmp_path / "sums.py", SUMS)[0].problem
+    other = "class Game:\n    def reset(self, **row): ...\n    def get_reward(self): ...\n    def move(self): ...\n"
+    assert listed(tmp_path / "trl.py", other) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({}, "`file` and `class`, or `registry` and `id`"),
+        ({"registry": "no_such_gym", "id": "a"}, "no_such_gym does not load"),
+        ({"registry": "json", "id": "a"}, r"no function make\(id\)"),
+        ({"file": "guess.py", "class": "Gues"}, "Guess"),
+        ({"file": "guess.py", "class": "Guess", "colour": 1}, "no 'colour'"),
+        ({"file": "guess.py", "class": "Guess", "range": [1, 0]}, "two finite numbers"),
+    ],
+)
+def test_invalid_target_is_refused_with_cause(tmp_path: Path, target: dict, said: str) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    if "file" in target:
+        target = target | {"file": str(tmp_path / target["file"])}
+    with pytest.raises(LoadError, match=said):
+        make(json.dumps(target))
+
+
+def test_unsupported_environments_say_why(tmp_path: Path) -> None:
+    boxed = (
+        WALK.replace("n, start = 2, 1", "shape = (3,)").replace("class Space", "class Box").replace("Space()", "Box()")
+    )
+    with pytest.raises(LoadError, match="actions of walk are of type Box"):
+        opened(tmp_path / "walk.py", boxed)
+    with pytest.raises(InvalidRequest, match="no knob 'hight'"):
+        opened(tmp_path / "guess.py", GUESS, hight=3)
+    rollout = begun(opened(tmp_path / "odd.py", GUESS.replace('return "wrong"', "return 7 #")))
+    assert "step() returned 7" in rollout.advance("1").outcome.error
+
+
+@pytest.mark.engines
+def test_games_of_gem_run_to_the_end() -> None:
+    python = ECOSYSTEMS / "gem" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("gem has no interpreter of its own here: `make test-engines` installs one")
+    [packages] = (ECOSYSTEMS / "gem" / "lib").glob("python3.*/site-packages")
+    listed = gem.installed(packages)
+    assert len(listed) > 40 and {one.name: one.needs for one in listed}["math:GSM8K"] == "network"
+
+    async def main() -> None:
+        async with await WorkerClient.start(str(python), timeout=120) as link:
+            for target in ("game:GuessTheNumber-v0-easy", "game:Sokoban-v0-easy", "game:Sudoku-v0-easy"):
+                card = await link.call("open", source={"adapter": "gem", "target": target}, timeout=120)
+                begun = await link.call("begin", split="train", index=0, count=2)
+                left, turns = begun["rollouts"], 0
+                while left:
+                    moves = [[handle, "\\boxed{1}", False] for handle in left]
+                    answers = await link.call("advance", moves=moves)
+                    turns += 1
+                    assert all(one["outcome"]["error"] is None for one in answers if one["done"]), answers
+                    left = [handle for handle, one in zip(left, answers, strict=True) if not one["done"]]
+                assert turns <= card["max_turns"]
+
+    asyncio.run(main())

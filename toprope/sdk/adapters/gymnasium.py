@@ -1,0 +1,372 @@
+"""Environments with `reset` and `step`, as Gymnasium has them, whose observations and actions are text.
+
+Classes written for Gymnasium, GEM, SkyRL-gym or for no library run unchanged. The target is a JSON object:
+
+    {"file": "/path/maze.py", "class": "Maze",      a class (or function) that makes an environment; or
+     "registry": "gem", "id": "game:Sokoban-v0-easy",    a module with make(id, **arguments)
+     "arguments": {"size": 4},     arguments of the class; those with a plain value are knobs
+     "rows": "train.jsonl",        see toprope.sdk.adapters._shared.user_files; needed for `init(prompt)`
+     "range": [-1, 1],             bounds to which the sum of the rewards is clipped
+     "success": 1.0,               last reward, or sum, from which an ended rollout counts as solved
+     "max_turns": 50, "name": "...", "description": "..."}
+
+Forms of the interface that are recognised (https://gymnasium.farama.org/api/env, docs of gym before 0.26, GEM and
+SkyRL-gym):
+
+- `reset(seed=...)` gives an observation, or a pair of it and a dict; `step(action)` gives observation, reward,
+  terminated, truncated and a dict, the older four values with one `done`, or the first three.
+- SkyRL-gym: the class takes `extras`, a row; `init(prompt)` gives messages and a dict, and `step` gives a dict with
+  observations, reward and done.
+
+Task n is the environment after a reset with seed n, or row n. The environment tells of success by `success`,
+`is_success`, `correct` or `won` in the last dict. An action space of n numbers is answered with a number.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._shared.failures import why_not
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._shared.rows import rows_of
+from toprope.sdk.adapters._shared.user_files import ROWS, Bounds, UserFile, data_beside, parsed
+from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
+from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.discovery import first_line
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["KEYS", "Gymnasium", "declared", "make"]
+
+KEYS = ("file", "class", "registry", "id", "arguments", "rows", "range", "success", "max_turns", "name", "description")
+"""Keys of a target, and of an owner's YAML file."""
+_TOLD = ("success", "is_success", "correct", "won")
+_LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
+_UNKNOWN_LIMIT, _LARGEST_LIMIT = 50, 1000
+_ALIKE = 8
+"""Number of first tasks compared to see if observations tell tasks apart."""
+_BASES = {"Env", "BaseTextEnv", "TextEnv"}
+_MOST = 1e9
+
+
+class Gymnasium(Environment):
+    """An environment with `reset` and `step`."""
+
+    tags = ("gymnasium", "multi-turn")
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self._maker, self._user = _maker(target)
+        self._given = dict(target.get("arguments") or {})
+        self._rows = target.get("rows")
+        if self._user is not None:
+            self._rows = self._rows or next((name for name in ROWS if hasattr(self._user.module, name)), None)
+            self.files = self._user.files(self._rows)
+        whole = str(target.get("class") or target.get("id"))
+        self.name = str(target.get("name") or whole.lower())  # type: ignore[misc]
+        said = target.get("description") or first_line(inspect.getdoc(self._maker) or "")
+        self.__doc__ = str(said or f"{whole}, an environment with reset and step")
+        self._bounds = Bounds(target.get("range") or [-1.0, 1.0], True, "`range`")
+        self._solved = float(target.get("success", self._bounds.high))
+        self._limit = target.get("max_turns")
+        self.parts = {
+            "reward": self._bounds.part(1.0, "sum of the rewards of all steps, clipped"),
+            "return": Part(0.0, -_MOST, _MOST, "the same sum, not clipped; shown"),
+        }
+        self.Knobs = _knobs(self._maker, self._given)  # type: ignore[assignment]
+
+    def setup(self) -> None:
+        knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
+        most = knobs.pop("turns")
+        self._arguments = {**self._given, **{name: value for name, value in knobs.items() if value is not None}}
+        self._idle: list[Any] = []
+        if self._rows:
+            self.max_turns = most or int(self._limit or _UNKNOWN_LIMIT)
+            return
+        with OwnRandom(0):
+            probe = self._made()
+        if not callable(getattr(probe, "reset", None)) or not callable(getattr(probe, "step", None)):
+            raise LoadError(
+                f"{type(probe).__name__} has no reset and step. An environment with init(prompt) needs rows: give "
+                "`rows` in the target, with a column prompt."
+            )
+        self._check_actions(probe)
+        self.max_turns = most or int(self._limit or _limit(probe))
+        self._idle.append(probe)
+
+    def tasks(self) -> Iterator[Task]:
+        if self._rows:
+            yield from self._row_tasks()
+            return
+        first = [self._begin(seed)[0] for seed in range(_ALIKE)]
+        texts = [_key(messages) for messages in first]
+        alike = len(set(texts)) == 1
+        for seed in itertools.count():
+            messages = first[seed] if seed < _ALIKE else self._begin(seed)[0]
+            # If games begin alike, their hidden state tells them apart: use seeds as keys.
+            yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
+
+    def reset(self, task: Task) -> Messages:
+        self._return, self._told, self._last = 0.0, None, 0.0
+        if self._rows:
+            row = task.data["row"]
+            self._luck = OwnRandom(f"{self.seed}:{task.id}")
+            with self._luck:
+                self._game = self._made(extras=row) if _takes(self._maker, "extras") else self._made(**row)
+                messages, _ = _pair(self._game.init(task.messages))
+            return as_messages(messages, "what init() returned")
+        messages, self._game, self._luck = self._begin(task.data["seed"], keep=True)
+        return messages
+
+    def step(self, text: str) -> tuple[Messages | None, bool]:
+        action = self._action(text)
+        if action is None:
+            return [{"role": "user", "content": _numbers(self._game)}], False
+        with self._luck:
+            observation, reward, done, info = _stepped(self._game.step(action))
+        self._return, self._last = self._return + reward, reward if done else 0.0
+        self._told = next((bool(info[name]) for name in _TOLD if name in info), self._told)
+        return (None if done else _messages(observation, info)), done
+
+    def score(self) -> dict[str, float]:
+        if not self._rows:
+            self._idle.append(self._game)
+        elif callable(getattr(self._game, "close", None)):
+            with self._luck:
+                self._game.close()
+        total = max(-_MOST, min(_MOST, self._return))
+        return {"reward": self._bounds.value(total, "the sum of rewards"), "return": total}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return self._told if self._told is not None else max(self._last, parts["return"]) >= self._solved - 1e-9
+
+    def _row_tasks(self) -> Iterator[Task]:
+        if self._user is None:
+            path = Path(str(self._rows)).expanduser()
+            rows = rows_of(str(path), [path.parent], [path], "", "train")
+        else:
+            rows = self._user.rows(self._rows)
+        for number, row in enumerate(rows, 1):
+            if "prompt" not in row:
+                raise EnvironmentMistake(f"Row {number} has no column 'prompt'; it has {', '.join(map(str, row))}.")
+            truth = row.get("reward_spec")
+            reference = truth.get("ground_truth") if isinstance(truth, Mapping) else row.get("answer")
+            plain = reference if isinstance(reference, str | int | float) else None
+            yield Task(row["prompt"], reference=plain, data={"row": row})
+
+    def _made(self, **more: Any) -> Any:
+        given = {**self._arguments, **more}
+        try:
+            return self._maker(**given)
+        except (TypeError, ValueError, LookupError, ImportError) as error:
+            with_these = f" with {', '.join(sorted(given))}" if given else ""
+            raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
+
+    def _begin(self, seed: int, keep: bool = False) -> tuple[Messages, Any, OwnRandom]:
+        """Reset an environment with a seed.
+
+        Returns:
+            The first messages, the environment, and its generator states. It is idle again unless `keep`.
+        """
+        luck = OwnRandom(seed)
+        with luck:
+            game = self._idle.pop() if self._idle else self._made()
+            observation, info = _pair(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
+        messages = _messages(observation, info)
+        if _count(game) is not None:
+            messages[-1]["content"] += f"\n{_numbers(game)}"
+        if not keep:
+            self._idle.append(game)
+        return messages, game, luck
+
+    def _action(self, text: str) -> Any:
+        """The answer in the form of the action space; None if it names no action."""
+        count = _count(self._game)
+        if count is None:
+            return text
+        start = int(getattr(self._game.action_space, "start", 0))
+        found = re.findall(r"-?\d+", text)
+        return int(found[-1]) if found and start <= int(found[-1]) < start + count else None
+
+    def _check_actions(self, game: Any) -> None:
+        space = getattr(game, "action_space", None)
+        texts = isinstance(space, list | tuple | set | frozenset) and all(isinstance(one, str) for one in space)
+        if space is None or texts or _count(game) is not None or "text" in type(space).__name__.lower():
+            return
+        raise LoadError(
+            f"The actions of {self.name} are of type {type(space).__name__}. Texts and single numbers (Text, Discrete) "
+            "are supported: wrap it in a class whose step takes a text."
+        )
+
+
+def make(target: str) -> Gymnasium:
+    """Make the environment of a target. See the module.
+
+    Raises:
+        LoadError: Not a valid target, or the file or the registry lacks a name in it.
+    """
+    return Gymnasium(parsed(target, "gymnasium", KEYS))
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """List the classes of a file with `step` and `reset`, or `init` and rows."""
+    rows = data_beside(file, tree)
+    found = [(node, methods) for node in tree.body if isinstance(node, ast.ClassDef) and (methods := _methods(node))]
+    inherited = {base.id for node, _ in found for base in node.bases if isinstance(base, ast.Name)}
+    found = [(node, methods) for node, methods in found if node.name not in inherited]
+    listed = []
+    for node, methods in found:
+        text = first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree))
+        target = {"file": str(file), "class": node.name, "rows": rows if "init" in methods else ""}
+        problem = f"No rows: add a list `rows` with prompts, or {file.stem}.jsonl beside {file.name}."
+        listed.append(
+            Listed(
+                name=file.stem if len(found) == 1 else f"{file.stem}-{node.name.lower()}",
+                target=json.dumps({key: value for key, value in target.items() if value}),
+                description=text or f"{node.name} of {file.name}, an environment with reset and step",
+                tags=Gymnasium.tags,
+                problem=problem if "init" in methods and not rows else "",
+            )
+        )
+    return listed
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    """The methods of a class if they make it an environment of this kind; empty if not."""
+    bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
+    defined = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    if node.name.startswith("_") or "step" not in defined or len(defined["step"].args.args) != 2:
+        return set()
+    if "BaseTextEnv" in bases:
+        return {"init", *defined}
+    return set(defined) if "reset" in defined and (not bases or bases & _BASES) else set()
+
+
+def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | None]:
+    if target.get("file"):
+        user = UserFile(str(target["file"]))
+        found = user.get(str(target.get("class") or ""), "the environment") if target.get("class") else None
+        if not callable(found):
+            raise LoadError(f"The target needs `class`, a class of {user.path.name} with reset and step.")
+        return found, user
+    registry, name = str(target.get("registry") or ""), str(target.get("id") or "")
+    if not registry or not name:
+        raise LoadError("The target needs `file` and `class`, or `registry` and `id`.")
+    try:
+        module = importlib.import_module(registry)
+    except ImportError as error:
+        raise LoadError(f"{registry} does not load in {sys.executable}: {error}. Install it there with pip.") from error
+    if not callable(getattr(module, "make", None)):
+        raise LoadError(f"{registry} has no function make(id).")
+
+    def made(**arguments: Any) -> Any:
+        return module.make(name, **arguments)
+
+    return made, None
+
+
+def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
+    """A dataclass of our knob `turns` and of the arguments with plain values."""
+    fields: list[tuple[str, Any, Any]] = [
+        ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
+    ]
+    defaults = dict(given)
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except (TypeError, ValueError):
+        parameters = dict[str, inspect.Parameter]().values()
+    for one in parameters:
+        if one.default is not one.empty:
+            defaults.setdefault(one.name, one.default)
+    for name, value in defaults.items():
+        if type(value) in (bool, int, float, str) and name.isidentifier() and name != "turns":
+            fields.append((name, type(value), knob(value, help="the environment's own setting")))
+    return dataclasses.make_dataclass("Knobs", fields)
+
+
+def _takes(call: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _limit(game: Any) -> int:
+    own = next((value for name in _LIMITS if isinstance(value := getattr(game, name, None), int) and value > 0), None)
+    own = own or getattr(getattr(game, "spec", None), "max_episode_steps", None)
+    return min(own, _LARGEST_LIMIT) if isinstance(own, int) else _UNKNOWN_LIMIT
+
+
+def _count(game: Any) -> int | None:
+    """Number of actions if they are numbers; None for texts."""
+    count = getattr(getattr(game, "action_space", None), "n", None)
+    return None if count is None else int(count)
+
+
+def _numbers(game: Any) -> str:
+    start = int(getattr(game.action_space, "start", 0))
+    return f"Answer with a number from {start} to {start + int(game.action_space.n) - 1}."
+
+
+def _pair(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The observation and the dict beside it, empty if there is none."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return value
+    return value, {}
+
+
+def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
+    """Observation, reward, done and the dict of a step, in any of the recognised forms.
+
+    Raises:
+        EnvironmentMistake: Another form, or the reward is not a number.
+    """
+    if isinstance(value, Mapping) and {"reward", "done"} <= value.keys():
+        parts = value.get("observations"), value["reward"], value["done"], value.get("metadata") or {}
+    elif isinstance(value, tuple) and len(value) == 5:
+        parts = value[0], value[1], value[2] or value[3], value[4]
+    elif isinstance(value, tuple) and len(value) in (3, 4):
+        parts = value[0], value[1], value[2], value[3] if len(value) == 4 else {}
+    else:
+        raise EnvironmentMistake(
+            f"step() returned {value!r:.80}: observation, reward, terminated, truncated and a dict are expected."
+        )
+    reward = parts[1]
+    if isinstance(reward, str) or not hasattr(type(reward), "__float__"):
+        raise EnvironmentMistake(f"step() gave the reward {reward!r:.60}, which is not a number.")
+    return parts[0], float(reward), bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}
+
+
+def _messages(observation: Any, info: Mapping[str, Any]) -> Messages:
+    """An observation as messages, between the `prefix` and the `suffix` that GEM gives in the dict."""
+    if isinstance(observation, list) and observation and all(isinstance(one, Mapping) for one in observation):
+        return as_messages(observation, "an observation")
+    text = "\n".join(str(one) for one in (info.get("prefix"), _text(observation), info.get("suffix")) if one)
+    return [{"role": "user", "content": text.strip() or "(nothing)"}]
+
+
+def _text(observation: Any) -> str:
+    if getattr(observation, "ndim", 0) >= 3:
+        raise EnvironmentMistake("The observation is an image, which is not supported.")
+    if hasattr(observation, "tolist"):
+        observation = observation.tolist()
+    if isinstance(observation, Mapping):
+        texts = [observation[name] for name in ("text", "prompt", "observation", "mission") if name in observation]
+        if len(texts) == 1 and isinstance(texts[0], str):
+            return texts[0]
+        return json.dumps(observation, default=str, ensure_ascii=False)
+    return "" if observation is None or observation == [] else str(observation)
+
+
+def _key(messages: Messages) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
