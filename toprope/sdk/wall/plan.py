@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -172,9 +172,20 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
     wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp"]
     reads = [place for place in (*plan.reads, str(_ENTER.parent), sys.prefix, sys.base_prefix) if place != "/proc"]
     for option, places in (("--ro-bind-try", reads), ("--bind-try", plan.writes), ("--dev-bind-try", plan.devices)):
-        for place in sorted(places, key=len):
+        for place in _outermost(places):
             wrapped += [option, place, place]
-    return [*wrapped, "--chdir", cwd, "--", *_entering(plan), *command]
+    # Control groups are out of reach behind bubblewrap, so they are joined before it.
+    outside, inside = Plan(trusted=True, groups=plan.groups), replace(plan, groups=[])
+    return [*_entering(outside), *wrapped, "--chdir", cwd, "--", *_entering(inside), *command]
+
+
+def _outermost(places: Sequence[str]) -> list[str]:
+    """Leave out what lies within another place; a mount on a link there would have to create its target."""
+    found: list[str] = []
+    for place in sorted(places, key=len):
+        if not any(paths.is_within(place, other) for other in found):
+            found.append(place)
+    return found
 
 
 def _entering(plan: Plan) -> list[str]:
