@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +230,21 @@ def test_owners_exceptions_reach_the_wall_by_name(tmp_path: Path) -> None:
     assert corpus.reads == (str(tmp_path / "config" / "data"),) and corpus.writes == ("/srv/cache",)
     assert other.home == str(tmp_path / "home" / "homes" / "a-b") and str(tmp_path / "home") in other.closed
     assert environment_wall(Walls(), EnvironmentSource(name="old")).home is None
+
+
+def test_product_starts_no_worker_without_a_wall() -> None:
+    root = Path(__file__).parents[3]
+    found = [
+        f"{file.relative_to(root)}: {line.strip()}"
+        for folder in ("toprope", "tools", "server")
+        for file in (root / folder).rglob("*.py")
+        for line in file.read_text().splitlines()
+        if re.search(r"\b(WorkerClient|EnvironmentWorker|cls)\.start\(", line)
+        if "RestartingWorker" not in line
+    ]
+    assert found == [
+        "toprope/training/rollouts/environment_worker.py: return await cls.start(interpreter, wall=wall, **options)"
+    ]
 
 
 def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

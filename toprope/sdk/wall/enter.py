@@ -33,6 +33,7 @@ _AT_CURRENT, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
 _SHARED_MEMORY = "/dev/shm"
 _SET_FLAGS, _UP, _LOOPBACK = 0x8914, 1, b"lo"
 _LOCAL, _INTERNET, _NETLINK = 1, (2, 10), 16
+_FIRST_TO_GO = "500"  # if the machine runs out of memory
 _PUSH_INPUT, _CONSOLE = 0x5412, 0x541C  # TIOCSTI and TIOCLINUX type into a terminal as its user
 
 _REFUSED = (
@@ -107,6 +108,11 @@ def limit(plan: dict[str, Any]) -> None:
     for place in plan["groups"]:
         with open(os.path.join(place, "cgroup.procs"), "w") as file:
             file.write("0")
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(_FIRST_TO_GO)
+    except OSError:
+        pass  # another system
     bounds = [
         ("RLIMIT_CORE", 0),
         ("RLIMIT_NOFILE", plan["descriptors"]),
@@ -167,7 +173,7 @@ def close_mounts(writes: list[str]) -> None:
             _mount(place, place, None, _BIND | _RECURSIVE)
     _read_only("/", True)
     if os.path.isdir(_SHARED_MEMORY):
-        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777")
+        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777,size=25%")
     for place in writes:
         if os.path.isdir(place) and place != _SHARED_MEMORY:
             _read_only(place, False)

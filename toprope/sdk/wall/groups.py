@@ -97,7 +97,7 @@ class ProcessGroup:
 
 
 def _parents() -> Iterator[str]:
-    """Yield groups in which a group of ours may be made, from this process's own upwards."""
+    """Yield groups in which a group of ours may be made: this process's own, so that limits on it hold as well."""
     try:
         with open("/proc/self/mounts") as file:
             mounts = [line.split()[1:4] for line in file]
@@ -112,13 +112,9 @@ def _parents() -> Iterator[str]:
             own = next((path for _, names, path in places if "pids" in names.split(",")), "/")
         else:
             continue
-        while True:
-            place = root + own.rstrip("/")
-            if os.access(place, os.W_OK) and (kind == "cgroup" or _counts(place)):
-                yield place
-            if own in ("", "/"):
-                break
-            own = os.path.dirname(own)
+        place = root + own.rstrip("/")
+        if os.access(place, os.W_OK) and (kind == "cgroup" or _counts(place)):
+            yield place
 
 
 def _counts(place: str) -> bool:
