@@ -5,7 +5,8 @@
 Each environment gets two runs of the preset with different seeds, one run for each harmful candidate of `changes.py`
 alone, and one for each bundle of harmless ones. A change is harmful if its 95 % interval ends below the preset's;
 a bundle is harmless if its accuracy is not below the preset's interval, which spans those of the preset's runs.
-Candidates that are neither are not drawn. Measurements are kept line by line, so an interrupted program continues.
+Candidates that are neither are not drawn. Measurements in `harm.json` and the log are kept, so an interrupted program
+continues, and new candidates need no old runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.findings.changes import ENVIRONMENTS, HARM_FILE, HARMFUL, HARMLESS
-from benchmarks.findings.runs import HELDOUT_TASKS, Done, Runner
+from benchmarks.findings.runs import HELDOUT_TASKS, STEPS, Done, Runner
 from benchmarks.scratch import scratch
 
 _BASE: tuple[dict[str, Any], ...] = ({"algorithm.seed": 0}, {"algorithm.seed": 1})
@@ -66,7 +67,7 @@ def classify(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "provenance": {
             "by": "python -P -m benchmarks.findings.measure",
-            "preset": f"cpu-embedded with budget.max_train_seconds {sorted({row['seconds'] for row in rows})} and "
+            "preset": f"cpu-embedded with {STEPS} steps in at most {max(row['seconds'] for row in rows):g} s and "
             f"{HELDOUT_TASKS} held-out tasks, sampled answers",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, load of 1 minute by row",
             "date": time.strftime("%Y-%m-%d"),
@@ -112,7 +113,13 @@ def _row(environment: str, changes: dict[str, Any], done: Done, seconds: float) 
 
 
 def _read(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    """Return the measurements in `harm.json` and those that the log adds."""
+    rows = []
+    if HARM_FILE.exists():
+        for entry in json.loads(HARM_FILE.read_text())["environments"].values():
+            rows += [*entry["preset"]["runs"], *entry["harmful"], *entry["harmless"], *entry["neither"]]
+    new = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return rows + [row for row in new if row not in rows]
 
 
 if __name__ == "__main__":
