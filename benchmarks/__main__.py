@@ -18,6 +18,7 @@ TARGETS = {
     "evolution": "learning.evolution",
     "faults": "faults.faults",
     "findings": "findings.findings",
+    "hostile": "hostile.hostile",
     "house": "house.house",
     "lifecycle": "faults.lifecycle",
     "load": "server.load",

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpreter, write
 from benchmarks.scratch import scratch
+from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
@@ -122,9 +123,9 @@ async def _opened(
     given = {**sample.knobs, **(knobs or {})} | ({sample.tokenizer: str(policy)} if sample.tokenizer else {})
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = (folder / f"{sample.ecosystem}.log").open("ab")
-    link = await EnvironmentWorker.start(
-        python, env=worker_environment(dict(os.environ)) | offline, stderr=log, timeout=60
-    )
+    wall = Wall(reads=(str(folder), str(policy)))
+    variables = worker_environment(dict(os.environ)) | offline
+    link = await EnvironmentWorker.behind(wall, python, env=variables, stderr=log, timeout=60)
     try:
         card = await link.call("open", timeout=_LOAD_S, source=write(sample, folder), knobs=given)
     except BaseException:

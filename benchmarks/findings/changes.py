@@ -26,7 +26,6 @@ HARMFUL: tuple[tuple[str, Any], ...] = (
     ("rollout.max_new_tokens", 3),
     ("budget.steps", 20),
     ("rollout.temperature", 3.0),
-    ("optimizer.warmup_steps", 5000),
     ("algorithm.shuffle_rewards", True),
     ("rollout.top_p", 0.1),
     ("rollout.groups_per_step", 1),
@@ -88,19 +87,37 @@ def draw(seed: int, sick: int, healthy: int, harm: dict[str, Any]) -> list[Draft
     Environments and numbers of harmful changes take turns; a field is changed at most once in a draft.
 
     Args:
-        harm: The content of `harm.json`.
+        harm: The content of `harm.json`; environments without enough measurements are left out.
+
+    Raises:
+        SystemExit: Too little was measured.
     """
+    known = [name for name in ENVIRONMENTS if _is_measured(harm["environments"].get(name))]
+    if not known:
+        raise SystemExit(
+            f"{HARM_FILE} lacks measurements: no environment has {max(_HARMFUL_PER_DRAFT)} harmful fields and "
+            f"{_HARMLESS_PER_DRAFT} harmless ones. python -P -m benchmarks.findings.measure makes them."
+        )
     chance = random.Random(seed)
     drafts = []
     for number in range(sick + healthy):
-        environment = ENVIRONMENTS[number % len(ENVIRONMENTS)]
-        count = _HARMFUL_PER_DRAFT[number // len(ENVIRONMENTS) % 3] if number < sick else 0
+        environment = known[number % len(known)]
+        count = _HARMFUL_PER_DRAFT[number // len(known) % 3] if number < sick else 0
         of_kind = harm["environments"][environment]
         harmful = _take(of_kind["harmful"], count, (), chance)
         harmless = _take(of_kind["harmless"], _HARMLESS_PER_DRAFT, tuple(harmful), chance)
         name = f"{'sick' if number < sick else 'healthy'}-{number + 1}"
         drafts.append(Draft(name, environment, harmful, harmless))
     return drafts
+
+
+def _is_measured(of_kind: dict[str, Any] | None) -> bool:
+    """Return True if a draft with the most harmful changes can be drawn."""
+    if of_kind is None:
+        return False
+    harmful = {field for row in of_kind["harmful"] for field in row["changes"]}
+    harmless = {field for row in of_kind["harmless"] for field in row["changes"]}
+    return len(harmful) >= max(_HARMFUL_PER_DRAFT) and len(harmless - harmful) >= _HARMLESS_PER_DRAFT
 
 
 def _take(rows: Sequence[dict[str, Any]], count: int, without: Sequence[str], chance: random.Random) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def main() -> int:
         if wanted and not known:
             one(wanted.pop(0))  # the first run makes the embedded policy
         runner.each(one, wanted, options.at_once)
-    HARM_FILE.write_text(json.dumps(classify(_read(options.log)), indent=1) + "\n")
+    if rows := _read(options.log):
+        HARM_FILE.write_text(json.dumps(classify(rows), indent=1) + "\n")
     return 0
 
 
@@ -99,7 +100,6 @@ def _row(environment: str, changes: dict[str, Any], done: Done, seconds: float) 
     return {
         "environment": environment,
         "changes": changes,
-        "run": done.run_id,
         "state": done.state,
         "before": done.before,
         "accuracy": done.accuracy,

@@ -182,14 +182,14 @@ def plant_a_module_beside_its_source(v: Victim) -> Any:
 
 @attack()
 def make_settings_public(v: Victim) -> Any:
-    os.chmod(v["config"] + "/settings.yaml", 0o644)
-    return True
+    os.chmod(v["config"] + "/settings.yaml", 0o646)
+    return os.stat(v["config"] + "/settings.yaml").st_mode & 0o002
 
 
 @attack()
 def backdate_results(v: Victim) -> Any:
     os.utime(v["run"] + "/results.json", (1, 1))
-    return True
+    return os.stat(v["run"] + "/results.json").st_mtime == 1
 
 
 @attack()

@@ -202,7 +202,7 @@ async def _attack(place: Place, names: list[str], mode: str) -> dict[str, Result
             wall=None if mode == "bare" else wall, env=variables, cwd=str(place.root / "tmp"), timeout=60.0
         )
         try:
-            made = await worker.make(str(place.file), "Hostile", {}, timeout=60.0)
+            made = await worker.make(str(place.file), "Hostile", {}, wanted=["attempt"], timeout=60.0)
             while left:
                 name = left.pop(0)
                 [(succeeded, said)] = await worker.invoke(

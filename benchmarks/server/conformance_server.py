@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from toprope_server.http.app import PATH, build_app, uvicorn_config
-from toprope_server.http.token import TokenFile
+from toprope_server.http.principals import Tokens
 
 from toprope.settings.owner import HttpSettings
 
@@ -32,10 +32,11 @@ class AddsToken:
 
 def main(configuration: Path) -> None:
     """Serve on a free port of 127.0.0.1 until killed."""
-    token = TokenFile(configuration)
-    app = AddsToken(build_app(token, HttpSettings()), token.ensure())
+    tokens = Tokens(configuration)
     listening = socket.create_server(("127.0.0.1", 0))
-    print(f"http://127.0.0.1:{listening.getsockname()[1]}{PATH}", flush=True)
+    port = listening.getsockname()[1]
+    app = AddsToken(build_app(tokens, HttpSettings(), port=port), tokens.owners.ensure())
+    print(f"http://127.0.0.1:{port}{PATH}", flush=True)
     uvicorn.Server(uvicorn_config(app)).run(sockets=[listening])
 
 

@@ -1,9 +1,9 @@
 """Measure the idle server: `make bench-server`.
 
 Process start to answered tools/list, and resident memory after it, against a bare `mcp` server with as many trivial
-tools, in turn, as the ratio of medians; then the time of a call over stdio. `tools_list_tokens` is the whole result of
-tools/list as compact JSON, bytes / 4, of a server whose owner allows every tool. Takes about a minute; needs nothing
-else.
+tools, in turn, as the ratio of medians; then the time of a call over stdio and of its line in the audit trail.
+`tools_list_tokens` is the whole result of tools/list as compact JSON, bytes / 4, of a server whose owner allows every
+tool. Takes about a minute; needs nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scratch import scratch
+from toprope.records.audit import AuditTrail, shorten
 
 ROUNDS = 15
 CALLS = 400
@@ -115,6 +116,19 @@ def start(command: list[str], home: Path) -> tuple[float, float, int, dict[str, 
     return seconds, memory, torch, listed
 
 
+def audit_ms(home: Path) -> list[float]:
+    """Return sorted milliseconds of lines of the audit trail, which each call waits for."""
+    trail, times = AuditTrail(home), []
+    for number in range(CALLS * 3):
+        began = time.perf_counter()
+        arguments = shorten({"draft_id": "draft-7f3k", "changes": {"optimizer.learning_rate": number}}, ["a-secret"])
+        trail.append({"by": {"client": "bench"}, "did": "edit_config", "outcome": "done", "arguments": arguments})
+        times.append((time.perf_counter() - began) * 1e3)
+    if trail.verify().problems:
+        raise RuntimeError("the trail is not whole")
+    return sorted(times)
+
+
 def main() -> int:
     """Print the table and the figures."""
     ours = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
@@ -141,6 +155,7 @@ def main() -> int:
             calls.append(session.call("edit_config", {"draft_id": draft_id, "changes": rate}))
         torch_loaded = sum("torch" in mapping.path for mapping in psutil.Process(session.process.pid).memory_maps())
         session.close()
+        audit = audit_ms(home)
     calls.sort()
     seconds = [statistics.median(row[side][0] for row in measured) for side in (0, 1)]
     memory = [statistics.median(row[side][1] for row in measured) for side in (0, 1)]
@@ -156,6 +171,8 @@ def main() -> int:
         "tools_list_tokens": len(json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()) // 4,
         "call_ms_p50": calls[len(calls) // 2],
         "call_ms_p99": calls[int(len(calls) * 0.99)],
+        "audit_ms_p50": audit[len(audit) // 2],
+        "audit_ms_p99": audit[int(len(audit) * 0.99)],
     }
     table = Table(title="The server")
     table.add_column("figure")

@@ -198,7 +198,7 @@ class Installation:
             for place, _, names in os.walk(folder):
                 for name in names:
                     path = Path(place) / name
-                    if not name.startswith("index.db"):
+                    if not name.startswith(("index.db", "audit.")):  # the trail records every call
                         found[f"file {path.relative_to(self.path)}"] = _digest(path)
         found.update(self._rows())
         for process in self.processes():
@@ -251,7 +251,7 @@ def judge(answer: Answer, expected: Expected) -> tuple[str, str]:
     if answer.protocol_error:
         return "", f"an error of the protocol: {answer.text[:200]}"
     # Lines of a log are quoted unchanged, tracebacks included.
-    own = "\n".join(line for line in answer.text.splitlines() if not line.startswith("  log (untrusted)"))
+    own = "\n".join(line for line in answer.text.splitlines() if not line.startswith("| "))
     masked = _MASKS.search(own)
     problems = ["it is longer than 8,000 characters"] if answer.is_error and len(answer.text) > _LONGEST_REFUSAL else []
     if answer.is_error != expected.refused:

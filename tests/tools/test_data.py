@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 from toprope_server.cli.app import build
 from toprope_server.http.app import build_app
-from toprope_server.http.token import TokenFile
+from toprope_server.http.principals import Tokens
 from toprope_tools import data
 from toprope_tools.resources.resources import read, resource_at
 from typer.testing import CliRunner
@@ -239,10 +239,10 @@ TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
 
 
 def test_traces_from_outside_are_posted_with_token(shop, settings):
-    token = TokenFile(shop.home.configuration)
-    app = build_app(token, HttpSettings(), capture=shop.home)
-    secret = {"Authorization": f"Bearer {token.ensure()}"}
-    client = TestClient(app)
+    tokens = Tokens(shop.home.configuration)
+    app = build_app(tokens, HttpSettings(), capture=shop.home)
+    secret = {"Authorization": f"Bearer {tokens.owners.ensure()}"}
+    client = TestClient(app, base_url="http://127.0.0.1")
     assert client.post("/trajectories/posted", json=TALK).status_code == 401
     assert client.post("/trajectories/posted", json=TALK, headers=secret).json() == {
         "taken": 1, "waits_in": "posted@inbox",
@@ -258,6 +258,10 @@ def test_traces_from_outside_are_posted_with_token(shop, settings):
         refused = client.post("/trajectories/posted", content=body, headers=secret)
         assert refused.status_code == 422 and refused.json()["error"]
     assert client.post("/trajectories/Not a name", json=TALK, headers=secret).status_code == 422
+    for wrong in ({"Host": "evil.example"}, {"Host": "127.0.0.1:9"}, {"Origin": "https://evil.example"}):
+        assert client.post("/trajectories/posted", json=TALK, headers=secret | wrong).status_code in (403, 421)
+    reader = {"Authorization": f"Bearer {tokens.add('reader', 'read')}"}
+    assert client.post("/trajectories/posted", json=TALK, headers=reader).status_code == 403
     settings("data: {build: false}\n")
     assert client.post("/trajectories/posted", json=TALK, headers=secret).status_code == 403
     assert len(list(read_items(DatasetStore(shop.home.datasets).inbox("posted")))) == 3

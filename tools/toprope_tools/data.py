@@ -17,6 +17,7 @@ from toprope.errors import InvalidValue
 from toprope.text_format import call, clip, duration, plural
 from toprope.trajectories.jobs.jobs import Job, Standing
 from toprope.trajectories.jobs.orders import Outcome
+from toprope.untrusted import marked, named
 from toprope.workbench.data import DataOrder, begin, build_order, export_order
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import Answer
@@ -64,7 +65,7 @@ async def export_trajectories(
         text = _going_on(standing, "export_trajectories", arguments)
         return Answer(text, answers.Exported(state="running", format=format, read=standing.read, items=standing.kept))
     lines = [
-        f"Exported {plural(outcome.items, 'item')} of {', '.join(clip(name, 80) for name in sources[:4])} to "
+        f"Exported {plural(outcome.items, 'item')} of {', '.join(named(name) for name in sources[:4])} to "
         f"{outcome.path} ({format}, {_bytes(outcome.bytes)}, {duration(outcome.seconds)}).",
         *_remarks(outcome),
     ]
@@ -175,9 +176,9 @@ def _remarks(outcome: Outcome) -> list[str]:
         said = "; ".join(f"{count} {_TEXTS.get(source, source)}" for source, count in outcome.texts.items())
         lines.append(f"Texts of the items read: {said}.")
     if outcome.left_out:
-        said = ", ".join(f"{count} {clip(why, 60)}" for why, count in outcome.left_out.items())
+        said = ", ".join(f"{count} {named(why, 60)}" for why, count in outcome.left_out.items())
         lines.append(f"Left out of {outcome.read + outcome.generated}: {said}.")
-    return [*lines, *(clip(warning, 300) for warning in outcome.warnings[:5])]
+    return [*lines, *(marked(warning, 300) for warning in outcome.warnings[:5])]
 
 
 def _bytes(size: int) -> str:

@@ -51,6 +51,8 @@ class Workshop:
             InvalidValue: The owner's settings cannot be read.
         """
         home = home or Home.locate()
+        if home.path.is_dir():
+            home.ensure()
         index, settings = Index(home.index), home.settings()
         return cls(
             home=home,

@@ -68,9 +68,18 @@ class HttpSettings(BaseModel):
     hosts: list[str] = Field(default_factory=list)
     """Addresses besides loopback to listen on. Other machines can reach them."""
     names: list[str] = Field(default_factory=list)
-    """More values of the Host header that are accepted, without a port: names of a proxy or a tunnel."""
+    """More values of the Host header that are accepted: names of a proxy or a tunnel, with its port if unusual."""
     origins: list[str] = Field(default_factory=list)
     """Values of the Origin header (web pages) that are accepted, such as https://inspector.example."""
+    certificate: str = ""
+    """A file with the certificate chain, for TLS; relative paths start at the configuration folder."""
+    key: str = ""
+    """The file with its private key."""
+
+    @property
+    def tls(self) -> dict[str, str]:
+        """Certificate and key, if they are set."""
+        return {name: value for name, value in (("certificate", self.certificate), ("key", self.key)) if value}
 
 
 class ServeRole(BaseModel):
@@ -320,7 +329,7 @@ class Home:
         return [self.path / "datasets", self.configuration / "datasets", *own]
 
     def ensure(self) -> Home:
-        """Create the home folder, readable by its owner only.
+        """Create the home folder; only its owner can read it and what lies in it.
 
         Raises:
             InvalidValue: It cannot be created.
@@ -332,7 +341,18 @@ class Home:
                 f"The home folder {self.path} cannot be created: {error.strerror or error}.",
                 hint="Set TOPROPE_HOME to a folder that you may write to.",
             ) from None
+        self._close_to_others()
         return self
+
+    def _close_to_others(self) -> None:
+        """Take the rights of others to the home and what lies in it: earlier versions left them."""
+        for path in (self.path, *self.path.iterdir()):
+            try:
+                known = path.lstat()
+                if known.st_mode & 0o077 and not path.is_symlink() and known.st_uid == os.getuid():
+                    path.chmod(known.st_mode & 0o700)
+            except OSError:
+                continue
 
 
 def _is_there(path: Path) -> bool:

@@ -41,6 +41,7 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 REAP_LIMIT_S = 30.0
 """After so long the guard gives up on processes that survive SIGKILL."""
@@ -168,8 +169,9 @@ class Guard:
         log: Log | None = None,
         proc: int = -1,
         releases_detached: bool = False,
+        program: Callable[[], None] | None = None,
     ) -> None:
-        self._releases_detached = releases_detached
+        self._releases_detached, self._program = releases_detached, program
         self._argv, self._control, self._report, self._grace, self._log = argv, control, report, grace, log
         self._proc = proc
         for descriptor in (control, hold, proc):
@@ -251,6 +253,8 @@ class Guard:
                     os.dup2(writer, 1)
                     os.dup2(writer, 2)
                 signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                if self._program is not None:
+                    self._program()
                 os.execvp(self._argv[0], self._argv)
             except BaseException as error:
                 os.write(2, f"{self._argv[0]} could not be started: {error}\n".encode())
@@ -398,8 +402,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def main(arguments: list[str]) -> int:
-    """Run the program; the module's docstring describes its arguments."""
+def main(arguments: list[str], program: Callable[[], None] | None = None) -> int:
+    """Run the program; the module's docstring describes its arguments.
+
+    Args:
+        program: Run in the forked component in place of its argv; it does not return.
+    """
     options: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0] != "--":
@@ -423,6 +431,7 @@ def main(arguments: list[str]) -> int:
         log=log,
         proc=int(options.get("--proc", -1)),
         releases_detached=options.get("--detached") == "free",
+        program=program,
     ).run()
 
 

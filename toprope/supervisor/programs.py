@@ -27,6 +27,10 @@ STARTS_RUNS = frozenset({"conductor"})
 """Members that start runs. The keepers of these runs must outlive them, so the guards of such members release detached
 processes. Such a member runs user code only in a worker, which has a guard of its own."""
 
+IMPORTS_TORCH = frozenset({"inference", "trainer"})
+"""Members that can be forked from one process that has imported PyTorch. A policy is often in place already, and its
+program then ends without it."""
+
 Programs = Mapping[str, Sequence[str]]
 """Component -> argv, in place of the programs above."""
 

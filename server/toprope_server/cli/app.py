@@ -49,9 +49,12 @@ def build() -> typer.Typer:
             raise typer.Exit()
 
     watching = (runs, status, watch, logs, report)
-    for command in (serve, token, *watching, stop, resume, doctor, prune, install, clients, demo):
+    from toprope_server.cli import data, rope
+
+    control = (stop, resume, rope.freeze, rope.thaw, rope.audit)
+    for command in (serve, *watching, *control, doctor, prune, install, clients, demo):
         app.command()(command)
-    from toprope_server.cli import data
+    app.add_typer(rope.tokens())
     from toprope_server.cli.env import manage, new, trial
 
     environments = typer.Typer(name="env", help="Manage environments.", no_args_is_help=True)
@@ -95,18 +98,6 @@ def serve(
         from toprope_server.http.app import serve_http
 
         serve_http(host or "127.0.0.1", port, role=role)
-
-
-def token(
-    rotate: Annotated[bool, typer.Option("--rotate", help="Make a new token; the old one is refused at once.")] = False,
-) -> None:
-    """Print the token that clients of 'serve --http' must send; made at the first use."""
-    with reporting_errors():
-        from toprope.settings.owner import Home
-        from toprope_server.http.token import TokenFile
-
-        file = TokenFile(Home.locate().configuration)
-        typer.echo(file.rotate() if rotate else file.ensure())
 
 
 def runs() -> None:

@@ -6,6 +6,7 @@ import as the server itself.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command that the arguments name."""
+    os.umask(0o077)  # others on the machine read nothing that Toprope writes
     if sys.argv[1:2] == ["serve"] and (role := _role(sys.argv[2:])) is not None:
         from toprope.sdk.wall.kernel import hide_memory
         from toprope_server.mcp.app import serve_stdio
@@ -25,9 +27,11 @@ def main() -> None:
         serve_stdio(role)
         return
     from toprope_server.cli.app import build
+    from toprope_server.cli.rope import recorded
 
     app: typer.Typer = build()
-    app()
+    with recorded(sys.argv[1:]):
+        app()
 
 
 def _role(arguments: list[str]) -> Role | None:

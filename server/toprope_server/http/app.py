@@ -1,37 +1,37 @@
 """MCP over HTTP, for clients that do not start the server themselves; on loopback unless the owner allows more.
 
-Every program on a machine and every page in a browser can reach a loopback port. Therefore each request needs the
-owner's token (`http.token`), and its Host and Origin must be names of this server, which stops pages that rebind a name
-to 127.0.0.1. The SDK serves both eras of the protocol at one path.
+Every request must be admitted (`http.access`). The SDK serves both eras of the protocol at one path.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import uvicorn
 from mcp.server.transport_security import TransportSecuritySettings
-from starlette.datastructures import Headers
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from toprope.bounded_http import ACCEPTED_AT_ONCE, bounded, listen_long, most_connections
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.settings.owner import Home, HttpSettings
-from toprope_server.http.token import TokenFile
+from toprope_server.http.access import AccessRequired, in_url
+from toprope_server.http.principals import Tokens
 from toprope_server.http.trace_intake import capture_route
 from toprope_server.mcp.app import TopropeServer, leave
 from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.roles import Role, role_of_settings
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
 PATH = "/mcp"
 TOKEN_VARIABLE = "TOPROPE_TOKEN"
@@ -40,90 +40,53 @@ TOKEN_VARIABLE = "TOPROPE_TOKEN"
 _KEEP_ALIVE_S = 120
 _GRACE_S = 1
 """Seconds for calls in progress at the end; runs have keepers of their own and need none."""
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-
-
-class _TokenRequired:
-    """Pass requests with the owner's token to `app`; answer others with 401 (RFC 6750)."""
-
-    def __init__(self, app: ASGIApp, token: TokenFile) -> None:
-        self._app = app
-        self._token = token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._token.admits(_bearer(Headers(scope=scope).get("authorization"))):
-            body = json.dumps(
-                {
-                    "error": "invalid_token",
-                    "error_description": "This server needs its owner's token in the header Authorization: Bearer "
-                    "TOKEN. 'toprope token' prints it on the machine of the server.",
-                }
-            ).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            headers.append((b"www-authenticate", b'Bearer realm="toprope"'))
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-            return
-        await self._app(scope, receive, send)
-
-
-class _TrimmedHeaders:
-    """Strip header values: the parser leaves white space at their end (RFC 9110, 5.5)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]]}
-        await self._app(scope, receive, send)
-
-
-def _bearer(header: str | None) -> str | None:
-    scheme, _, token = (header or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def build_app(
-    token: TokenFile, settings: HttpSettings, host: str = "127.0.0.1", *, capture: Home | None = None, **options: Any
+    tokens: Tokens,
+    settings: HttpSettings,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    *,
+    capture: Home | None = None,
+    **options: Any,
 ) -> ASGIApp:
     """The ASGI application.
 
     Args:
-        token: Each request must carry it.
+        tokens: Each request must carry one of them.
         settings: The owner's `http` settings.
         host: The address to listen on, which is also an allowed Host.
+        port: The port of all allowed Hosts.
         capture: The home whose data sets accept traces; None to accept none.
         options: Of `TopropeServer`.
     """
     server = TopropeServer(log_level="WARNING", **options)
-    names = [*_LOOPBACK, *([] if _any(host) else [_in_url(host)]), *settings.names]
-    security = TransportSecuritySettings(
-        enable_dns_rebinding_protection=True,
-        allowed_hosts=[*names, *(f"{name}:*" for name in names)],
-        allowed_origins=[
-            *(f"{scheme}://{name}{port}" for name in names for scheme in ("http", "https") for port in ("", ":*")),
-            *settings.origins,
-        ],
-    )
+    # Host and Origin are checked by `AccessRequired`, for all paths.
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
     if capture is not None:
         app.router.routes.append(capture_route(lambda: capture))
-    return _TrimmedHeaders(_TokenRequired(app, token))
+    return AccessRequired(app, tokens, settings, host, port)
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, settings: HttpSettings | None = None) -> uvicorn.Config:
     """Serve quietly, without waiting for open streams at the end.
 
     Connections stay open longer than clients keep them: otherwise a call may arrive just as its connection is closed.
     """
     return uvicorn.Config(
         app,
+        http=bounded(AutoHTTPProtocol, most_connections()),
+        backlog=ACCEPTED_AT_ONCE,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
         server_header=False,
+        proxy_headers=False,
+        ssl_certfile=(settings.certificate or None) if settings else None,
+        ssl_keyfile=(settings.key or None) if settings else None,
     )
 
 
@@ -152,14 +115,17 @@ def serve_http(
     home = home or Home.locate()
     settings = home.settings()
     _check_host(host, settings.http, home)
-    token = TokenFile(home.configuration)
-    token.ensure()
+    tokens = Tokens(home.configuration)
+    tokens.owners.ensure()
+    config = _tls(settings.http, home)
     listening = _listen(host, settings.http.port if port is None else port)
+    port = listening.getsockname()[1]
     allowed = (role or Role()).within(role_of_settings(settings))
-    accepts_traces = not allowed.read_only and (allowed.sets is None or "run" in allowed.sets)
-    app = build_app(token, settings.http, host, role=allowed, capture=home if accepts_traces else None)
-    url = f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}"
-    anyio.run(_serve, uvicorn_config(app), listening, lambda: (say or _print)(_instructions(url)), home)
+    app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
+    url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
+    anyio.run(
+        _serve, _loaded(uvicorn_config(app, config)), listening, lambda: (say or _print)(_instructions(url)), home
+    )
     # A worker thread that still waits must not keep the process alive.
     leave()
 
@@ -196,6 +162,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        listen_long(sockets or ())
         self._ready()
 
 
@@ -212,6 +179,34 @@ def _instructions(url: str) -> str:
         f"  Authorization: Bearer ${{{TOKEN_VARIABLE}}}\n"
         "'toprope install claude-code --http' writes that for Claude Code."
     )
+
+
+def _tls(settings: HttpSettings, home: Home) -> HttpSettings:
+    """The settings with absolute paths of certificate and key.
+
+    Raises:
+        InvalidValue: One of the two is missing.
+    """
+    if bool(settings.certificate) != bool(settings.key):
+        raise InvalidValue(f"{home.settings_file}: http.certificate and http.key belong together; give both or none.")
+    paths = {name: str(home.configuration / Path(value).expanduser()) for name, value in settings.tls.items()}
+    for path in paths.values():
+        if not Path(path).is_file():
+            raise InvalidValue(f"{home.settings_file}: there is no file {path}.", hint="Correct http.certificate, key.")
+    return settings.model_copy(update=paths)
+
+
+def _loaded(config: uvicorn.Config) -> uvicorn.Config:
+    """The configuration with its certificate read.
+
+    Raises:
+        InvalidValue: Certificate and key do not fit each other.
+    """
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidValue(f"http.certificate and http.key cannot be used: {error}.") from None
+    return config
 
 
 def _check_host(host: str, settings: HttpSettings, home: Home) -> None:
@@ -247,11 +242,3 @@ def _listen(host: str, port: int) -> socket.socket:
             hint="Another program may use it: give another --port, or --port 0 for any free port.",
         ) from None
     return listening
-
-
-def _any(host: str) -> bool:
-    return host in ("0.0.0.0", "::")
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from toprope.errors import DiskFull, LockedField, TopropeError
+from toprope_server.http.access import PRINCIPAL
 
 if TYPE_CHECKING:
     from toprope.settings.owner import Home
@@ -34,6 +35,9 @@ def capture_route(home: Callable[[], Home]) -> Route:
         from toprope.trajectories.datasets.trace_inbox import MOST_BYTES, items_of_body
         from toprope.workbench.data import inbox_of
 
+        role = request.scope["state"][PRINCIPAL].role
+        if not role.runs:
+            return _refusal(403, "This token's role does not allow to store traces; nothing was stored.")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk

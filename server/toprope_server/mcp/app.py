@@ -32,6 +32,7 @@ from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.run.full_disk import NO_ROOM
 from toprope_server.mcp.arguments import check
 from toprope_server.mcp.auto_resume import resume_lost_runs
+from toprope_server.mcp.gate import Gate
 from toprope_server.mcp.prompts import complete, prompts_for
 from toprope_server.mcp.resources import TEMPLATES, Resources
 from toprope_server.mcp.roles import Role, owners_role
@@ -74,6 +75,7 @@ class TopropeServer(MCPServer[Any]):
         )
         self._resources = Resources(lambda: self.workshop)
         self._resources.serve(self._lowlevel_server)
+        self._lowlevel_server.middleware.append(Gate(self._specs, role, lambda: self.workshop))
         for prompt in prompts_for(self._tools):
             self.add_prompt(prompt)
         register = self.completion()  # type: ignore[no-untyped-call] # the SDK leaves it unannotated

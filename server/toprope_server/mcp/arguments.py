@@ -51,8 +51,39 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+MOST_TEXT = 20_000
+"""Most characters of a text."""
+_MOST_ALL = 400_000
+_MOST_VALUES = 20_000
+
+
+def too_large(arguments: dict[str, Any]) -> list[str]:
+    """Problems of arguments that are larger than any call needs."""
+    texts, values = 0, 0
+    for name, given in arguments.items():
+        left: list[Any] = [given]
+        while left:
+            one = left.pop()
+            values += 1
+            if isinstance(one, str):
+                if len(one) > MOST_TEXT:
+                    return [f"{_short(name)}: {_short(one)} has {len(one)} characters; a text has at most {MOST_TEXT}."]
+                texts += len(one)
+            elif isinstance(one, dict):
+                left += [*one, *one.values()]
+            elif isinstance(one, list):
+                left += one
+            if texts > _MOST_ALL or values > _MOST_VALUES:
+                return [
+                    f"{_short(name)}: the arguments have more than {_MOST_ALL} characters or {_MOST_VALUES} values."
+                ]
+    return []
+
+
 def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
     """Every problem of a call's arguments, in sentences."""
+    if found := too_large(arguments):
+        return found
     properties = tool.parameters["properties"]
     problems = []
     for name in arguments:
@@ -97,5 +128,6 @@ def expected(schema: dict[str, Any]) -> str:
 
 
 def _short(value: Any, limit: int = 80) -> str:
+    value = value[:limit] if isinstance(value, str) else value
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -79,6 +79,11 @@ class Role:
         return self.sets is None or tool.toolset in self.sets or (tool.reads_only and "read" in self.sets)
 
     @property
+    def runs(self) -> bool:
+        """True if it has the tools that start runs and store data."""
+        return not self.read_only and (self.sets is None or "run" in self.sets)
+
+    @property
     def preamble(self) -> str:
         """Text before the instructions; empty if all tools are offered."""
         if self.read_only:

@@ -62,6 +62,13 @@ def test_live_run_never_hears_of_easier_tasks_if_a_fault_explains_them() -> None
     assert [one.next for one in told if "easier" in one.next] == []
 
 
+def test_field_that_a_rule_names_is_not_suspected_beside_it() -> None:
+    series = {**NOTHING, "wrong": 0.92, "zero": 0.92}
+    differs: dict[str, list[Any]] = {"rollout.group_size": [8, 2]}
+    told = diagnose(healthy(**series), config(rollout__group_size=2), differs)
+    assert [one.rule for one in told if one.changes] == ["group_too_small"]
+
+
 def test_rate_far_from_preset_explains_wrong_answers_without_signal() -> None:
     differs = {"optimizer.learning_rate": [1e-3, 1e-6]}
     found = explained({**NOTHING, "moved": None}, differs, optimizer__learning_rate=1e-6)
@@ -84,6 +91,13 @@ def test_harmless_differences_are_never_causes() -> None:
         found = explained(series, differs, 200, **fields)
         assert not {name for cause in found.causes for name in cause.changes} & set(differs), found.causes
     assert explained({}, differs, 200, **fields).causes == []
+
+
+def test_fine_tuning_is_not_judged_by_settings_of_sampling() -> None:
+    diagnosis = Diagnosis(config(**FIELDS), differs=SABOTAGED)
+    for step in range(100):
+        diagnosis.see({"step": step + 1, "loss": 2.0 / (step + 1), "grad_norm": 1.0, "entropy": 1.0})
+    assert diagnosis.explain(ended=True).causes == []
 
 
 def test_short_time_is_blamed_for_few_steps() -> None:

@@ -21,6 +21,7 @@ from toprope.sdk.adapters._servers.atropos import Group
 from toprope.sdk.authoring.env_managed import Session
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import LoadError
+from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient, worker_environment
 from toprope.sdk.worker.scripted_policy import scripted_session
 
@@ -32,7 +33,8 @@ BY_NAME = {sample.ecosystem: sample for sample in SAMPLES if sample.ecosystem in
 async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[WorkerClient, dict[str, Any]]:
     python = interpreter(sample.ecosystem)
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    link = await WorkerClient.start(python, env=worker_environment(dict(os.environ)) | offline, timeout=SLOW_S)
+    variables = worker_environment(dict(os.environ)) | offline
+    link = await WorkerClient.start(python, wall=Wall(reads=(str(folder),)), env=variables, timeout=SLOW_S)
     try:
         return link, await link.call("open", timeout=SLOW_S, source=write(sample, folder), knobs=knobs)
     except BaseException:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def work():
 def asked(wall: Wall, file: Path, attribute: str = "work", **options: Any) -> Any:
     async def ask() -> Any:
         async with await WorkerClient.start(wall=wall, timeout=60, **options) as worker:
-            made = await worker.call("make", file=str(file), attribute=attribute)
+            made = await worker.call("make", file=str(file), attribute=attribute, arguments={}, wanted=["call"])
             [found] = await worker.call("invoke", handle=made["handle"], method="call", calls=[[]], timeout=60)
             return found, worker.enclosure
 
@@ -160,6 +162,26 @@ def test_bubblewrap_stands_in_for_landlock(tmp_path: Path, monkeypatch: pytest.M
 
 
 @landlock
+def test_attributes_stay_where_mounts_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.sdk.wall.enclosure.plan_for", without_mounts)
+    (tmp_path / "code").mkdir()
+    outside, file = tmp_path / "outside", tmp_path / "code" / "changes.py"
+    outside.write_text("")
+    outside.chmod(0o600)
+    file.write_text(
+        "import os\ndef work():\n"
+        f"    os.chmod({str(outside)!r}, 0o666); os.utime({str(outside)!r}, (1, 1))\n"
+        f"    try: os.setxattr({str(outside)!r}, 'user.x', b'1')\n    except OSError as error: return error.errno\n"
+    )
+    assert asked(Wall(reads=(str(file.parent),)), file)[0] == errno.EOPNOTSUPP
+    assert outside.stat().st_mode & 0o777 == 0o600 and outside.stat().st_mtime > 1
+
+
+def without_mounts(*arguments: Any, **named: Any) -> plan.Plan:
+    return replace(plan.plan_for(*arguments, **named), mounts=False)
+
+
+@landlock
 def test_signals_to_the_caller_are_refused_on_older_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Landlock before version 6 lets signals out; the filter then spares the processes above."""
     monkeypatch.setattr(kernel, "landlock_abi", lambda: 3)
@@ -191,7 +213,7 @@ def test_own_network_reaches_what_its_caller_relays(tmp_path: Path) -> None:
             port = server.sockets[0].getsockname()[1]
             wall = Wall(reads=(str(tmp_path),), network="own")
             async with await WorkerClient.start(wall=wall, timeout=60) as worker:
-                made = await worker.call("make", file=str(file), attribute="Dials")
+                made = await worker.call("make", file=str(file), attribute="Dials", arguments={}, wanted=["dial"])
 
                 async def dial() -> Any:
                     return await worker.call("invoke", handle=made["handle"], method="dial", calls=[[port]])

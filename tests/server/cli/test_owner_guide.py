@@ -1,4 +1,4 @@
-"""Commands and files of docs/owner.md work as written."""
+"""Commands and files of docs/owner.md and docs/security.md work as written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.owner import OwnerSettings
 
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "owner.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+GUIDE = "\n".join((DOCS / name).read_text() for name in ("owner.md", "security.md"))
 COMMANDS = [
     line.partition("#")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.S)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -16,7 +17,10 @@ import pytest
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPDeprecationWarning
+from toprope_server.cli.app import build
+from toprope_server.http.principals import Tokens
 from toprope_server.http.token import TokenFile
+from typer.testing import CliRunner
 
 from tests.server.cli.test_commands import make_run
 from toprope.errors import InvalidValue, NotFound
@@ -43,7 +47,7 @@ def served(home, *options):
     )
     try:
         line = process.stdout.readline()
-        found = re.search(r"http://\S+/mcp", line)
+        found = re.search(r"https?://\S+/mcp", line)
         assert found, line + process.stderr.read()
         yield process, found[0]
     finally:
@@ -98,10 +102,20 @@ def test_http_without_token_answers_only_how_to_get_one(house, header):
 
 @pytest.mark.parametrize(
     ("header", "status"),
-    [({"Host": "evil.example:80"}, 421), ({"Origin": "https://evil.example"}, 403), ({"Host": "localhost.evil"}, 421)],
+    [
+        ({"Host": "evil.example:80"}, 421),
+        ({"Host": "localhost.evil"}, 421),
+        ({"Host": "localhost:9"}, 421),
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:6274"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
 )
-def test_http_refuses_foreign_host_and_origin_with_token(house, header, status):
+@pytest.mark.parametrize("path", ["/mcp", "/trajectories/posted", "/nothing"])
+def test_http_refuses_foreign_host_and_origin_with_token_on_every_path(house, path, header, status):
     home, _, url = house
+    url = url.removesuffix("/mcp") + path
     assert httpx2.post(url, json=PING, headers=ACCEPT | bearer(home) | header).status_code == status
 
 
@@ -109,7 +123,8 @@ def test_http_accepts_names_of_this_machine(house):
     home, _, url = house
     opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening}
-    for header in ({"Host": "localhost:9"}, {"Origin": "http://127.0.0.1:6274"}):
+    port = url.split(":")[2].split("/")[0]
+    for header in ({"Host": f"localhost:{port}"}, {"Origin": f"http://127.0.0.1:{port}"}):
         answer = httpx2.post(url, json=message, headers=ACCEPT | bearer(home) | header)
         assert answer.status_code == 200, answer.text
         assert answer.headers["mcp-session-id"]
@@ -297,3 +312,80 @@ def test_prompt_is_offered_and_environment_completed(house):
     assert known.total >= len(known.values)
     assert known.values[0].startswith("sort")
     assert other.values == []
+
+
+def tool(url, token, name, session=None, /, **arguments):
+    """Status and text of one tool call in a session of its own, or in a given one."""
+    headers = ACCEPT | {"Authorization": f"Bearer {token}"}
+    with httpx2.Client(headers=headers, timeout=30) as client:
+        if session is None:
+            opening = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+            begun = client.post(url, json={"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": opening})
+            if begun.status_code != 200:
+                return begun.status_code, begun.text
+            session = begun.headers["mcp-session-id"]
+        call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+        answer = client.post(url, json=call, headers={"mcp-session-id": session})
+        return answer.status_code, answer.text, session
+
+
+def test_named_tokens_hold_their_role_and_end_at_once(house):
+    home, _, url = house
+
+    def command(*words):
+        return CliRunner().invoke(build(), list(words), env=variables(home))
+
+    added = command("token", "add", "reader", "--role", "read", "--days", "30")
+    token = added.stdout.strip()
+    assert added.exit_code == 0 and len(token) >= 43
+    assert token not in (home / "config" / "tokens.json").read_text()
+    assert (home / "config" / "tokens.json").stat().st_mode & 0o777 == 0o600
+    assert "reader: read" in command("token", "list").stdout and token not in command("token", "list").stdout
+    assert command("token", "add", "reader").exit_code == 1
+    assert command("token", "add", "x", "--role", "root").exit_code == 1
+    status, text, session = tool(url, token, "list_environments")
+    assert status == 200 and '"isError":false' in text.replace(" ", "")
+    status, text, _ = tool(url, token, "select_environment", name="sort_letters")
+    assert "not offered to this token" in text and "Nothing was changed" in text
+    owner = bearer(home)["Authorization"].split()[1]
+    assert tool(url, owner, "list_runs", session)[0] == 404, "a session belongs to its token"
+    assert tool(url, token, "list_runs", session)[0] == 200
+    assert command("token", "revoke", "reader").exit_code == 0
+    assert tool(url, token, "list_runs", session)[0] == 401
+    assert command("token", "revoke", "reader").exit_code == 1
+    lines = [line for line in command("audit").stdout.splitlines() if "select_environment" in line]
+    assert any("reader" in line and "refused" in line for line in lines)
+    assert command("audit", "--verify").exit_code == 0
+    assert token not in command("audit", "-n", "1000", "--json").stdout
+
+
+def test_tokens_end_by_themselves(tmp_path, monkeypatch):
+    tokens = Tokens(tmp_path)
+    token = tokens.add("short", "plan", days=1)
+    principal = tokens.find(token)
+    assert principal.name == "short" and principal.role.sets == {"plan", "read"}
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 86_401)
+    assert tokens.find(token) is None
+    os.chmod(tokens.path, 0o644)
+    monkeypatch.undo()
+    assert tokens.find(token) is None
+
+
+def test_server_speaks_tls_with_the_owners_certificate(tmp_path):
+    (tmp_path / "config").mkdir()
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    made += ["-keyout", str(tmp_path / "config" / "key.pem"), "-out", str(tmp_path / "config" / "cert.pem")]
+    if subprocess.run(made, capture_output=True).returncode:
+        pytest.skip("no openssl")
+    (tmp_path / "config" / "settings.yaml").write_text("http: {certificate: cert.pem, key: key.pem}\n")
+    with served(tmp_path) as (_, url):
+        assert url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=tmp_path / "config" / "cert.pem")
+        assert httpx2.post(url, json=PING, headers=ACCEPT, verify=trusted).status_code == 401
+        port = int(url.split(":")[2].split("/")[0])
+        assert httpx2.get(url, headers=bearer(tmp_path), verify=trusted).status_code == 406
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET /mcp HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert not plain.recv(100).startswith(b"HTTP/1.1 2")

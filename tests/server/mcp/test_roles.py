@@ -6,6 +6,7 @@ import sys
 import anyio
 import pytest
 from mcp.client import Client
+from mcp.shared.exceptions import MCPError
 from mcp.types import PromptReference, ResourceTemplateReference
 from toprope_server.cli.install import plan
 from toprope_server.mcp.app import TopropeServer
@@ -14,6 +15,7 @@ from toprope_server.mcp.tool_registry import INSTRUCTIONS
 
 from tests.support.tools_house import make_workshop, start_run
 from toprope.errors import InvalidValue
+from toprope.records.audit import AuditTrail
 
 READS = {"list_environments", "get_config", "check_status", "list_runs", "get_results", "read_logs"}
 CHANGES = {"select_environment", "edit_config", "test_inference", "start_training", "stop_training", "ask_checkpoint"}
@@ -178,3 +180,71 @@ def test_names_and_ids_are_completed(tmp_path):
     assert "cpu-embedded" in found[3]
     assert found[4:] == [["trainer"], ["trainer"], [], []]
     launcher.close()
+
+
+def test_resources_need_the_tool_that_tells_the_same(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    folder = start_run(shop)
+    folder.log("trainer").parent.mkdir(exist_ok=True)
+    folder.log("trainer").write_text("secret plans\n")
+    base = f"toprope://runs/{folder.run_id}"
+
+    async def read(client):
+        found = {}
+        for uri in ("toprope://runs", base, f"{base}/config", f"{base}/metrics", f"{base}/logs/trainer"):
+            try:
+                found[uri.removeprefix(base)] = (await client.read_resource(uri)).contents[0].text
+            except MCPError as error:
+                found[uri.removeprefix(base)] = error
+        listed = [str(one.uri) for one in (await client.list_resources()).resources]
+        return found, listed, [one.uri_template for one in (await client.list_resource_templates()).resource_templates]
+
+    try:
+        found, listed, templates = ask(shop, read, role=Role.of(sets="plan"))
+        refused = {uri for uri, text in found.items() if isinstance(text, MCPError)}
+        assert refused == {"toprope://runs", "", "/metrics", "/logs/trainer"}
+        assert "read_logs, which is not offered here" in str(found["/logs/trainer"])
+        assert listed == [] and all("/logs/" not in one for one in templates)
+        found, listed, templates = ask(shop, read, role=Role.of(True))
+        assert "| secret plans" in found["/logs/trainer"] and base in listed and len(templates) > 5
+    finally:
+        launcher.close()
+
+
+def test_every_call_is_in_the_audit_trail(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.ensure()
+
+    async def work(client):
+        await client.call_tool("list_runs", {})
+        await client.call_tool("stop_training", {"run_id": "no-run", "api_key": "0123456789"})
+        await client.call_tool("no_such_tool", {})
+
+    try:
+        ask(shop, work)
+        lines = list(AuditTrail(shop.home.path).lines())
+    finally:
+        launcher.close()
+    assert [(line["did"], line["outcome"]) for line in lines] == [
+        ("list_runs", "done"), ("stop_training", "refused"), ("no_such_tool", "refused"),
+    ]  # fmt: skip
+    assert lines[1]["arguments"] == {"run_id": "no-run", "api_key": "[secret]"}
+    assert lines[0]["by"]["client"]
+    assert not AuditTrail(shop.home.path).verify().problems
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"query": "x" * 20_001}, {"query": "x" * 10_000_000}, {"cursor": ["y"] * 30_000}]
+)
+def test_texts_have_a_bound_and_are_not_echoed(tmp_path, arguments):
+    shop, launcher = make_workshop(tmp_path)
+
+    async def work(client):
+        return await client.call_tool("list_runs", arguments)
+
+    try:
+        answer = ask(shop, work)
+    finally:
+        launcher.close()
+    assert answer.is_error and len(answer.content[0].text) < 500
+    assert "at most 20000" in answer.content[0].text or "more than 400000" in answer.content[0].text

@@ -56,7 +56,7 @@ def test_results_list_present_and_past_findings_and_time(tmp_path: Path) -> None
         assert "Finding trainer_waits (note, since step 30)" in short.text
         assert "Findings that are over: scorer_errors (warning, step 9)." in short.text
         assert "waiting for groups 70.0%" in short.text
-        assert "Failed: trainer (nan): it fell" in short.text
+        assert "Failed: trainer (nan): «it fell»" in short.text
         structure = short.data.model_dump()["results"]
         assert [one["rule"] for one in structure["findings"]] == ["all_wrong", "trainer_waits"]
         assert structure["time"]["wait"] == 0.7 and "source" not in structure["findings"][0]

@@ -131,6 +131,49 @@ def test_runs_are_compared_by_group_with_interval(house, draft):
     assert any("spread between seeds" in remark for remark in lone.data.remarks)
 
 
+def test_comparison_counts_ancestors_and_shared_tasks(house, draft):
+    shop, launcher = house
+    source, tuned, alone = (do(start_training, shop, draft_id=draft, again=True).data.run_id for _ in range(3))
+    for run_id, right, of in ((source, 50, 100), (tuned, 60, 60), (alone, 40, 100)):
+        finish(shop, launcher, run_id, right, of)
+    version = shop.home.datasets / "best" / "v1"
+    version.mkdir(parents=True)
+    write_json(version / "dataset.json", {"lineage": {"runs": {source: {}, "gone-run": {}}, "datasets": []}})
+    spec = shop.runs.folder(tuned).spec
+    dataset = {"name": "best@v1", "file": str(version / "items.jsonl"), "sha256": "0", "items": 1}
+    write_json(spec, json.loads(spec.read_text()) | {"dataset": dataset})
+    answer = do(compare_runs, shop, a=[alone], b=[tuned])
+    assert "on 60 held-out tasks" in answer.text and "They measured 60 and 100; only shared tasks count" in answer.text
+    assert answer.data.a.cost["total"]["cpu_s"] == 150.0 and answer.data.b.cost["total"]["cpu_s"] == 300.0
+    assert "took 200 steps, 12800 rollouts" in answer.text
+    assert f"with what it builds on ({source})" in answer.text
+    assert "The cost of gone-run, which it builds on, is unknown" in answer.text
+
+
+def test_undecided_comparison_ends_with_causes_and_what_would_settle_it(house, draft):
+    shop, launcher = house
+    one = do(start_training, shop, draft_id=draft).data.run_id
+    do(edit_config, shop, draft_id=draft, changes={"algorithm.beta": 5.0})
+    other = do(start_training, shop, draft_id=draft).data.run_id
+    finish(shop, launcher, one, 40)
+    finish(shop, launcher, other, 42)
+    folder = shop.runs.folder(other)
+    rows = [{"step": step, "reward": 0.2, "success": 0.2, "kl": 0.02, "loss": 0.1} for step in range(1, 201)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    become(folder, "completed", evaluations={label: {"accuracy": 0.42, "tasks": 100} for label in ("before", "after")})
+    answer = do(compare_runs, shop, a=[one], b=[other])
+    assert "no difference shown" in answer.text and "To settle a difference of this size: about" in answer.text
+    assert f"{other} did not learn. Likely causes, in order: kl_weight (algorithm.beta to 0)." in answer.text
+    assert "It differs from the preset in algorithm.beta 5 (0)" in answer.text
+    results = do(get_results, shop, run_id=other)
+    assert "1. kl_weight (warning" in results.text
+    assert 'edit_config(draft_id=..., changes={"algorithm.beta": 0.0})' in results.text
+    causes = results.data.results["causes"]
+    assert causes["ranked"][0]["fields"] == ["algorithm.beta"] and causes["changes"] == {"algorithm.beta": 0.0}
+    status = do(check_status, shop, run_ids=[other])
+    assert "No difference shown" in status.text and "Likely causes, in order: kl_weight" in status.text
+
+
 def test_incomparable_runs_are_refused_with_differences(house, draft):
     shop, launcher = house
     one = do(start_training, shop, draft_id=draft).data.run_id

@@ -69,7 +69,7 @@ def test_order_change_shows_early_and_late_answers(shop):
     run = started(shop, [group(1, [0.0], "t", answers=["no"]), group(2, [1.0], "t", answers=["yes"])])
     page = do(browse_rollouts, shop, run_id=run, order="most_changed")
     assert page.data.groups[0].change == 1.0
-    assert 'then "no"' in page.text and 'now "yes"' in page.text
+    assert "then «no»" in page.text and "now «yes»" in page.text
     single = started(shop, [group(1, [0.0], "t")])
     assert "played twice" in do(browse_rollouts, shop, run_id=single, order="most_changed").text
 

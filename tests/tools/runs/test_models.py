@@ -232,7 +232,7 @@ def test_checkpoint_is_asked_with_its_training_prompt(house, monkeypatch):
     become(asked, "completed", ended_at=time.time())
     told = do(get_results, shop, run_id=late.data.run_id)
     assert "step 7 of" in told.text and "untrusted" in told.text and "(cut off)" in told.text
-    assert "not answered: no room" in told.text and "\u202e" not in told.text
+    assert "not answered: «no room»" in told.text and "\u202e" not in told.text
     assert len(told.text) < 3000 and len(json.dumps(told.data.results)) < 20_000
     (folder.path / "checkpoints" / "step-000007" / "state.json").write_text("{")
     again = do(ask_checkpoint, shop, prompts=["ab"], run_id=run_id, temperature=1.0)

@@ -101,7 +101,7 @@ def test_ended_run_is_shown_in_full_at_every_call(run):
     for _ in range(2):
         text, status = check(shop, folder)
         assert (status.state, status.fresh, status.next_numbers_in_s) == ("failed", True, None)
-        assert "trainer: CUDA out of memory Lower the batch." in text
+        assert "trainer: «CUDA out of memory» Lower the batch." in text
         assert "get_results" in text
 
 
@@ -327,7 +327,7 @@ def test_report_of_keeper_is_shown_in_full_on_request(run):
     detailed = do(get_results, shop, run_id=folder.run_id, detail="detailed")
     assert len(detailed.data.detail["history"]) == 10
     assert detailed.data.detail["configuration"]["environment.knobs.longest"] == 5
-    assert 'reference "abc"' in detailed.text
+    assert "reference «abc»" in detailed.text
     assert "untrusted" in detailed.text
     assert "\x1b" not in detailed.text
     become(folder, "completed", results_sha256=sha256_of(folder.results))

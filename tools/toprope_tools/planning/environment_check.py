@@ -16,6 +16,7 @@ from toprope.records.walls import Walls, allowed_network
 from toprope.settings.environment import members_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, number, plural
+from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.entries import Entry
@@ -107,7 +108,7 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
         + (", a second process agrees)." if again else ", a second process disagrees)." if again is False else ").")
     ]
     for finding in report.findings[:_MOST_FINDINGS]:
-        lines.append(f"{finding.level} {finding.rule}: {clip(finding.what, 400)}")
+        lines.append(f"{finding.level} {finding.rule}: {marked(finding.what, 400)}")
         if finding.level != "note":
             lines.append(f"  To do: {finding.next}.")
     if scores := _scores(report):
@@ -122,7 +123,7 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
     if seen.skipped:
         lines.append(f"Not checked for lack of time: {'; '.join(seen.skipped)}.")
     if others:
-        lines.append(f"Not tried: {clip('; '.join(others), 300)}. To try one with its defaults, check it by name.")
+        lines.append(f"Not tried: {marked('; '.join(others), 300)}. To try one with its defaults, check it by name.")
     lines.append(_next(report, draft_id))
     return "\n".join(lines)
 

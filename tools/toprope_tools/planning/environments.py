@@ -5,7 +5,6 @@ An environment's description comes from its author's code, so it is cut, cleaned
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,11 @@ from msgspec.structs import asdict
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.walls import Walls, allowed_network
 from toprope.records.worker_messages import Card
-from toprope.settings.fields import knob_fields
+from toprope.settings.fields import Field, knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
+from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
@@ -66,7 +66,9 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     else:
         matching = f" for {query!r}" if query else ""
         lines = [f"{plural(len(entries), 'environment')}{matching}, {start + 1} to {start + len(items)}:"]
-        lines += [f"{item.name} [{item.state}]{_facts(item)} {item.summary}" for item in items]
+        lines += [
+            f"{item.name} [{item.state}]{_facts(item)} {marked(item.summary, _MOST_SUMMARY + 20)}" for item in items
+        ]
         lacking = next((one.ecosystem for one in page if one.status == "needs install"), None)
         if lacking and workshop.settings().installs == "allow":
             lines.append(f"Install: {call('add_environment', what=lacking)}")
@@ -98,7 +100,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     card = described.card
     presets = _presets(workshop, entry.name)
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
-    lines = [f"{entry.name}: {turns}. {clip(card.description, 300)}", _nature(described), *_knob_lines(card)]
+    lines = [f"{entry.name}: {turns}. {marked(card.description, 300)}", _nature(described), *_knob_lines(card)]
     lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
     if sizes:
@@ -111,7 +113,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
             f"of {tested.group_size}, {percent(tested.all_wrong_share)} are all wrong and "
             f"{percent(tested.all_right_share)} all right ({tested.run_id})."
         )
-    lines += [f"Remark: {clip(remark, 300)}" for remark in described.remarks]
+    lines += [f"Remark: {marked(remark, 300)}" for remark in described.remarks]
     unfit = await to_thread.run_sync(_unfit, workshop, entry.name, described, list(presets), tested)
     presets = {
         preset: f"does not fit: {unfit[preset]}" if unfit.get(preset) else one for preset, one in presets.items()
@@ -145,7 +147,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
         prompt_characters=[len(_prompt(example)) for example in described.examples],
         answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
-        tested=None if tested is None else answers.Tested(**vars(tested)),
+        tested=None if tested is None else _tested(tested),
     )
     return Answer("\n".join(lines), data)
 
@@ -178,7 +180,9 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
         f"of {config.rollout.group_size} answers per step, learning rate {value(config.optimizer.learning_rate)}.",
     ]
     if config.environment.knobs:
-        lines.append("Knobs: " + ", ".join(f"{knob}={value(one)}" for knob, one in config.environment.knobs.items()))
+        lines.append(
+            "Knobs: " + ", ".join(f"{named(knob)}={_default(one)}" for knob, one in config.environment.knobs.items())
+        )
     if moved:
         lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
     if locked:
@@ -269,6 +273,10 @@ def _unfit(
     return found
 
 
+def _tested(found: Baseline) -> answers.Tested:
+    return answers.Tested(**{name: getattr(found, name) for name in answers.Tested.model_fields})
+
+
 def _item(entry: Entry) -> answers.EnvironmentItem:
     return answers.EnvironmentItem(
         name=entry.name,
@@ -296,13 +304,13 @@ def _nature(described: Description) -> str:
     needs = "" if entry.status == "ready" else f" It {_state(entry)}"
     lends = ", gives the policy tools" if entry.tools else ""
     return (
-        f"Ecosystem {entry.ecosystem}{lends}; runs in {where} ({clip(versions, 200)}), "
+        f"Ecosystem {entry.ecosystem}{lends}; runs in {where} ({named(versions, 200)}), "
         f"loaded in {described.load_seconds:.1f} s.{needs}"
     )
 
 
 def _state(entry: Entry) -> str:
-    return entry.status if entry.status == "ready" else f"{entry.status}: {clip(entry.problem, 400)}"
+    return entry.status if entry.status == "ready" else f"{entry.status}: {marked(entry.problem, 400)}"
 
 
 def _summary(entry: Entry) -> str:
@@ -325,15 +333,24 @@ def _knob_lines(card: Card) -> list[str]:
     for name, field in list(fields.items())[:_MOST_LINES]:
         says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
         says = f"one of {field.bounds}" if field.choices is not None else says
-        said = f": {clip(field.description, 120)}" if field.description else ""
-        lines.append(f"  {clip(name.rpartition('.')[2], 80)} = {value(field.default)} ({clip(says, 400)}){said}")
+        said = f": {marked(field.description, 120)}" if field.description else ""
+        lines.append(f"  {named(name.rpartition('.')[2])} = {_default(field.default)} ({_says(field, says)}){said}")
     return lines
+
+
+def _default(given: Any) -> str:
+    """Return a knob's value, which the environment's author chose."""
+    return named(value(given), 120) if isinstance(given, str) and given else value(given)
+
+
+def _says(field: Field, says: str) -> str:
+    return clip(says, 400) if field.choices is None else f"one of {marked(field.bounds, 400)}"
 
 
 def _part_lines(card: Card) -> list[str]:
     return [
-        f"{name} (weight {number(part.weight)}, {number(part.low)} to {number(part.high)})"
-        + (f" {clip(part.description, 100)}" if part.description else "")
+        f"{named(name)} (weight {number(part.weight)}, {number(part.low)} to {number(part.high)})"
+        + (f" {marked(part.description, 100)}" if part.description else "")
         for name, part in list(card.parts.items())[:_MOST_LINES]
     ] or ["no parts"]
 
@@ -342,10 +359,10 @@ def _example_lines(examples: tuple[Example, ...]) -> list[str]:
     lines = []
     for example in examples:
         shown = _example(example)
-        scores = ", ".join(f"{label} {number(score)}" for label, score in shown["rewards"].items())
+        scores = ", ".join(f"{named(label)} {number(score)}" for label, score in shown["rewards"].items())
         lines.append(
-            f"Example (untrusted text): {json.dumps(shown['prompt'], ensure_ascii=False)} reference "
-            f"{json.dumps(shown['reference'], ensure_ascii=False)}; rewards: {scores}"
+            f"Example (untrusted): {marked(shown['prompt'], 600)} reference {marked(shown['reference'], 200)}; "
+            f"rewards: {scores}"
         )
     return lines
 

@@ -15,6 +15,7 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.text_format import call, clip, plural
+from toprope.untrusted import marked
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import Installed
@@ -66,7 +67,9 @@ async def add_environment(
             await progress(float(told), None, installation.news)
         if time.monotonic() > deadline:
             again = call("add_environment", what=order.given)
-            text = f"{order.given} is still being installed ({clip(installation.news, 120)}). To keep waiting: {again}"
+            text = (
+                f"{order.given} is still being installed ({marked(installation.news, 120)}). To keep waiting: {again}"
+            )
             return Answer(text, Installed(name=order.given, done=False, news=clip(installation.news, 200)))
     workshop.installations.told(order)
     if installation.error is not None:

@@ -9,6 +9,7 @@ from toprope.analysis.integrity import Check, Integrity, lone_wins
 from toprope.analysis.statistics.run_samples import measured
 from toprope.errors import TopropeError
 from toprope.text_format import accuracy, clip, plural, value
+from toprope.untrusted import named
 from toprope.workbench.launch.seeds import group_of, members
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def environment_lines(label: str, evaluation: Evaluation, rose_each: Mapping[str
     for name, one in list(evaluation.environments.items())[:_MOST]:
         if one.sampled is None:
             continue
-        line = f"  {clip(name, 80)}: {accuracy(one.sampled)} on {one.sampled.tasks}"
+        line = f"  {named(name)}: {accuracy(one.sampled)} on {one.sampled.tasks}"
         if one.greedy is not None:
             line += f"; greedy {accuracy(one.greedy)}"
         if one.sampled.errors:
@@ -40,7 +41,7 @@ def curricula_lines(curricula: Mapping[str, Any]) -> list[str]:
     lines = []
     for label, one in list(curricula.items())[:_MOST]:
         levels, level = one["levels"], one["level"]
-        line = f"Curriculum of {clip(label, 80)}: {clip(one['knob'], 60)} {value(levels[level])}, level {level + 1} of "
+        line = f"Curriculum of {named(label)}: {named(one['knob'], 60)} {value(levels[level])}, level {level + 1} of "
         line += f"{len(levels)} since step {one['since']}."
         opened = [f"step {m['step']} ({m['successes']}/{m['tasks']} solved)" for m in one["opened"][-_MOST:]]
         if opened:

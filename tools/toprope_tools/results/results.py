@@ -20,6 +20,7 @@ from toprope.records.run.tested_models import AnsweredConversation
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
+from toprope.untrusted import marked, marked_lines, named
 from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
@@ -107,9 +108,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         failure = status.failure
         kind = f" ({failure.kind})" if failure.kind not in ("", "unknown") else ""
         lines.append(
-            f"Failed: {failure.component}{kind}: {clip(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
+            f"Failed: {failure.component}{kind}: {marked(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
         )
-        lines += [f"  log (untrusted): {clip(line, 200)}" for line in failure.excerpt[-5:]]
+        lines += marked_lines(failure.excerpt[-5:], 200)
     taken, usage = used(folder)
     lines += taken
     believable, checks = integrity_section(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
@@ -212,7 +213,7 @@ def _head(status: Status, report: Results) -> str:
     if not status.ended:
         text += " It has not ended; results so far:"
     elif status.state != "completed":
-        reason = f" ({clip(status.reason, 200)})" if status.reason and status.failure is None else ""
+        reason = f" ({marked(status.reason, 200)})" if status.reason and status.failure is None else ""
         text += f" It did not complete{reason}; results so far:"
     return text
 
@@ -248,7 +249,7 @@ def _models(tested: Models) -> list[str]:
     """Return one line per model; a model that was not measured says why."""
     lines = []
     for one in tested.models:
-        name = one.name if one.name == one.model else f"{one.name} ({clip(one.model, 80)})"
+        name = one.name if one.name == one.model else f"{one.name} ({named(one.model)})"
         spent = [duration(one.seconds)]
         if one.completion_tokens is not None:
             spent.append(f"{(one.prompt_tokens or 0) + one.completion_tokens} tokens")
@@ -259,7 +260,7 @@ def _models(tested: Models) -> list[str]:
         if one.unanswered:
             spent.append(f"{plural(one.unanswered, 'task')} unanswered")
         if one.measured is None:
-            lines.append(f"{name}: not measured: {clip(one.error or '', 400)} ({', '.join(spent)})")
+            lines.append(f"{name}: not measured: {marked(one.error or '', 400)} ({', '.join(spent)})")
         else:
             on = f"on {one.measured.tasks} validation tasks"
             lines.append(f"{name}: accuracy {accuracy(one.measured)} {on}{_rest(one.measured)}; {', '.join(spent)}.")
@@ -296,7 +297,7 @@ def _rest(measured: Accuracy) -> str:
     if measured.reward_mean is not None:
         parts.append(f"reward {number(measured.reward_mean)}")
     if len(measured.parts) > 1:
-        parts.append("parts " + ", ".join(f"{name} {number(one)}" for name, one in measured.parts.items()))
+        parts.append("parts " + ", ".join(f"{named(name, 40)} {number(one)}" for name, one in measured.parts.items()))
     for share, words in (
         (measured.pass_at_k, "of tasks solved at least once"),
         (measured.all_wrong_share, "of tasks all wrong"),
@@ -390,7 +391,7 @@ def _examples(examples: list[Example]) -> list[str]:
 
 
 def _quoted(text: str, limit: int = 80) -> str:
-    return json.dumps(clip(text, limit), ensure_ascii=False)
+    return marked(text, limit)
 
 
 def _next(status: Status, detailed: bool) -> str:

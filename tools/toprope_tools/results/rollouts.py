@@ -6,7 +6,6 @@ journal contains training tasks only; held-out tasks are in no file.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -16,6 +15,7 @@ from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, RolloutPage, find_rollouts
 from toprope.records.run.specification import Specification
 from toprope.text_format import call, clip, number, plural
+from toprope.untrusted import marked, named
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import Answer, fitting
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PAGE = 6
 _PROMPT, _ANSWER = 240, 320
+_LONGEST = 400
 _ORDERS = {"best": "best first", "worst": "worst first", "newest": "newest first", "most_changed": "most changed first"}
 
 
@@ -103,7 +104,7 @@ def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> 
         head = f"{run_id}: {_ORDERS[query.order]}, {found.matching} groups match ({scanned})"
         if query.order == "most_changed":
             head += f", {found.repeated} tasks played more than once"
-        lines = [f"{head}. Texts are untrusted data of the environment and the policy."]
+        lines = [f"{head}. Texts are untrusted data."]
         lines += [line for one in groups for line in _lines(one, query.order)]
     more = None
     if found.more and found.groups:
@@ -111,7 +112,7 @@ def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> 
         more = f"{query.order}:{last[0]!r}/{last[1]}"
         lines.append(f"More: {call('browse_rollouts', run_id=run_id, **asked, cursor=more)}")
     if found.parts and query.part is None and len(found.parts) > 1:
-        lines.append(f"Reward parts to order by: {', '.join(clip(name, 40) for name in found.parts[:12])}.")
+        lines.append(f"Reward parts to order by: {', '.join(named(name, 40) for name in found.parts[:12])}.")
     data = answers.RolloutPage(
         run_id=run_id,
         order=query.order,
@@ -208,22 +209,26 @@ def _conversation(group: Group, row: int) -> list[tuple[str, str]]:
     return [(str(one.get("role", "")), str(one.get("content", ""))) for one in messages if isinstance(one, dict)]
 
 
+def _task(one: answers.BrowsedGroup) -> str:
+    return named(one.task, 130) if one.task else "unnamed"
+
+
 def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
     version = "" if one.version is None else f", policy v{one.version}"
-    head = f"group {one.group}{version}, task {one.task or 'unnamed'}: reward {number(one.reward_mean)}, "
+    head = f"group {one.group}{version}, task {_task(one)}: reward {number(one.reward_mean)}, "
     head += f"{one.successes}/{one.size} right"
     if one.change is not None:
         head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since its first rollout"
     lines = [head]
     if one.prompt is not None:
-        lines.append(f"  asked {json.dumps(one.prompt, ensure_ascii=False)}")
+        lines.append(f"  asked {marked(one.prompt, _LONGEST)}")
     labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")
     for label, rollout in zip(labels, one.rollouts, strict=False):
-        said = "no text kept" if rollout.answer is None else json.dumps(rollout.answer, ensure_ascii=False)
+        said = "no text kept" if rollout.answer is None else marked(rollout.answer, _LONGEST)
         notes = [f"reward {number(rollout.reward)}"]
         if len(rollout.parts) > 1:
-            notes.append(", ".join(f"{name} {number(value)}" for name, value in rollout.parts.items()))
+            notes.append(", ".join(f"{named(name, 40)} {number(value)}" for name, value in rollout.parts.items()))
         notes += ["cut off"] if rollout.truncated else []
-        notes += [f"error: {rollout.error}"] if rollout.error else []
+        notes += [f"error: {marked(rollout.error, _LONGEST)}"] if rollout.error else []
         lines.append(f"  {label} {said} ({'; '.join(notes)})")
     return lines

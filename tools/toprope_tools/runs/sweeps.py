@@ -18,6 +18,7 @@ from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply_changes
 from toprope.sweeps.planning import longest_run_steps, make_plan
 from toprope.text_format import call, clip, number, percent, plural, value
+from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.preview import Preview, seconds_per_step
@@ -345,7 +346,7 @@ def _row(standing: Standing, one: str) -> str:
     if scored is None:
         how = "not measured yet"
     elif scored.score is None:
-        how = f"no score ({clip(scored.why, 120)})"
+        how = f"no score ({marked(scored.why, 120)})"
     else:
         how = f"score {number(scored.score)} after {standing.line_steps(one)} steps"
     return f"{one}{came}, epoch {standing.born[one]}: {how}; {_values(standing, one)}"

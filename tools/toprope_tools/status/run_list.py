@@ -14,6 +14,7 @@ from toprope.errors import InvalidValue
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.status import LIVE, Status
 from toprope.text_format import ago, call, clip, percent, plural
+from toprope.untrusted import marked
 from toprope.workbench.launch.seeds import group_of
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
@@ -118,7 +119,7 @@ def run_row(run: Status) -> str:
 def _summary(run: Status) -> str:
     """Summarize a run in a few words; check_status has a live run's numbers."""
     if run.failure is not None:
-        return clip(f"{run.failure.component}: {run.failure.reason}", 100)
+        return f"{run.failure.component}: {marked(run.failure.reason, 90)}"
     if run.run_kind.starts_runs:
         return best_line(run)
     before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})

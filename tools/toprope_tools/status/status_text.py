@@ -18,6 +18,7 @@ from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Event, Status
 from toprope.text_format import ago, call, clip, duration, percent, plural, value
+from toprope.untrusted import marked, named
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
 from toprope_tools.results.diagnosis import differing, short_causes
@@ -175,7 +176,7 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
     next_in = max(0.0, round(at + look.interval_s - look.now, 1)) if limited else None
     line = f"{status.run_id}: {status.state}"
     if status.reason and status.failure is None:
-        line += f" ({clip(status.reason, 200)})"
+        line += f" ({marked(status.reason, 200)})"
     if fresh:
         line += f"; {numbers_line(numbers)}."
         if next_in:
@@ -194,7 +195,7 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
         )
     failure = status.failure
     if failure is not None:
-        line += f"\n  failed: {failure.component}: {clip(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
+        line += f"\n  failed: {failure.component}: {marked(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
     line += f"\n  {causes}" if causes else ""
     item = answers.RunStatus(
         run_id=status.run_id,
@@ -270,6 +271,6 @@ def _evaluation(data: Mapping[str, Any]) -> str:
         text += f" on {summary['tasks']} {summary.get('split', '')} tasks".replace("  ", " ")
     each = summary.get("environments")
     if isinstance(each, dict):
-        told = [f"{clip(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]
+        told = [f"{named(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]
         text += f" ({', '.join(told)})"
     return text

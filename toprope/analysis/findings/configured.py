@@ -30,7 +30,7 @@ _CERTAIN = 0.8
 
 def rewards_shuffled(history: TrainingHistory) -> Symptom | None:
     """Rewards are shuffled within each group, so that no answer is better than another."""
-    if not history.config.algorithm.shuffle_rewards or not history.judged(history.early):
+    if not history.config.algorithm.shuffle_rewards or not history.judged(history.window):
         return None
     return mended(
         "warning",
@@ -46,7 +46,7 @@ def group_too_small(history: TrainingHistory) -> Symptom | None:
     """Groups have too few answers for what the tasks allow: most lack signal, or a step compares few answers."""
     config = history.config
     size, groups = config.rollout.group_size, config.rollout.groups_per_step
-    if size >= 4 or config.algorithm.name == "ppo" or not history.judged(history.early) or _fine(history):
+    if size >= 4 or config.algorithm.name == "ppo" or not history.judged(history.window) or _fine(history):
         return None
     larger = max(history.towards("rollout.group_size", _USUAL_GROUP), _USUAL_GROUP)
     signal = 1.0 - history.recent(_ZERO)
@@ -67,7 +67,7 @@ def batch_too_small(history: TrainingHistory) -> Symptom | None:
     """A step learns from one or two tasks, so its direction is mostly chance."""
     rollout = history.config.rollout
     size, groups = rollout.group_size, rollout.groups_per_step
-    if groups > 2 or size * groups >= _FEWEST_IN_BATCH or not history.judged(history.early) or _fine(history):
+    if groups > 2 or size * groups >= _FEWEST_IN_BATCH or not history.judged(history.window) or _fine(history):
         return None
     more = max(history.towards("rollout.groups_per_step", _USUAL_GROUPS), 4)
     return mended(
@@ -85,11 +85,11 @@ def kl_weight(history: TrainingHistory) -> Symptom | None:
     ppo = config.algorithm.name == "ppo"
     field = "ppo.kl_coef" if ppo else "algorithm.beta"
     weight = config.ppo.kl_coef if ppo else config.algorithm.beta
-    if weight < 0.1 or not history.judged(history.early) or _fine(history):
+    if weight < 0.1 or not history.judged(history.window) or _fine(history):
         return None
     distance, loss = history.recent("kl"), history.recent("loss")
     part = weight * distance / max(weight * distance + abs(loss - weight * distance), 1e-9)
-    if weight < _PULL and (part < 0.5 or history.gain > history.noise):
+    if weight < _PULL and (part < 0.5 or history.gain > history.noise or not history.judged(4 * history.early)):
         return None
     return mended(
         "warning",
@@ -132,7 +132,7 @@ def warmup_long(history: TrainingHistory) -> Symptom | None:
     optimizer, planned = history.config.optimizer, history.planned_steps
     if optimizer.lr_scheduler_type == "constant" or optimizer.warmup_steps < max(planned / 2, 10):
         return None
-    if not history.judged(history.early) or _fine(history):
+    if not history.judged(history.window) or _fine(history):
         return None
     reached = min(planned / (optimizer.warmup_steps + 1), 1.0) * optimizer.learning_rate
     field = "optimizer.warmup_steps"
@@ -149,7 +149,7 @@ def warmup_long(history: TrainingHistory) -> Symptom | None:
 def sampling_extreme(history: TrainingHistory) -> Symptom | None:
     """Temperature or top_p make answers random, or leave nothing to choose between."""
     rollout, changes = history.config.rollout, dict[str, Any]()
-    if not history.judged(history.early) or _fine(history):
+    if not history.judged(history.window) or _fine(history):
         return None
     if rollout.temperature > 1.5 or rollout.temperature < 0.4:
         changes["rollout.temperature"] = history.towards("rollout.temperature", 1.0)
@@ -180,7 +180,7 @@ def weight_decay(history: TrainingHistory) -> Symptom | None:
     """Weight decay shrinks the weights by a large part over the run."""
     optimizer = history.config.optimizer
     shrunk = 1.0 - math.exp(-optimizer.learning_rate * optimizer.weight_decay * history.planned_steps / 2)
-    if shrunk < 0.2 or not history.judged(history.early) or _fine(history) or history.gain > history.noise:
+    if shrunk < 0.2 or not history.judged(history.window) or _fine(history) or history.gain > history.noise:
         return None
     field = "optimizer.weight_decay"
     return mended(

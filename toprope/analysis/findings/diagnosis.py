@@ -135,11 +135,19 @@ class Diagnosis:
         self.history.add(row)
         told = []
         for rule in self._rules:
-            finding = self._judge(rule, self._states[rule.id], rule.look(self.history))
+            symptom = rule.look(self.history)
+            if rule.id == FAR_FROM_PRESET.id and symptom is not None and not self._names_more(symptom):
+                symptom = None
+            finding = self._judge(rule, self._states[rule.id], symptom)
             if finding is not None:
                 told.append(finding)
         placed = {finding.rule: finding for finding in self.open} if told else {}
         return [finding if finding.level == "over" else placed[finding.rule] for finding in told]
+
+    def _names_more(self, symptom: Symptom) -> bool:
+        """Return True if a symptom names a field that no open finding of another rule changes."""
+        open_ones = (state.told for rule, state in self._states.items() if rule != FAR_FROM_PRESET.id)
+        return not set(symptom.changes) <= {name for one in open_ones if one is not None for name in one.changes}
 
     def _judge(self, rule: Rule, state: _State, symptom: Symptom | None) -> Finding | None:
         if symptom is None:

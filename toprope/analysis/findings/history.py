@@ -195,8 +195,12 @@ class TrainingHistory:
         return min(self.steps, max(self.step, int(limit * self.step / spent)))
 
     def judged(self, rows: int) -> bool:
-        """Return True if there are that many rows, or the run is over and has at least five."""
-        return self.rows >= rows or (self.over and self.rows >= _SHORTEST)
+        """Return True if there are that many rows with rewards, or the run is over and has at least five.
+
+        Fine-tuning on demonstrations has no rewards, so rules that ask this stay silent.
+        """
+        known = self["reward"].count
+        return known >= rows or (self.over and known >= _SHORTEST)
 
     def towards(self, field: str, computed: Any) -> Any:
         """Return the preset's value if the field differs from it in the direction of `computed`, else `computed`."""

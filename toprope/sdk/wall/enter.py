@@ -54,15 +54,23 @@ _OF_OTHERS = (
     *(("setpriority", 1), ("ioprio_set", 1)),
 )
 """Calls with the argument that names a process; 0 is the caller."""
+_ATTRIBUTES = (
+    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat"),
+    *("utime", "utimes", "futimesat", "utimensat"),
+)
+"""Changes of attributes by path, which Landlock does not govern. Where mounts cannot be made read-only, they are
+answered as done and change nothing: libraries that copy or unpack files go on."""
+_EXTENDED = ("setxattr", "lsetxattr", "setxattrat", "removexattr", "lremovexattr", "removexattrat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 
 
-def filter_lines(network: str, spared: list[int]) -> list[kernel.Line]:
+def filter_lines(network: str, spared: list[int], *, attributes: bool = True) -> list[kernel.Line]:
     """The filter of system calls.
 
     Args:
         network: `allow`, `own` or `deny`.
         spared: Processes that must get no signal, on kernels whose Landlock does not keep signals in.
+        attributes: True if attributes of files may be changed by path.
     """
     refuse, absent = kernel.give(kernel.ERRNO | errno.EPERM), kernel.give(kernel.ERRNO | errno.ENOSYS)
     no_network, allow = kernel.give(kernel.ERRNO | errno.ENETUNREACH), kernel.give(kernel.ALLOW)
@@ -84,6 +92,10 @@ def filter_lines(network: str, spared: list[int]) -> list[kernel.Line]:
         lines += kernel.when(name, [kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
     typing = [kernel.argument(1), *_one_of((_PUSH_INPUT, _CONSOLE), refuse), allow]
     lines += kernel.when("ioctl", typing)
+    for name in () if attributes else _ATTRIBUTES:
+        lines += kernel.when(name, [kernel.give(kernel.ERRNO)])
+    for name in () if attributes else _EXTENDED:
+        lines += kernel.when(name, [kernel.give(kernel.ERRNO | errno.EOPNOTSUPP)])
     if spared:
         targets = [0xFFFFFFFF, *(pid & 0xFFFFFFFF for one in spared for pid in (one, -one))]
         for name in _SIGNALS:
@@ -252,13 +264,14 @@ def build(plan: dict[str, Any]) -> None:
     limit(plan)
     if plan["network"] == "own":
         own_network(plan["listener_maker"])
+    closed = not plan["landlock"]  # bubblewrap has done it, or there is no wall
     if plan["landlock"] and plan["mounts"]:
-        # Landlock alone is the wall; where namespaces are forbidden, attributes of files stay as they are.
         try:
             close_mounts(plan["writes"])
+            closed = True
             limit_tasks(plan["tasks"])
         except (OSError, ValueError):
-            pass
+            pass  # namespaces are forbidden here
     if plan["trusted"] and plan["network"] != "deny":
         return
     if kernel.why_unsupported():
@@ -268,7 +281,7 @@ def build(plan: dict[str, Any]) -> None:
         kernel.drop_capabilities()
         kernel.restrict_files(rules(plan), plan["landlock"])
     spared = plan["spared"] if plan["landlock"] < 6 else []
-    kernel.install_filter(filter_lines(plan["network"], spared))
+    kernel.install_filter(filter_lines(plan["network"], spared, attributes=closed))
 
 
 def main() -> None:

@@ -60,6 +60,10 @@ CALLS = {
     "setns": (308, 268), "setpriority": (141, 140), "settimeofday": (164, 170), "shmget": (29, 194),
     "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116), "tgkill": (234, 131),
     "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
+    "chmod": (90, -1), "chown": (92, -1), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchownat": (260, 54),
+    "futimesat": (261, -1), "lchown": (94, -1), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
+    "removexattr": (197, 14), "removexattrat": (466, 466), "setxattr": (188, 5), "setxattrat": (463, 463),
+    "utime": (132, -1), "utimensat": (280, 88), "utimes": (235, -1),
     "capset": (126, 91), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip

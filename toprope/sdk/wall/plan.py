@@ -22,7 +22,17 @@ from typing import Literal
 from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall import kernel, paths
 
-__all__ = ["Level", "Network", "Plan", "Wall", "command_for", "level_here", "network_refusal", "variables_behind"]
+__all__ = [
+    "Level",
+    "Network",
+    "Plan",
+    "Wall",
+    "command_for",
+    "level_here",
+    "namespaces_refusal",
+    "network_refusal",
+    "variables_behind",
+]
 
 Network = Literal["allow", "own", "deny"]
 Level = Literal["landlock", "bubblewrap", "none"]
@@ -117,6 +127,22 @@ def network_refusal(network: Network) -> str:
         return why
     trial = Plan(trusted=True, network=network)
     command = [*_entering(trial), sys.executable, "-I", "-S", "-c", ""]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it cannot be tried: {error}"
+    return "" if done.returncode == 0 else done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+
+
+@functools.cache
+def namespaces_refusal() -> str:
+    """Return why file systems cannot be made read-only for a worker alone; empty if they can.
+
+    Without that, attributes of files cannot be changed at all, and the shared memory of the owner's other processes is
+    within a worker's reach.
+    """
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import enter; enter.close_mounts([])"
+    command = [sys.executable, "-I", "-S", "-c", program, str(_ENTER.parent)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

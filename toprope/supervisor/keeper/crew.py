@@ -24,9 +24,18 @@ from toprope.supervisor.environment_variables import (
     take_keys,
 )
 from toprope.supervisor.keeper.component import Component, Exit, reap_orphans
+from toprope.supervisor.keeper.preloading import PreloadingSpawner, can_preload
 from toprope.supervisor.keeper.spawner import LocalSpawner, Spawner, SpawnRequest
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.programs import PLOT, PROGRAMS, STARTS_RUNS, Programs, command_of
+from toprope.supervisor.programs import (
+    IMPORTS_TORCH,
+    PLOT,
+    PROGRAMS,
+    STARTS_RUNS,
+    Programs,
+    command_of,
+    members_of,
+)
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
 
 _SECOND_GRACE_S = 0.5
@@ -63,7 +72,7 @@ class Crew:
     ) -> None:
         self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
         self._programs, self._surroundings = programs, surroundings
-        self._spawner = spawner or LocalSpawner()
+        self._spawner = spawner or self._make_spawner()
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
         self.gpus: tuple[str, ...] | None = None
@@ -77,6 +86,12 @@ class Crew:
         self._deadline = float("inf")
         self._deadline_moved = asyncio.Event()
         self._listener: socket.socket | None = None
+
+    def _make_spawner(self) -> Spawner:
+        preloadable = IMPORTS_TORCH.intersection(members_of(self._spec)) - set(self._programs or {})
+        if len(preloadable) > 1 and can_preload():
+            return PreloadingSpawner(len(preloadable))
+        return LocalSpawner()
 
     def __contains__(self, name: str) -> bool:
         return name in self._components
@@ -121,6 +136,7 @@ class Crew:
             folder=self._folder.path,
             inherits=[] if listener is None else [listener.fileno()],
             releases_detached=name in STARTS_RUNS,
+            preloadable=name in IMPORTS_TORCH and name not in (self._programs or {}),
         )
         component = Component(name, request, self._spawner)
         self._components[name] = component
@@ -218,6 +234,7 @@ class Crew:
             component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
         await self._wait_gone(rest)
         await self._reap_unguarded()
+        self._spawner.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -25,7 +25,7 @@ LOG_BYTES = 4 << 20
 LOG_KEEP = 2
 """A component's log has at most three parts of 4 MiB: the newest and two before it."""
 
-_GUARD = Path(guard.__file__).resolve()
+GUARD_FILE = Path(guard.__file__).resolve()
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class SpawnRequest:
     """Descriptors that the program inherits under the same numbers."""
     releases_detached: bool = False
     """Processes that the program detaches, such as keepers of runs that it starts, may outlive it."""
+    preloadable: bool = False
+    """The program may be forked from a process that has imported PyTorch; argv is then `python -P -m MODULE ...`."""
 
 
 class SpawnedGuard(Protocol):
@@ -86,69 +88,103 @@ class Spawner(Protocol):
             OSError: The guard cannot be started.
         """
 
+    def close(self) -> None:
+        """End what the spawner itself keeps. The guards that it started go on."""
+
+
+class Pipes:
+    """The pipes between a keeper and one guard."""
+
+    def __init__(self) -> None:
+        self.orders_reader, self.orders = os.pipe()
+        self.control_reader, self.control = os.pipe()
+        self.reports, self.reports_writer = os.pipe()
+        for descriptor in (self.orders, self.reports):
+            os.set_blocking(descriptor, False)
+
+    def close_theirs(self) -> None:
+        """Close the ends that the guard has by now."""
+        for descriptor in (self.orders_reader, self.control_reader, self.reports_writer):
+            os.close(descriptor)
+
+    def close_ours(self) -> None:
+        """Close the keeper's ends, if no guard was started."""
+        for descriptor in (self.orders, self.control, self.reports):
+            os.close(descriptor)
+
+
+def guard_options(request: SpawnRequest) -> list[str]:
+    """The guard's options without descriptors."""
+    options = ["--log", str(request.log), "--log-bytes", str(LOG_BYTES), "--log-keep", str(LOG_KEEP)]
+    options += ["--detached", "free"] if request.releases_detached else []
+    return [*options, "--grace", str(request.grace_s)]
+
+
+def start_guard(request: SpawnRequest, pipes: Pipes) -> SpawnedGuard:
+    """Start a guard as a child of this process, in a pid namespace where containment allows it.
+
+    Raises:
+        OSError: It cannot be started; the pipes are left open.
+    """
+    options = ["--control", str(pipes.control_reader), "--report", str(pipes.reports_writer)]
+    passed = [pipes.control_reader, pipes.reports_writer, *request.inherits]
+    if request.lock is not None:
+        passed.append(request.lock.fileno())
+        options += ["--hold", str(request.lock.fileno())]
+    level = GUARD if request.releases_detached else level_from(os.environ)
+    command = [sys.executable, "-I", "-S", str(GUARD_FILE), *options, *guard_options(request), "--", *request.argv]
+    wrapped = wrap_command(command, level)
+    try:
+        process = subprocess.Popen(
+            wrapped.command,
+            stdin=pipes.orders_reader,
+            stdout=subprocess.DEVNULL,
+            env={**request.variables, ENV_REPORT_FD: str(pipes.reports_writer)},
+            cwd=request.folder,
+            pass_fds=[*passed, *wrapped.descriptors],
+            start_new_session=True,
+        )
+    finally:
+        for descriptor in wrapped.descriptors:
+            os.close(descriptor)
+    return _LocalGuard(process, pipes, in_namespace=bool(wrapped.descriptors))
+
 
 class LocalSpawner:
     """Starts guards as children of this process, in a pid namespace where containment allows it."""
 
     def spawn(self, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
-        orders_reader, orders = os.pipe()
-        control_reader, control = os.pipe()
-        reports, reports_writer = os.pipe()
-        options = ["--control", str(control_reader), "--report", str(reports_writer)]
-        passed = [control_reader, reports_writer, *request.inherits]
-        if request.lock is not None:
-            passed.append(request.lock.fileno())
-            options += ["--hold", str(request.lock.fileno())]
-        options += ["--log", str(request.log), "--log-bytes", str(LOG_BYTES), "--log-keep", str(LOG_KEEP)]
-        options += ["--detached", "free"] if request.releases_detached else []
-        options += ["--grace", str(request.grace_s), "--", *request.argv]
-        level = GUARD if request.releases_detached else level_from(os.environ)
-        wrapped = wrap_command([sys.executable, "-I", "-S", str(_GUARD), *options], level)
+        pipes = Pipes()
         try:
-            process = subprocess.Popen(
-                wrapped.command,
-                stdin=orders_reader,
-                stdout=subprocess.DEVNULL,
-                env={**request.variables, ENV_REPORT_FD: str(reports_writer)},
-                cwd=request.folder,
-                pass_fds=[*passed, *wrapped.descriptors],
-                start_new_session=True,
-            )
+            return start_guard(request, pipes)
         except BaseException:
-            for descriptor in (orders, control, reports):
-                os.close(descriptor)
+            pipes.close_ours()
             raise
         finally:
-            for descriptor in (orders_reader, control_reader, reports_writer, *wrapped.descriptors):
-                os.close(descriptor)
-        for descriptor in (orders, reports):
-            os.set_blocking(descriptor, False)
-        return _LocalGuard(process, orders, reports, control, in_namespace=bool(wrapped.descriptors))
+            pipes.close_theirs()
+
+    def close(self) -> None:
+        """See `Spawner.close`."""
 
 
 class _LocalGuard:
     """A guard that is a child of this process. See `SpawnedGuard`."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], orders: int, reports: int, control: int, *, in_namespace: bool
-    ) -> None:
-        self.pid, self.orders, self.reports = process.pid, orders, reports
-        self._process, self._control, self._in_namespace = process, control, in_namespace
+    def __init__(self, process: subprocess.Popen[bytes], pipes: Pipes, *, in_namespace: bool) -> None:
+        self.pid, self.orders, self.reports = process.pid, pipes.orders, pipes.reports
+        self._process, self._control, self._in_namespace = process, pipes.control, in_namespace
 
     def stop(self, grace_s: float) -> None:
         if self._control >= 0:
-            try:
-                os.write(self._control, f"stop {max(grace_s, 0.0):.3f}\n".encode())
-            except BrokenPipeError:
-                pass
+            write_stop(self._control, grace_s)
 
     def kill(self) -> None:
         self._process.kill()
 
     async def wait(self) -> int | None:
         if hasattr(os, "pidfd_open"):
-            await self._wait_for_pidfd()
+            await wait_for_end(self.pid)
         else:
             await asyncio.to_thread(self._process.wait)
         code = self._process.wait()
@@ -158,12 +194,22 @@ class _LocalGuard:
         killed = code < 0 or (self._in_namespace and code == 128 + signal.SIGKILL)
         return None if killed else code
 
-    async def _wait_for_pidfd(self) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        descriptor = os.pidfd_open(self.pid)
-        try:
-            loop.add_reader(descriptor, ended.set)
-            await ended.wait()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+
+def write_stop(control: int, grace_s: float) -> None:
+    """Write an order to stop to a guard's control pipe."""
+    try:
+        os.write(control, f"stop {max(grace_s, 0.0):.3f}\n".encode())
+    except BrokenPipeError:
+        pass
+
+
+async def wait_for_end(pid: int) -> None:
+    """Wait until a child has ended, without reaping it (Linux)."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    try:
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -37,6 +37,7 @@ from toprope.supervisor.runs.cleanup import (
     write_end,
 )
 from toprope.supervisor.runs.errors import cannot_write, still_running, unreadable_status
+from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
@@ -88,10 +89,11 @@ class RunManager:
             variables: The owner's environment variables by component, ALL_COMPONENTS for all.
 
         Raises:
-            NotPossibleNow: Another run has that id, or the folder of runs cannot be written. A second call with the
-                same specification returns the folder.
+            NotPossibleNow: The owner froze the home, another run has that id, or the folder of runs cannot be written.
+                A second call with the same specification returns the folder.
             ComponentFailed: The keeper did not start; the run exists and failed.
         """
+        require_thawed(self.path.parent)
         folder = RunFolder(self.path / specification.run_id)
         unfinished = RunFolder(self.path / f"{UNFINISHED}{uuid.uuid4().hex[:8]}" / specification.run_id)
         lock, created = None, False
@@ -185,6 +187,7 @@ class RunManager:
         self, folder: RunFolder, variables: Mapping[str, Mapping[str, str]] | None, *, by_itself: bool = False
     ) -> Status:
         """See `resume`. `by_itself`: only if the resume is still due once the lock is held."""
+        require_thawed(self.path.parent)
         run_id, lock = folder.run_id, RunLock.acquire(folder.lock)
         if lock is None:
             raise still_running(Status.read(folder))

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from toprope.bounded_http import ACCEPTED_AT_ONCE, bounded, listen_long, most_connections
 
 
 class _Server(uvicorn.Server):
@@ -27,6 +30,7 @@ async def serve(
     *,
     port: int = 0,
     listener: socket.socket | None = None,
+    http: type = AutoHTTPProtocol,
     **options: Any,
 ) -> None:
     """Serve `app` until `ending` is set. SIGTERM sets it too, if this is the main thread.
@@ -37,11 +41,19 @@ async def serve(
         ending: Set it to end in order; open requests get one second.
         port: Preferred port, used if it is free; the default 0 lets the system choose.
         listener: A bound TCP socket to serve on instead.
+        http: The HTTP protocol, which gets deadlines and a limit of connections here.
         options: Further options of `uvicorn.Config`.
     """
     listener = listener or _bind(port)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, backlog=2048, **options
+        app,
+        http=bounded(http, most_connections()),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        backlog=ACCEPTED_AT_ONCE,
+        **options,
     )
     server = _Server(config)
     if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
@@ -51,6 +63,7 @@ async def serve(
         while not server.started and not task.done():
             await asyncio.sleep(0.002)
         if server.started:
+            listen_long([listener])
             started(f"http://127.0.0.1:{listener.getsockname()[1]}")
             waiter = asyncio.create_task(ending.wait())
             await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,6 +29,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from toprope.bounded_http import admit
 from toprope.training.inference.dialect import (
     BadRequest,
     ChatRequest,
@@ -104,6 +105,7 @@ class InferenceServer:
             )
             if scheme.lower() != "bearer" or not known:
                 return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
+            admit(request.scope)
             if request.headers.get(LIFE_HEADER, self._life) != self._life:
                 return _error(409, "session_lost_error", "This server has restarted and does not know that session.")
             try:

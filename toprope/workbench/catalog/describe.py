@@ -24,6 +24,7 @@ from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.walls import environment_wall, missing_wall
+from toprope.untrusted import marked, named
 from toprope.workbench.catalog.describe_cache import Described, question
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 from toprope.workbench.entries import Entry
@@ -35,6 +36,7 @@ _SURVEY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 _TASKS, _TASKS_SECONDS = 8, 2.0
 """Tasks for the fit check, and the longest time for them."""
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -276,12 +278,14 @@ def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidV
 def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
-            return InvalidValue(f"{entry.name}: {failure.message}")
+            return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}")
         place = f" at {failure.where}" if failure.where else ""
         if failure.kind == "load":
-            return EnvironmentFailed(f"{failure.message}{place}", hint=f"{entry.name} was not loaded; fix this first.")
+            return EnvironmentFailed(
+                f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded; fix this first."
+            )
         return EnvironmentFailed(
-            f"{entry.name} raised {failure.type}: {failure.message.rstrip('.')}{place}.",
+            f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}.",
             hint="Fix the environment's code.",
         )
     if isinstance(failure, WorkerTimeout):

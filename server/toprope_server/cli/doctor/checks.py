@@ -401,7 +401,7 @@ def limits(home: Home) -> Iterator[Finding]:
 
 def walls(home: Home) -> Iterator[Finding]:
     """Describe the wall around environments on this machine, what it lacks, and whom the owner lets out."""
-    from toprope.sdk.wall import level_here, network_refusal
+    from toprope.sdk.wall import level_here, namespaces_refusal, network_refusal
     from toprope.sdk.wall.groups import ProcessGroup
 
     (level, lacks), settings = level_here(), home.settings()
@@ -422,8 +422,12 @@ def walls(home: Home) -> Iterator[Finding]:
     if group is not None:
         group.remove()
     counted = "counted by a control group" if group is not None else "watched twice a second"
-    why = network_refusal("own")
-    gaps = "; ".join(gap for gap in (lacks, f"environment.network: own is not there ({why})" if why else "") if gap)
+    found = [lacks]
+    if why := namespaces_refusal():
+        found.append(f"shared memory of your other programs is within reach ({why})")
+    if why := network_refusal("own"):
+        found.append(f"environment.network: own is not there ({why})")
+    gaps = "; ".join(gap for gap in found if gap)
     yield Finding(
         "sandbox",
         "note" if gaps or trusted else "ok",

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from toprope.bounded_http import admit
 from toprope.training.api.http.errors import Refused
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -67,6 +68,8 @@ class AuthMiddleware:
             message = "The run's secret is missing or wrong: send it as 'Authorization: Bearer <secret>'."
             await _refuse(send, Refused("unauthorized", message, status=401))
             return
+        if authorized:
+            admit(scope)
         await self._app(scope, receive, send)
 
 

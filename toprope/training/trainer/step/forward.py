@@ -29,8 +29,9 @@ from toprope.training.trainer.step.layout import (
 
 CHUNK_VALUES = 1 << 26
 """Logits that are held at once: 256 MB in float32."""
-_PROBE = [TrainingRow([1, 2, 3], [4, 5, 6], [True] * 3, [0.0] * 3, 0.0, False) for _ in range(2)]
-_PROBE[1].completion[:] = [7, 8, 9]
+_PROBE = [
+    TrainingRow([1, 2, 3], completion, [True] * 3, [0.0] * 3, 0.0, False) for completion in ([4, 5, 6], [7, 8, 9])
+]
 
 
 @dataclass(frozen=True)

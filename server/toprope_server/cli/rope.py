@@ -1,0 +1,189 @@
+"""Commands of the owner's control over others: the audit trail, tokens, and the stop of everything."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toprope_server.cli.context import open_workshop, reporting_errors
+
+if TYPE_CHECKING:
+    from toprope_server.http.principals import Tokens
+
+
+def audit(
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="Newest lines to show.")] = 50,
+    verify: Annotated[bool, typer.Option("--verify", help="Only check that no line was changed or cut.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Show who called which tool or command, and what it changed; exit status 1 if --verify finds a cut."""
+    with reporting_errors():
+        from toprope.records.audit import AuditTrail
+        from toprope.settings.owner import Home
+
+        trail = AuditTrail(Home.locate().path)
+        if verify:
+            found = trail.verify()
+            if as_json:
+                told = {"lines": found.lines, "first": found.first, "problems": list(found.problems)}
+                typer.echo(json.dumps(told))
+            else:
+                for problem in found.problems:
+                    typer.echo(problem, err=True)
+                last = found.first + found.lines - 1
+                said = f"lines {found.first} to {last} of {trail.path}" if found.lines else f"{trail.path} has no lines"
+                typer.echo(f"{'Not whole' if found.problems else 'Whole'}: {said}.")
+            raise typer.Exit(int(bool(found.problems)))
+        found_lines = list(trail.lines())[-lines:]
+        if not found_lines and not as_json:
+            typer.echo(f"{trail.path} has no lines.")
+        for entry in found_lines:
+            typer.echo(json.dumps(entry, ensure_ascii=False) if as_json else _shown(entry))
+
+
+def _shown(entry: dict[str, object]) -> str:
+    from toprope.text_format import moment
+    from toprope.untrusted import marked
+
+    by = entry.get("by")
+    who = " ".join(str(one) for one in by.values()) if isinstance(by, dict) else ""
+    at = entry.get("at")
+    text = f"{moment(at) if isinstance(at, int | float) else '?'} {marked(who, 80)} {marked(entry.get('did'), 80)}"
+    text += f" {entry.get('outcome')}"
+    for name in ("changed", "arguments"):
+        if entry.get(name):
+            text += f" {name} {marked(json.dumps(entry[name], ensure_ascii=False), 200)}"
+    return text
+
+
+def freeze(
+    reason: Annotated[str, typer.Argument(help="Shown to those whose start is refused.")] = "",
+) -> None:
+    """Refuse every start and resume, and stop every run, until 'toprope thaw'."""
+    with open_workshop() as workshop:
+        import anyio
+
+        from toprope.supervisor.runs.freezing import freeze as write_freeze
+        from toprope.text_format import plural
+
+        write_freeze(workshop.home.ensure().path, reason)
+        stopped: dict[str, str] = {}
+
+        async def stop_all() -> None:
+            # A start that was checked just before may appear a moment later.
+            while live := [one.run_id for one in workshop.statuses() if not one.ended and one.run_id not in stopped]:
+                for run_id in live:
+                    workshop.runs.stop(run_id)
+                for run_id in live:
+                    stopped[run_id] = (await workshop.stop(run_id)).state
+                    typer.echo(f"{run_id}: {stopped[run_id]}")
+                await anyio.sleep(0.2)
+
+        anyio.run(stop_all)
+        typer.echo(f"Frozen; stopped {plural(len(stopped), 'run')}. 'toprope thaw' allows starts again.")
+
+
+def thaw() -> None:
+    """Allow starts again after 'toprope freeze'. Stopped runs stay stopped; 'toprope resume' continues one."""
+    with reporting_errors():
+        from toprope.settings.owner import Home
+        from toprope.supervisor.runs.freezing import thaw as remove_freeze
+
+        typer.echo("Starts are allowed again." if remove_freeze(Home.locate().path) else "Nothing was frozen.")
+
+
+def tokens() -> typer.Typer:
+    """The group `token`: without a command it prints the owner's token."""
+    app = typer.Typer(name="token", help="Tokens of 'serve --http'.", invoke_without_command=True)
+
+    @app.callback()
+    def token(
+        context: typer.Context,
+        rotate: Annotated[
+            bool, typer.Option("--rotate", help="Replace the owner's token; the old one is refused at once.")
+        ] = False,
+    ) -> None:
+        """Print the owner's token for clients of 'serve --http', made at the first use; or manage others."""
+        if context.invoked_subcommand is not None:
+            return
+        with reporting_errors():
+            owners = _tokens().owners
+            typer.echo(owners.rotate() if rotate else owners.ensure())
+
+    @app.command()
+    def add(
+        name: Annotated[str, typer.Argument(help="Its name, as the audit trail shows it.")],
+        role: Annotated[str, typer.Option(help="all, read, plan or run.")] = "read",
+        days: Annotated[float | None, typer.Option(help="Days until it ends; without, it stays.")] = None,
+    ) -> None:
+        """Make a token with a name and a role, and print it; it cannot be shown again."""
+        with reporting_errors():
+            typer.echo(_tokens().add(name, role, days))
+
+    @app.command("list")
+    def list_tokens() -> None:
+        """List the named tokens with their roles and ends."""
+        with reporting_errors():
+            from toprope.text_format import moment
+
+            for one in _tokens().all():
+                end = "stays" if one.ends_at is None else f"{'ended' if one.ended else 'ends'} {moment(one.ends_at)}"
+                typer.echo(f"{one.name}: {one.role}, made {moment(one.made_at)}, {end}")
+
+    @app.command()
+    def revoke(name: Annotated[str, typer.Argument(help="The token's name.")]) -> None:
+        """End a token: the next request with it is refused, and its streams end."""
+        with reporting_errors():
+            _tokens().revoke(name)
+            typer.echo(f"{name} is refused from now on.")
+
+    return app
+
+
+def _tokens() -> Tokens:
+    from toprope.settings.owner import Home
+    from toprope_server.http.principals import Tokens
+
+    return Tokens(Home.locate().configuration)
+
+
+@contextmanager
+def recorded(arguments: list[str]) -> Iterator[None]:
+    """Add the command to the audit trail of the owner's home, if there is one."""
+    outcome = "failed"
+    began = time.time()
+    try:
+        yield
+        outcome = "done"
+    except SystemExit as ended:
+        outcome = "done" if ended.code in (None, 0) else f"status {ended.code}"
+        raise
+    finally:
+        if arguments and not {"--help", "--version"} & set(arguments):
+            _record(arguments, outcome, time.time() - began)
+
+
+def _record(arguments: list[str], outcome: str, seconds: float) -> None:
+    from toprope.records.audit import AuditTrail, shorten
+    from toprope.settings.owner import Home
+
+    try:
+        home = Home.locate().path
+        if home.is_dir():
+            AuditTrail(home).append(
+                {
+                    "by": {"command": "toprope"},
+                    "did": f"toprope {arguments[0]}"[:80],
+                    "outcome": outcome,
+                    "arguments": shorten(arguments[1:]),
+                    "seconds": round(seconds, 1),
+                }
+            )
+    except OSError as error:
+        print(f"toprope: the audit trail could not be written: {error}", file=sys.stderr)

@@ -1,0 +1,212 @@
+"""Each request to the server passes here: its principal's role is held, and tool calls go to the audit trail.
+
+Over standard input there is one principal, the owner's client; over HTTP each token names its own. The role of the
+server holds in both cases, because it decides which tools exist at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+from mcp.shared.exceptions import MCPError
+from mcp.types import (
+    INVALID_PARAMS,
+    CallToolResult,
+    ListResourcesResult,
+    ListResourceTemplatesResult,
+    ListToolsResult,
+    TextContent,
+)
+
+from toprope.errors import TopropeError
+from toprope.records.audit import AuditTrail, shorten
+from toprope_server.mcp.roles import Role
+
+if TYPE_CHECKING:
+    from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+    from toprope_tools.workshop import Workshop
+
+    from toprope_server.http.principals import Principal
+    from toprope_server.tool_specs.base import ToolSpec
+
+logger = logging.getLogger("toprope.server")
+
+_PRINCIPAL = "toprope.principal"
+_CHANGED = ("run_id", "run_ids", "group_id", "draft_id", "revision", "id", "name", "version", "path", "state")
+"""Fields of an answer that name what a call made or changed."""
+NEEDED_TOOLS = {
+    "": "check_status",
+    "config": "get_config",
+    "metrics": "get_results",
+    "logs": "read_logs",
+    "plot.png": "get_results",
+    "datasets": "browse_rollouts",
+}
+"""Part of a resource -> the tool that tells the same, and that the role must have."""
+_LISTS = (ListToolsResult, ListResourcesResult, ListResourceTemplatesResult)
+
+
+class Gate:
+    """Middleware of the SDK's server.
+
+    Args:
+        specs: The tools of the server, by name.
+        role: The role of the server.
+        workshop: Returns the workshop, for the home and the owner's secrets.
+    """
+
+    def __init__(self, specs: Mapping[str, ToolSpec], role: Role, workshop: Callable[[], Workshop]) -> None:
+        self._specs, self._role, self._workshop = specs, role, workshop
+        self._secrets: tuple[float, list[str]] = (-1.0, [])
+
+    async def __call__(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+        principal = _principal_of(ctx)
+        role = self._role if principal is None else principal.role.within(self._role)
+        params = ctx.params or {}
+        if ctx.method == "tools/call":
+            return await self._call(ctx, call_next, params, principal, role)
+        if ctx.method in ("resources/read", "resources/subscribe"):
+            self.require_readable(str(params.get("uri", "")), role)
+        elif ctx.method == "subscriptions/listen":
+            notifications = params.get("notifications")
+            uris = notifications.get("resourceSubscriptions") if isinstance(notifications, Mapping) else None
+            for uri in uris if isinstance(uris, list) else []:
+                self.require_readable(str(uri), role)
+        return self._for_role(await call_next(ctx), role)
+
+    def require_readable(self, uri: str, role: Role) -> None:
+        """Refuse a resource whose tool the role lacks.
+
+        Raises:
+            MCPError: The role does not allow it.
+        """
+        tool = needed_tool(uri)
+        if not self._offers(tool, role):
+            raise MCPError(
+                INVALID_PARAMS,
+                f"{uri[:200]!r} needs the tool {tool}, which is not offered here: the owner decides that.",
+                data={"uri": uri[:200]},
+            )
+
+    def _for_role(self, result: HandlerResult, role: Role) -> HandlerResult:
+        """Leave out the tools and resources that the role lacks."""
+        told = (
+            result.model_dump(by_alias=True, mode="json", exclude_none=True) if isinstance(result, _LISTS) else result
+        )
+        if not isinstance(told, Mapping):
+            return result
+        found = dict(told)
+        for field, tool_of in _LISTED.items():
+            if isinstance(found.get(field), list):
+                found[field] = [one for one in found[field] if self._offers(tool_of(one), role)]
+        return found
+
+    def _offers(self, tool: str, role: Role) -> bool:
+        return tool in self._specs and role.allows(self._specs[tool])
+
+    async def _call(
+        self,
+        ctx: ServerRequestContext[Any, Any],
+        call_next: CallNext,
+        params: Mapping[str, Any],
+        principal: Principal | None,
+        role: Role,
+    ) -> HandlerResult:
+        name, arguments = str(params.get("name", "")), params.get("arguments") or {}
+        spec = self._specs.get(name)
+        outcome, changed = "failed", dict[str, Any]()
+        try:
+            if principal is not None and spec is not None and not role.allows(spec):
+                outcome = "refused"
+                allowed = ", ".join(one.name for one in self._specs.values() if role.allows(one))
+                text = f"{name} is not offered to this token: the owner gave it fewer tools. Nothing was changed."
+                return CallToolResult(
+                    content=[TextContent(type="text", text=f"{text}\nThe tools are: {allowed}.")], is_error=True
+                )
+            result = await call_next(ctx)
+            outcome, changed = _outcome(result, spec)
+            return result
+        finally:
+            entry = {
+                "by": {**_client(ctx), **({"token": principal.name} if principal else {})},
+                "did": name[:80],
+                "outcome": outcome,
+                **({"changed": changed} if changed else {}),
+            }
+            with anyio.CancelScope(shield=True):  # a cancelled call may have started something
+                await to_thread.run_sync(self._record, entry, arguments)
+
+    def _record(self, entry: dict[str, Any], arguments: Any) -> None:
+        try:
+            home = self._workshop().home
+            if entry["outcome"] != "done" and not home.path.exists():
+                return  # a refused call makes nothing, not even a home
+            AuditTrail(home.path).append({**entry, "arguments": shorten(arguments, self._known_secrets())})
+        except Exception as error:  # the caller must still get the answer
+            logger.warning("The audit trail could not be written: %s", error)
+
+    def _known_secrets(self) -> list[str]:
+        from toprope.supervisor.environment_variables import secret_values
+
+        workshop = self._workshop()
+        try:
+            at = os.stat(workshop.home.settings_file).st_mtime
+        except OSError:
+            at = 0.0
+        if at != self._secrets[0]:
+            try:
+                variables = workshop.settings().variables.values()
+            except TopropeError:
+                variables = {}.values()
+            self._secrets = (at, secret_values(os.environ, *variables))
+        return self._secrets[1]
+
+
+def needed_tool(uri: str) -> str:
+    """The tool that tells the same as a resource."""
+    words = uri.removeprefix("toprope://").split("/")
+    if words[0] == "datasets":
+        return NEEDED_TOOLS["datasets"]
+    if len(words) < 2:
+        return "list_runs"
+    return NEEDED_TOOLS.get(words[2] if len(words) > 2 else "", "check_status")
+
+
+_LISTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tools": lambda tool: str(tool["name"]),
+    "resources": lambda resource: needed_tool(str(resource["uri"])),
+    "resourceTemplates": lambda template: needed_tool(str(template["uriTemplate"])),
+}
+"""Fields of lists -> the tool that an entry needs."""
+
+
+def _principal_of(ctx: ServerRequestContext[Any, Any]) -> Principal | None:
+    scope = getattr(ctx.request, "scope", None)
+    found: Principal | None = scope.get("state", {}).get(_PRINCIPAL) if scope is not None else None
+    return found
+
+
+def _client(ctx: ServerRequestContext[Any, Any]) -> dict[str, str]:
+    params = ctx.session.client_params
+    return {"client": params.client_info.name[:80]} if params is not None else {}
+
+
+def _outcome(result: HandlerResult, spec: ToolSpec | None) -> tuple[str, dict[str, Any]]:
+    """`done`, `refused` or `asked`, and the names of what was changed."""
+    if isinstance(result, Mapping):
+        is_error, structure = bool(result.get("isError")), result.get("structuredContent")
+    elif isinstance(result, CallToolResult):
+        is_error, structure = bool(result.is_error), result.structured_content
+    else:
+        return "asked", {}  # a person is asked first
+    if is_error:
+        return "refused", {}
+    if spec is None or spec.reads_only or not isinstance(structure, Mapping):
+        return "done", {}
+    found = {name: structure[name] for name in _CHANGED if structure.get(name) not in (None, "", [])}
+    return "done", shorten(found)

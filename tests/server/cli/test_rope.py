@@ -1,0 +1,102 @@
+"""The owner's audit trail, freeze and folders, by the command line."""
+
+import json
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from toprope_server.cli import rope
+from toprope_server.cli.app import build
+from typer.testing import CliRunner
+
+from tests.server.cli.test_commands import make_run, toprope, variables
+from tests.support.run_harness import RunHarness, ended
+from tests.support.tools_house import make_workshop, start_run
+from toprope.errors import NotPossibleNow
+from toprope.settings.owner import Home
+from toprope.supervisor.runs.freezing import freeze, require_thawed, thaw
+
+
+def test_frozen_home_refuses_starts_and_resumes_until_it_is_thawed(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    try:
+        folder = start_run(shop)
+        launcher.leave(folder.run_id)
+        shop.statuses()
+        freeze(shop.home.path, "Stop!\x1b[2J")
+        for attempt in (lambda: start_run(shop), lambda: shop.runs.resume(folder.run_id)):
+            with pytest.raises(NotPossibleNow, match="froze this home since .*Stop!") as refused:
+                attempt()
+            assert "toprope thaw" in refused.value.hint and "\x1b" not in str(refused.value)
+        assert thaw(shop.home.path) and not thaw(shop.home.path)
+        launcher.leave(start_run(shop).run_id)
+    finally:
+        launcher.close()
+
+
+def test_damaged_freeze_still_refuses(tmp_path):
+    (tmp_path / "frozen").write_text("{")
+    with pytest.raises(NotPossibleNow):
+        require_thawed(tmp_path)
+
+
+def test_freeze_stops_every_live_run(tmp_path, monkeypatch, capsys):
+    harness = RunHarness(tmp_path)
+    try:
+        runs, first = harness.start({"trainer": {"endless": True}})
+        second = harness.start({"trainer": {"endless": True}})[1]
+
+        async def stop(run_id):
+            return await runs.wait(run_id, lambda now, _: now.ended, 30.0)
+
+        async def stopped(run_id):
+            return (await stop(run_id))[0]
+
+        home = SimpleNamespace(path=runs.path.parent, ensure=lambda: home)
+        shop = SimpleNamespace(home=home, runs=runs, statuses=runs.list, stop=stopped)
+        monkeypatch.setattr(rope, "open_workshop", lambda: nullcontext(shop))
+        rope.freeze("enough")
+        assert {ended(runs, one).state for one in (first, second)} == {"stopped"}
+        assert "stopped 2 runs" in capsys.readouterr().out
+        with pytest.raises(NotPossibleNow, match="enough"):
+            runs.resume(first.run_id)
+        thaw(home.path)
+    finally:
+        harness.close()
+
+
+def test_commands_leave_a_line_each_without_secrets(tmp_path):
+    make_run(tmp_path, "a-run", "completed", ended=5.0)
+    assert toprope(tmp_path, "status", "a-run").returncode == 0
+    assert toprope(tmp_path, "status", "no-run").returncode == 1
+
+    def audit(*words):
+        return CliRunner().invoke(build(), ["audit", *words], env=variables(tmp_path))
+
+    entries = [json.loads(line) for line in audit("--json").stdout.splitlines()]
+    assert [(one["did"], one["outcome"]) for one in entries] == [
+        ("toprope status", "done"), ("toprope status", "status 1"),
+    ]  # fmt: skip
+    assert entries[0]["arguments"] == ["a-run"] and entries[0]["by"] == {"command": "toprope"}
+    assert audit("--verify").exit_code == 0
+    assert "«toprope status» done" in audit().stdout
+    path = tmp_path / "home" / "audit.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"a-run", b"b-run"))
+    changed = audit("--verify")
+    assert changed.exit_code == 1 and "was changed" in changed.output
+
+
+def test_everything_in_a_home_is_private_also_if_it_was_not(tmp_path):
+    before = os.umask(0o022)
+    try:
+        home = Home(tmp_path / "home", tmp_path / "config")
+        (home.path / "runs").mkdir(parents=True)
+        (home.path / "index.db").touch()
+        home.ensure()
+        made = toprope(tmp_path, "env", "new", "mine")
+    finally:
+        os.umask(before)
+    assert made.returncode == 0, made.stderr
+    modes = {path: path.stat().st_mode & 0o077 for path in [home.path, *home.path.rglob("*")]}
+    assert not any(modes.values()), modes

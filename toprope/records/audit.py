@@ -1,0 +1,220 @@
+"""The audit trail of a home: one line of JSON for each tool call and command, chained by hashes.
+
+    audit.jsonl            the newest lines; audit.1.jsonl to audit.7.jsonl the older ones, each at most 4 MB
+    audit.head             number and hash of the newest line, number of the oldest line kept
+
+Each line holds the hash of the one before it, so a changed, removed or inserted line breaks the chain, and the head
+shows lines cut from the end. Whoever has the owner's rights can write a new chain; keep copies elsewhere if that
+matters. Lines are written without waiting for the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import visible
+
+MOST_BYTES = 4 << 20
+"""Size at which a file is put aside."""
+PARTS = 7
+_LONGEST_LINE = 8192
+_VALUE = 200
+"""Longest text of an argument."""
+_SECRET_WORDS = ("key", "token", "secret", "password", "authorization")
+_START = "0" * 64
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What `verify` found."""
+
+    lines: int
+    first: int
+    """Number of the oldest line kept; earlier ones were rotated away."""
+    problems: tuple[str, ...]
+
+
+def shorten(arguments: Any, secrets: Iterable[str] = (), depth: int = 4) -> Any:
+    """Return arguments for the trail: texts cut to 200 characters, lists to 20, secrets masked.
+
+    Args:
+        arguments: JSON values.
+        secrets: Values to mask wherever they occur.
+        depth: Levels to keep.
+    """
+    secrets = tuple(secrets)
+    if isinstance(arguments, Mapping):
+        if depth <= 0:
+            return f"[{len(arguments)} names]"
+        found = {}
+        for name, value in list(arguments.items())[:20]:
+            hidden = isinstance(value, str) and len(value) >= 8 and any(w in str(name).lower() for w in _SECRET_WORDS)
+            found[_cut(str(name), secrets)[:80]] = "[secret]" if hidden else shorten(value, secrets, depth - 1)
+        return found
+    if isinstance(arguments, list | tuple):
+        if depth <= 0:
+            return f"[{len(arguments)} values]"
+        return [shorten(value, secrets, depth - 1) for value in arguments[:20]]
+    if isinstance(arguments, int) and abs(arguments) > 1 << 63:
+        return "[large number]"
+    return _cut(arguments, secrets) if isinstance(arguments, str) else arguments
+
+
+def _cut(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "[secret]")
+    text = visible(text, _VALUE)
+    return text.encode(errors="replace").decode()
+
+
+class AuditTrail:
+    """The trail of one home.
+
+    Args:
+        home: The home folder; made for the first line.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self.path = home / "audit.jsonl"
+        self._head = home / "audit.head"
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add a line; `at`, `n`, `prev` and `hash` are added here.
+
+        Raises:
+            OSError: Nothing was written.
+        """
+        self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        head = os.open(self._head, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(head, fcntl.LOCK_EX)
+            number, last, first = _read_head(os.pread(head, 256, 0))
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                size = os.fstat(file).st_size
+                tail = os.pread(file, _LONGEST_LINE, max(0, size - _LONGEST_LINE))
+                if (seen := _last_line(tail)) is not None and seen[0] > number:  # a crash came between line and head
+                    number, last = seen
+                if size > MOST_BYTES:
+                    os.close(file)
+                    first = self._rotate(first)
+                    file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+                    size, tail = 0, b""
+                line, digest = _line(number + 1, last, entry)
+                lead = b"\n" if size and not tail.endswith(b"\n") else b""
+                os.write(file, lead + line)
+            finally:
+                os.close(file)
+            os.pwrite(head, f"{number + 1} {digest} {max(first, 1)}\n".ljust(120).encode(), 0)
+        finally:
+            os.close(head)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The entries, oldest first; unreadable lines are left out."""
+        for _, data, _ in self._read():
+            if isinstance(data, dict):
+                yield data
+
+    def verify(self) -> Trail:
+        """Check the chain from the oldest line kept to the head."""
+        problems: list[str] = []
+        number, last, count, oldest = 0, "", 0, 0
+        for place, data, raw in self._read():
+            if not isinstance(data, dict) or not isinstance(data.get("n"), int):
+                problems.append(f"{place} is not a line of the trail")
+                continue
+            count += 1
+            if not last:
+                oldest = data["n"]
+            elif data["n"] != number + 1:
+                problems.append(f"lines {number + 1} to {data['n'] - 1} are missing before {place}")
+            elif data.get("prev") != last:
+                problems.append(f"{place} does not follow line {number}")
+            if _digest(raw) != data.get("hash"):
+                problems.append(f"{place} (line {data['n']}) was changed")
+            number, last = data["n"], str(data.get("hash"))
+        try:
+            told, digest, first = _read_head(self._head.read_bytes())
+        except OSError:
+            told, digest, first = 0, _START, 0
+            if count:
+                problems.append(f"{self._head.name} is missing")
+        if told > number:
+            problems.append(f"lines {number + 1} to {told} are missing at the end")
+        elif told == number and count and digest != last:
+            problems.append(f"line {number} is not the one that was written")
+        if first and oldest > first:
+            problems.append(f"lines {first} to {oldest - 1} are missing at the beginning")
+        return Trail(count, oldest, tuple(problems))
+
+    def _read(self) -> Iterator[tuple[str, Any, bytes]]:
+        for part in range(PARTS, -1, -1):
+            path = self._part(part)
+            try:
+                with path.open("rb") as file:
+                    for place, raw in enumerate(file, 1):
+                        try:
+                            data = json.loads(raw)
+                        except ValueError:
+                            data = None
+                        yield f"{path.name}:{place}", data, raw
+            except FileNotFoundError:
+                continue
+
+    def _part(self, number: int) -> Path:
+        return self.path if number == 0 else self._home / f"audit.{number}.jsonl"
+
+    def _rotate(self, first: int) -> int:
+        """Put the file aside; return the number of the oldest line kept."""
+        for number in range(PARTS - 1, -1, -1):
+            if self._part(number).exists():
+                os.replace(self._part(number), self._part(number + 1))
+        oldest = next((self._part(n) for n in range(PARTS, 0, -1) if self._part(n).exists()), None)
+        if oldest is None:
+            return first
+        with oldest.open("rb") as file:
+            try:
+                return int(json.loads(file.readline())["n"])
+            except (ValueError, KeyError, TypeError):
+                return first
+
+
+def _line(number: int, last: str, entry: Mapping[str, Any]) -> tuple[bytes, str]:
+    at = {"n": number, "at": round(time.time(), 3)}
+    body = {**at, **entry, "prev": last}
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str)
+    if len(text.encode()) > _LONGEST_LINE - 200:
+        body = {**at, **{name: entry[name] for name in ("by", "did", "outcome") if name in entry}, "prev": last}
+        text = json.dumps(body | {"arguments": "[too long]"}, ensure_ascii=False, separators=(",", ":"), default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text[:-1]},"hash":"{digest}"}}\n'.encode(), digest
+
+
+def _digest(raw: bytes) -> str:
+    body = raw.rstrip(b"\n").rpartition(b',"hash":"')[0] + b"}"
+    return hashlib.sha256(body).hexdigest()
+
+
+def _last_line(tail: bytes) -> tuple[int, str] | None:
+    try:
+        data = json.loads(tail.rstrip(b"\n").rpartition(b"\n")[2])
+        return int(data["n"]), str(data["hash"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_head(raw: bytes) -> tuple[int, str, int]:
+    try:
+        number, digest, first = raw.split()
+        return int(number), digest.decode(), int(first)
+    except ValueError:
+        return 0, _START, 0

@@ -1,0 +1,216 @@
+"""Imports libraries once and forks the programs of a crew that need them.
+
+The keeper starts this program (`toprope.supervisor.keeper.preloading`) and sends it a request per program. Each request
+starts a guard, which the keeper adopts because its parent ends at once, and the guard starts the program. Both are
+forks, so they share the libraries in memory. This program ends when the keeper closes the socket.
+
+    python -P -m toprope.training.component.preload SOCKET_FD GUARD_FILE LIBRARIES PADDING
+
+A request is one message of a SOCK_SEQPACKET socket, JSON with descriptors: {"module", "arguments", "variables",
+"folder", "namespace", "guard": [options], "descriptors": [options], "report_variable"}. The first descriptor becomes
+standard input, the others are values of the options in "descriptors", in this order; that of --report is also told to
+the program. With "namespace" the guard is the first process of a pid namespace with a /proc of its own, as bubblewrap
+makes it. The answer is {"pid"} or {"error"}. LIBRARIES are separated by commas.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_MOST_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 16
+_Guard = Callable[[list[str], Callable[[], None]], int]
+
+# unshare(2), mount(2), prctl(2), capset(2)
+_NEWNS, _NEWUSER, _NEWPID = 0x20000, 0x10000000, 0x20000000
+_NOSUID, _NODEV, _NOEXEC, _REC, _SLAVE = 2, 4, 8, 0x4000, 0x80000
+_NO_NEW_PRIVS = 38
+_CAPABILITIES_VERSION = 0x20080522
+
+
+def main() -> int:
+    """Serve until the keeper closes the socket; returns the exit status."""
+    keeper = socket.socket(fileno=int(sys.argv[1]))
+    guard: _Guard = runpy.run_path(sys.argv[2], run_name="toprope_guard")["main"]
+    for name in sys.argv[3].split(","):
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        return 1  # only one thread survives a fork, and others may hold locks
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that the forks share
+    while True:
+        message, descriptors = _receive(keeper)
+        if not message or _is_gone(keeper):
+            return 0
+        _serve(json.loads(message), descriptors, keeper, guard)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _receive(keeper: socket.socket) -> tuple[bytes, list[int]]:
+    """The next request with its descriptors; empty at the end."""
+    descriptors = array.array("i")
+    room = socket.CMSG_LEN(_MOST_DESCRIPTORS * descriptors.itemsize)
+    message, ancillary, _, _ = keeper.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return message, descriptors.tolist()
+
+
+def _is_gone(keeper: socket.socket) -> bool:
+    """True if the keeper has ended since it sent the request."""
+    poll = select.poll()
+    poll.register(keeper, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
+
+
+def _serve(request: dict[str, Any], descriptors: Sequence[int], keeper: socket.socket, guard: _Guard) -> None:
+    """Fork a guard whose parent is gone, and answer. The guard begins after the answer: if this process is killed
+    before, the keeper starts another one."""
+    found, told = os.pipe()
+    begun, begin = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        try:
+            outer = _unshare() if request["namespace"] else -1
+            if pid := os.fork():
+                os.write(told, str(pid).encode())
+                os._exit(0)
+            if outer >= 0:
+                _settle()
+            os.write(told, b"+")
+            for descriptor in (found, told, begin, keeper.detach()):
+                os.close(descriptor)
+            if os.read(begun, 1):
+                os.close(begun)
+                os._exit(_run_guard(request, descriptors, guard, outer))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(127)
+    os.close(told)
+    os.waitpid(middle, 0)
+    with os.fdopen(found, "rb") as told_by_both:
+        ready, number = told_by_both.read(), b""
+    if b"+" in ready:
+        number = ready.replace(b"+", b"")
+    answer = {"pid": int(number)} if number.isdigit() else {"error": "the guard was not forked"}
+    keeper.send(json.dumps(answer).encode())
+    try:
+        os.write(begin, b"1")
+    except BrokenPipeError:
+        pass  # it was killed
+    for descriptor in (begun, begin):
+        os.close(descriptor)
+
+
+def _unshare() -> int:
+    """Make new namespaces for the next fork; returns /proc as it is outside, from which the guard learns process ids.
+
+    Raises:
+        OSError: The system forbids it.
+    """
+    outer = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", _NEWNS | _NEWPID | (_NEWUSER if user else 0))
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    _call("mount", b"none", b"/", None, _REC | _SLAVE, None)
+    return outer
+
+
+def _settle() -> None:
+    """Mount the namespace's own /proc, and give up the rights that made it."""
+    _call("mount", b"proc", b"/proc", b"proc", _NOSUID | _NODEV | _NOEXEC, None)
+    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    if os.geteuid():
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guard, outer: int) -> int:
+    os.setsid()
+    orders, *others = descriptors
+    os.dup2(orders, 0)
+    os.close(orders)
+    if request["folder"]:
+        os.chdir(request["folder"])
+    variables: dict[str, str] = request["variables"]
+    options = [*request["guard"], *(["--proc", str(outer)] if outer >= 0 else [])]
+    for name, descriptor in zip(request["descriptors"], others, strict=True):
+        options += [name, str(descriptor)]
+        if name == "--report":
+            variables[request["report_variable"]] = str(descriptor)
+            kept = {0, 1, 2, descriptor}
+
+    def program() -> None:
+        _run_program(request["module"], request["arguments"], variables, kept)
+
+    arguments = [*options, "--", sys.executable, "-P", "-m", request["module"], *request["arguments"]]
+    _rename([sys.executable, sys.argv[2], *arguments])
+    return guard(arguments, program)
+
+
+def _run_program(module: str, arguments: Sequence[str], variables: dict[str, str], kept: set[int]) -> None:
+    """Become the program, as if it had been executed; never returns."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in kept:
+            try:
+                os.close(number)
+            except OSError:
+                continue  # the one that listed them
+    # The guard has reset them; these are Python's own.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(variables)
+    _rename([sys.executable, "-P", "-m", module, *arguments])
+    sys.argv = [module, *arguments]
+    code = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rename(words: Sequence[str]) -> None:
+    """Show these words as this process's arguments, as far as there is room; the keeper pads its arguments for that."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
+    shown = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, len(shown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
