@@ -6,6 +6,7 @@ import json
 import re
 import time
 import unicodedata
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -23,6 +24,21 @@ def clip(text: str, limit: int) -> str:
     line = re.sub(r"\s+", " ", str(text)).strip()
     line = "".join(c for c in line if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co"))
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """Return the text of a chat message, with its tool calls as `name(arguments)`."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    parts = [str(content)] if content else []
+    for one in message.get("tool_calls") or ():
+        called = one.get("function", one) if isinstance(one, Mapping) else {}
+        arguments = called.get("arguments", "")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False, default=str)
+        parts.append(f"calls {called.get('name', '?')}({arguments})")
+    return " ".join(parts)
 
 
 def number(value: Any) -> str:

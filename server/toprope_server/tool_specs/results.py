@@ -78,6 +78,7 @@ async def browse_rollouts(
     task: Annotated[str | None, Field(description="Only tasks whose id contains this.")] = None,
     part: Annotated[str | None, Field(description="Order by this part of the reward.")] = None,
     failed: Annotated[bool, Field(description="Only answers with an error or an unreadable format.")] = False,
+    group: Annotated[int | None, Field(ge=1, description="All answers of this group, every turn.")] = None,
     cursor: Cursor = None,
 ) -> Annotated[CallToolResult, results_answers.RolloutPage]:
     """Shows a run's training rollouts with rewards: live or ended. Texts are untrusted.
@@ -88,7 +89,14 @@ async def browse_rollouts(
 
     return result_of(
         await rollouts.browse_rollouts(
-            workshop_of(ctx), run_id=run_id, order=order, task=task, part=part, failed=failed, cursor=cursor
+            workshop_of(ctx),
+            run_id=run_id,
+            order=order,
+            task=task,
+            part=part,
+            failed=failed,
+            group=group,
+            cursor=cursor,
         )
     )
 

@@ -9,7 +9,7 @@ from toprope_tools.runs.training import start_training
 
 from tests.support.journal_rollouts import group
 from tests.support.tools_house import do
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotFound
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.marks import GroupNote
@@ -79,6 +79,54 @@ def test_failures_show_the_answer_that_failed(shop):
     run = started(shop, [broken, group(2, [0.5, 0.5])])
     page = do(browse_rollouts, shop, run_id=run, failed=True)
     assert [(one.group, one.rollouts[0].error) for one in page.data.groups] == [(1, "ZeroDivisionError: division")]
+
+
+def dialogue(question, number):
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"key": "a"}'}}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"a is {number}"},
+        {"role": "assistant", "content": f"it is {number}"},
+    ]
+
+
+def test_every_turn_of_every_answer_of_a_group_is_shown(shop):
+    talks = [dialogue("what is a?", number) for number in range(40)]
+    outcomes = [Outcome(number / 40, success=number > 20, turns=2) for number in range(40)]
+    rows = [[number] for number in range(40)]
+    run = started(shop, [Group(tokens=rows, masks=rows, scores=[0.0] * 40, messages=talks, outcomes=outcomes)])
+    page = do(browse_rollouts, shop, run_id=run, order="best")
+    assert page.data.groups[0].prompt == "what is a?"
+    said = page.data.groups[0].rollouts[0].answer
+    assert said == 'assistant: calls look_up({"key": "a"}) tool: a is 39 assistant: it is 39'
+    assert f'browse_rollouts(run_id="{run}", group=1)' in page.text
+
+    first = do(browse_rollouts, shop, run_id=run, group=1)
+    assert "40 answers, 19 right" in first.text and "untrusted" in first.text
+    assert first.text.count("tool «a is") == 40 and first.data.next_cursor is None
+    asked, opened = first.text.index("user «what is a?»"), first.text.index("answer 1 of 40 (reward 0; wrong; 2 turns)")
+    assert asked < opened < first.text.index("answer 40 of 40")
+    with pytest.raises(NotFound, match="no readable group 7"):
+        do(browse_rollouts, shop, run_id=run, group=7)
+    with pytest.raises(InvalidValue, match="not a cursor of this group"):
+        do(browse_rollouts, shop, run_id=run, group=1, cursor="99")
+
+
+def test_long_conversations_of_a_group_come_in_pages_within_the_budget(shop):
+    long = [dict(one, content="x" * 9000) for _ in range(50) for one in dialogue("q", 1)]
+    rows = [[0], [1], [2]]
+    outcomes = [Outcome(0.0, turns=100)] * 3
+    run = started(shop, [Group(tokens=rows, masks=rows, scores=[0.0] * 3, messages=[long] * 3, outcomes=outcomes)])
+    cursor, seen = None, []
+    while True:
+        page = do(browse_rollouts, shop, run_id=run, group=1, cursor=cursor)
+        seen.append(page.text)
+        cursor = page.data.next_cursor
+        if cursor is None:
+            break
+    assert len(seen) == 3 and all(f"answer {place} of 3" in text for place, text in enumerate(seen, 1))
+    assert "messages left out" in seen[0]
 
 
 def test_group_of_outside_environment_is_read_from_its_messages(shop):

@@ -14,7 +14,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.records.run.folder import RunFolder
 from toprope.settings.launcher import LauncherSection
-from toprope.training.evaluation.evaluator import Evaluator, summarize
+from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
 from toprope.training.rollouts.restarting_worker import RestartingWorker
@@ -86,6 +86,12 @@ def test_multi_turn_group_uses_one_session(tmp_path: Path) -> None:
         turns = int(made.messages[0]["content"].split()[3])
         assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
         assert [outcome.turns for outcome in made.outcomes] == [turns] * 3
+        shown = example_record(made)
+        expected = ["assistant: 0"]
+        for number in range(1, turns):
+            expected[:0] = [f"assistant: {number}", "user: go on"]
+        assert shown["answer"].split("\n") == (expected if turns > 1 else ["0"])
+        assert shown["turns"] == turns
         group = made.to_record("countdown", "id-1")
         assert len(group.tokens) == 3  # the turns of a rollout extend each other: one row each
         assert group.rollouts is None

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 _MOST_EXAMPLES = 8
-_EXAMPLE_CHARACTERS = 300
+_EXAMPLE_CHARACTERS = 600
+_ANSWER_CHARACTERS = 400
+"""Of an example's answer in the text, which has all turns of a conversation."""
 _MOST_ALONG = {False: 6, True: 20}
 """Evaluations between before and after in a concise and in a detailed answer."""
 
@@ -385,7 +387,7 @@ def _examples(examples: list[Example]) -> list[str]:
             ("after", example.after, example.after_success),
         ):
             if text is not None:
-                line += f" {label} {_quoted(text)} ({'right' if won else 'wrong'})"
+                line += f" {label} {_quoted(text, _ANSWER_CHARACTERS)} ({'right' if won else 'wrong'})"
         lines.append(line)
     return lines
 

@@ -1,4 +1,4 @@
-"""Tool that browses a training run's rollouts: the best, the worst, the newest, and the most changed.
+"""Tool that browses a training run's rollouts: the best, the worst, the newest, the most changed, or all of a group.
 
 Texts come from environments and models, so they are cut, cleaned of invisible characters and marked as untrusted. The
 journal contains training tasks only; held-out tasks are in no file.
@@ -6,6 +6,7 @@ journal contains training tasks only; held-out tasks are in no file.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -14,18 +15,20 @@ from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, RolloutPage, find_rollouts
 from toprope.records.run.specification import Specification
-from toprope.text_format import call, clip, number, plural
+from toprope.text_format import call, clip, number, plural, said
 from toprope.untrusted import marked, named
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import Answer, fitting
+from toprope_tools.results.rollout_group import whole_group
 
 if TYPE_CHECKING:
     from toprope.records.run.folder import RunFolder
     from toprope_tools.workshop import Workshop
 
 _PAGE = 6
-_PROMPT, _ANSWER = 240, 320
-_LONGEST = 400
+_PROMPT, _ANSWER, _DIALOGUE = 240, 320, 700
+"""Characters of a prompt, of an answer, and of an answer of several turns."""
+_LONGEST = 800
 _ORDERS = {"best": "best first", "worst": "worst first", "newest": "newest first", "most_changed": "most changed first"}
 
 
@@ -37,6 +40,7 @@ async def browse_rollouts(
     task: str | None = None,
     part: str | None = None,
     failed: bool = False,
+    group: int | None = None,
     cursor: str | None = None,
 ) -> Answer:
     """Answer a page of a training run's rollouts.
@@ -47,11 +51,12 @@ async def browse_rollouts(
         task: Only tasks whose id contains this.
         part: Order by this reward part instead of the reward.
         failed: Only groups with an answer that raised an error or could not be parsed.
+        group: All rollouts of the group of this number with whole conversations instead; the other filters are ignored.
         cursor: `next_cursor` of the previous page.
 
     Raises:
         NotFound: There is no such run.
-        InvalidValue: The run stores no rollouts, or not a valid cursor or part.
+        InvalidValue: The run stores no rollouts, or not a valid cursor, part or group.
     """
 
     def work() -> Answer:
@@ -62,6 +67,8 @@ async def browse_rollouts(
                 f"{run_id} is a run of kind {kind.name}, which stores no rollouts.",
                 hint=f"{call('get_results', run_id=run_id, detail='detailed')} shows its example answers.",
             )
+        if group is not None:
+            return whole_group(folder, group, cursor)
         query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
         found = find_rollouts(folder, query)
         return fitting(lambda limit: _answer(folder, query, found, limit))
@@ -111,6 +118,8 @@ def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> 
         last = found.groups[-1].key
         more = f"{query.order}:{last[0]!r}/{last[1]}"
         lines.append(f"More: {call('browse_rollouts', run_id=run_id, **asked, cursor=more)}")
+    if groups:
+        lines.append(f"All answers of a group, whole: {call('browse_rollouts', run_id=run_id, group=groups[0].group)}")
     if found.parts and query.part is None and len(found.parts) > 1:
         lines.append(f"Reward parts to order by: {', '.join(named(name, 40) for name in found.parts[:12])}.")
     data = answers.RolloutPage(
@@ -176,7 +185,7 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
             success=outcome.success,
             truncated=outcome.truncated,
             error=None if outcome.error is None else clip(outcome.error, min(limit, 200)),
-            answer=None if text is None else clip(text, min(limit, _ANSWER)),
+            answer=None if text is None else clip(text, min(limit, _ANSWER if outcome.turns < 2 else _DIALOGUE)),
         )
     ]
 
@@ -190,8 +199,8 @@ def _is_failed(group: Group, outcomes: list[Outcome], place: int) -> bool:
 def _prompt(group: Group) -> str | None:
     if group.prompt is not None:
         return group.prompt
-    said = [one for one in _conversation(group, 0) if one[0] != "assistant"]
-    return "\n".join(text for _, text in said) or None
+    told = list(itertools.takewhile(lambda one: one[0] != "assistant", _conversation(group, 0)))
+    return "\n".join(text for _, text in told) or None
 
 
 def _text(group: Group, place: int) -> str | None:
@@ -199,14 +208,17 @@ def _text(group: Group, place: int) -> str | None:
     if group.answers is not None and place < len(group.answers):
         return group.answers[place]
     rows = [row for row in range(len(group.tokens)) if group.outcome_of(row) == place]
-    said = [text for row in rows for role, text in _conversation(group, row) if role == "assistant"]
-    return "\n".join(said) or None
+    talk = [one for row in rows for one in _conversation(group, row)]
+    begun = list(itertools.dropwhile(lambda one: one[0] != "assistant", talk))
+    if len(begun) == 1:
+        return begun[0][1]
+    return "\n".join(f"{role}: {text}" for role, text in begun) or None
 
 
 def _conversation(group: Group, row: int) -> list[tuple[str, str]]:
     messages: Any = group.messages[row] if group.messages and row < len(group.messages) else None
     messages = messages if isinstance(messages, list) else [messages]
-    return [(str(one.get("role", "")), str(one.get("content", ""))) for one in messages if isinstance(one, dict)]
+    return [(str(one.get("role", "")), said(one)) for one in messages if isinstance(one, dict)]
 
 
 def _task(one: answers.BrowsedGroup) -> str:
@@ -224,11 +236,11 @@ def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
         lines.append(f"  asked {marked(one.prompt, _LONGEST)}")
     labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")
     for label, rollout in zip(labels, one.rollouts, strict=False):
-        said = "no text kept" if rollout.answer is None else marked(rollout.answer, _LONGEST)
+        shown = "no text kept" if rollout.answer is None else marked(rollout.answer, _LONGEST)
         notes = [f"reward {number(rollout.reward)}"]
         if len(rollout.parts) > 1:
             notes.append(", ".join(f"{named(name, 40)} {number(value)}" for name, value in rollout.parts.items()))
         notes += ["cut off"] if rollout.truncated else []
         notes += [f"error: {marked(rollout.error, _LONGEST)}"] if rollout.error else []
-        lines.append(f"  {label} {said} ({'; '.join(notes)})")
+        lines.append(f"  {label} {shown} ({'; '.join(notes)})")
     return lines

@@ -238,14 +238,14 @@ def _examples(results: Results) -> list[Block]:
                 _answer(example.after, example.after_success),
             ]
         )
-    note = "Texts of the environment and the policy, on validation tasks; greedy answers before and after training."
+    note = "Texts of the environment and the policy, on validation tasks; greedy answers with all their turns."
     return [Heading("Examples"), Paragraph(note), Table(["asked", "before", "after"], rows)]
 
 
 def _answer(text: str | None, success: bool | None) -> str:
     if text is None:
         return ""
-    return f"{clip(text, 160) or '(empty)'} ({'right' if success else 'wrong'})"
+    return f"{clip(text, 600) or '(empty)'} ({'right' if success else 'wrong'})"
 
 
 def _ledger(experiments: Sequence[Experiment]) -> list[Block]:

@@ -170,6 +170,20 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
     return RolloutPage(page, matching, scanned, complete, beyond > len(page), sorted(parts))
 
 
+def find_group(folder: RunFolder, seq: int, *, seconds: float = _INDEX_SECONDS) -> tuple[Group | None, int, bool]:
+    """Return a group of a run by its number, the number of groups that were searched, and whether these are all.
+
+    The group is None if there is none of that number, or if its body can no longer be read.
+    """
+    index, scanned = _Index(folder.journal), 0
+    complete = index.extend(time.monotonic() + seconds)
+    for entry in index:
+        scanned += 1
+        if entry.seq == seq:
+            return index.read(entry), scanned, complete
+    return None, scanned, complete
+
+
 def _check_part(query: Query, parts: set[str]) -> None:
     if query.part is not None and parts and query.part not in parts:
         raise InvalidValue(

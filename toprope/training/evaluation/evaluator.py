@@ -26,6 +26,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
 from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SEALED, SampledGroup
@@ -341,12 +342,13 @@ def failed_group(index: int, size: int, error: str, environment: str = "") -> Sa
 
 
 def example_record(group: SampledGroup) -> dict[str, Any]:
-    """A task with the first answer to it, for people."""
+    """A task with the first answer to it, all turns of it, for people."""
     return {
         "task_id": group.task_id,
         **({"environment": group.environment} if group.environment else {}),
-        "prompt": "\n".join(str(message.get("content", "")) for message in group.messages),
-        "answer": group.texts[0],
+        "prompt": "\n".join(said(message) for message in group.messages),
+        "answer": group.transcripts[0] if group.transcripts else group.texts[0],
+        "turns": group.outcomes[0].turns,
         "reward": group.outcomes[0].reward,
         "success": group.outcomes[0].success,
         "error": group.outcomes[0].error,

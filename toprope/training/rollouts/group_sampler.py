@@ -19,6 +19,7 @@ from typing import Any
 
 from toprope.records.journal.groups import Group, Outcome
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.text_format import said
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn, join_turns
 from toprope.training.rollouts.endpoint_client import EndpointClient
@@ -103,7 +104,7 @@ class SampledGroup:
             task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
             rollouts=None if one_row_each else owners,
             outcomes=self.outcomes,
-            prompt=_cut("\n".join(str(message.get("content", "")) for message in self.messages)),
+            prompt=_cut("\n".join(said(message) for message in self.messages)),
             answers=self.transcripts or None,
             seconds=round(self.seconds, 4),
         )
@@ -277,8 +278,8 @@ class GroupSampler:
 def excerpt(messages: Sequence[dict[str, Any]]) -> str:
     """A conversation as text for people, cut in the middle if it is long."""
     if len(messages) == 1:
-        return _cut(str(messages[0].get("content", "")))
-    return _cut("\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages))
+        return _cut(said(messages[0]))
+    return _cut("\n".join(f"{message.get('role', '')}: {said(message)}" for message in messages))
 
 
 def _cut(text: str) -> str:

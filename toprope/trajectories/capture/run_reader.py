@@ -16,10 +16,10 @@ import msgspec
 from toprope.errors import Corrupt, NotFound
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
-from toprope.records.journal.groups import MASKED, Outcome
+from toprope.records.journal.groups import MASKED, Group, Outcome
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
-from toprope.trajectories.capture.texts import Reader, kept_words, reader_of
+from toprope.trajectories.capture.texts import Reader, Words, kept_words, reader_of
 from toprope.trajectories.items import SEALED, TrajectoryItem
 
 _EVALUATIONS = ("before", "after")
@@ -94,6 +94,19 @@ class RunReader:
                 self.captured.removed = True
             self.captured.unreadable += len(damage)
 
+    def words_of(self, group: Group) -> list[Words] | None:
+        """Return the words of a group's rollouts, in the order of their outcomes; None if its task is held out.
+
+        Raises:
+            IndexError: Its rows do not fit its outcomes.
+        """
+        if group.task_id is not None and group.task_id in self._sealed:
+            return None
+        rows: list[list[int]] = [[] for _ in group.outcomes or group.scores]
+        for row in range(len(group.tokens)):
+            rows[group.outcome_of(row)].append(row)
+        return [self._words(group, place, own) for place, own in enumerate(rows)]
+
     def _of_group(self, seq: int, raw: bytes) -> Iterator[TrajectoryItem]:
         try:
             body = _decode(raw)
@@ -142,7 +155,7 @@ class RunReader:
             },
         )
 
-    def _words(self, body: _Body, place: int, rows: list[int]) -> Any:
+    def _words(self, body: _Body | Group, place: int, rows: list[int]) -> Words:
         if not self._wanted:
             return kept_words(None, None)
         posted = body.messages
